@@ -1,0 +1,48 @@
+# Every target sets up what it needs: `.venv` is built on first use and again only after the requirements changed.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+PYTEST := $(RUN) -m pytest
+
+.PHONY: help quickstart test test-slow test-gpu lint format clean
+
+help:
+	@echo 'make quickstart   fine-tune a small language model (DEVICES=3 for three virtual devices)'
+	@echo 'make test         the tests (TESTS=tests/unit for a part of them)'
+	@echo 'make test-slow    the tests that take minutes'
+	@echo 'make test-gpu     the tests that need an accelerator'
+	@echo 'make lint         ruff and mypy'
+	@echo 'make format       let ruff rewrite what it can'
+	@echo 'make clean        remove .venv and caches'
+
+quickstart: $(INSTALLED)
+	$(RUN) examples/quickstart.py $(if $(DEVICES),--devices $(DEVICES))
+
+test: $(INSTALLED)
+	$(PYTEST) -m 'not slow and not gpu' $(TESTS)
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m 'slow and not gpu' $(TESTS)
+
+test-gpu: $(INSTALLED)
+	$(PYTEST) -m gpu $(TESTS)
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(INSTALLED)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed, this is %s; try make PYTHON=python3.12" % sys.version.split()[0])'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,136 @@
+"""Timing, peaks, and how a result is printed: one JSON line each, a short table last."""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Record = dict[str, Any]
+
+
+def compute_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def environment() -> Record:
+    """The machine and the versions, for every record."""
+    import transformers
+
+    on_gpu = torch.cuda.is_available()
+    return {
+        "card": torch.cuda.get_device_name() if on_gpu else "none (CPU)",
+        "num_gpus": torch.cuda.device_count(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "host": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> Record:
+    """Runs ``step`` and times it; a step returns its loss.
+
+    The clock runs from the end of the warm-up to the end of the last step. With an asynchronous optimizer one update is
+    pending at both ends, so what is measured is the steady state.
+    """
+    losses = [float(step()) for _ in range(warmup)]
+    wait_device()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        losses.append(float(step()))
+        ends.append(time.perf_counter())
+    wait_device()
+    elapsed_s = time.perf_counter() - ends[0]
+    return {
+        "warmup": warmup,
+        "steps": steps,
+        "step_s": elapsed_s / steps,
+        "step_s_median": statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False)),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+    }
+
+
+def wait_device() -> None:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+
+
+def peaks() -> Record:
+    """GPU peaks of the largest card since the warm-up ended; the host's is the process's since it started."""
+    record: Record = {"host_peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    if torch.cuda.is_available():
+        cards = range(torch.cuda.device_count())
+        record["gpu_peak_allocated_gb"] = max(torch.cuda.max_memory_allocated(card) for card in cards) / 1e9
+        record["gpu_peak_reserved_gb"] = max(torch.cuda.max_memory_reserved(card) for card in cards) / 1e9
+    return record
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=8, help="timed steps (default 8)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts (default 3)")
+    parser.add_argument("--num-microbatch", type=int, default=4)
+    parser.add_argument("--tiny", action="store_true", help="a toy model, to try the script on a CPU")
+
+
+def emit(record: Record) -> None:
+    print(json.dumps({name: _rounded(value) for name, value in record.items()}), flush=True)
+
+
+def run_rows(rows: list[list[str]], columns: list[str]) -> int:
+    """Runs this script once per row of arguments, each in a process of its own, so that one row's peaks, caches and
+    compiled code are not another's. Returns the exit status."""
+    records, failed = [], 0
+    for row in rows:
+        done = subprocess.run([sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False)
+        print(done.stdout, end="", flush=True)
+        records += parse_records(done.stdout)
+        if done.returncode != 0:
+            failed += 1
+            print(f"failed ({done.returncode}): {' '.join(row)}", file=sys.stderr)
+    print(f"\n{table(records, columns)}")
+    return min(failed, 1)
+
+
+def parse_records(text: str) -> list[Record]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def table(records: list[Record], columns: list[str]) -> str:
+    """Markdown, right-aligned where every value is a number."""
+    cells = [[_shown(record.get(column, "-")) for column in columns] for record in records]
+    numeric = [all(isinstance(record.get(column), (int, float)) for record in records) for column in columns]
+    rules = ["---:" if is_number else "---" for is_number in numeric]
+    widths = [max(map(len, column)) for column in zip(columns, rules, *cells, strict=True)]
+    padded = [
+        [cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numeric, strict=True)]
+        for row in (columns, *cells)
+    ]
+    padded.insert(1, [rule.rjust(width, "-") for rule, width in zip(rules, widths, strict=True)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)

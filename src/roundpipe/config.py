@@ -1,0 +1,50 @@
+"""Settings of a run: what a call says beats what the model says, which beats the built-in value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+
+from .errors import ConfigError
+from .plan.execute_plan import ModelExecutePlan
+
+RecomputeGrain = Literal["stage", "layer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundPipeRunConfig:
+    """How one call runs. Every field defaults to None, meaning "not set".
+
+    Args:
+        requires_grad: build what backward needs; else ``torch.is_grad_enabled()``.
+        output_device: where merged outputs go; else the CPU.
+        preserve_rng_state: give every (layer, microbatch) its own random stream; else True.
+        recompute_grain: ``"stage"`` recomputes a backward stage whole, ``"layer"`` one layer at a time (lower peak).
+        num_microbatch: microbatches per call; else the number of devices + 1.
+        split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for args and kwargs.
+        split_label: ``(label, n) -> label_list`` or a chunk spec.
+        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches as they are.
+        execute_plan: the stages to use; else planned from the layers' sizes.
+    """
+
+    requires_grad: bool | None = None
+    output_device: torch.device | str | None = None
+    preserve_rng_state: bool | None = None
+    recompute_grain: RecomputeGrain | None = None
+    num_microbatch: int | None = None
+    split_input: Callable[..., Any] | tuple[Any, Any] | None = None
+    split_label: Callable[..., Any] | Any | None = None
+    merge_output: Callable[..., Any] | Any | bool | None = None
+    execute_plan: ModelExecutePlan | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_microbatch is not None and self.num_microbatch < 1:
+            raise ConfigError(f"num_microbatch is {self.num_microbatch}; it must be at least 1")
+        if self.recompute_grain not in (None, "stage", "layer"):
+            raise ConfigError(f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'")
+
+    def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
+        """This config where it is set, ``base`` where it is not."""
+        own = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
+        return replace(base, **own)

@@ -1,0 +1,7 @@
+"""The one seam between the engine and hardware: a device, its lanes and their events."""
+
+from .accelerator import AcceleratorDevice
+from .protocol import Device, Event, Lane
+from .virtual import VirtualDevice
+
+__all__ = ["AcceleratorDevice", "Device", "Event", "Lane", "VirtualDevice"]

@@ -1,0 +1,112 @@
+"""A CUDA-like accelerator: lanes are streams of their own, never the default stream, so nothing synchronises by accident."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import ConfigError
+
+
+class StreamLane:
+    """One stream. Copies are asynchronous when the host side is page-locked."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=priority)
+
+    def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self.work(), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+    def record(self) -> "StreamEvent":
+        event = torch.cuda.Event(blocking=True)  # because a spinning wait would take a core from the optimizer
+        event.record(self._stream)
+        return StreamEvent(event)
+
+    def wait(self, event: object) -> None:
+        if isinstance(event, StreamEvent):
+            self._stream.wait_event(event.cuda)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def borrow(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+
+class StreamEvent:
+    """A CUDA event. ``wait`` blocks the calling thread without holding the interpreter."""
+
+    def __init__(self, cuda: torch.cuda.Event) -> None:
+        self.cuda = cuda
+
+    def wait(self) -> None:
+        self.cuda.synchronize()
+
+
+class AcceleratorDevice:
+    """One accelerator.
+
+    Args:
+        device: for example ``torch.device("cuda", 0)``.
+        max_bytes: keep the engine's use under this many bytes; None means what is free now.
+    """
+
+    def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            raise ConfigError(f"device {device} is not available; visible: {torch.cuda.device_count()} CUDA devices")
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f"device cuda:{index} does not exist; {torch.cuda.device_count()} CUDA devices are visible")
+        self.torch_device = torch.device("cuda", index)
+        self.name = f"cuda:{index}"
+        self._max_bytes = max_bytes
+        torch.cuda.init()
+        # Copies get a higher priority than compute because they are short and compute waits for them.
+        self.compute = StreamLane(self.torch_device)
+        self.up = StreamLane(self.torch_device, priority=-1)
+        self.down = StreamLane(self.torch_device, priority=-1)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def budget_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        reusable = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
+        available = min(free + reusable, allowed)
+        return available if self._max_bytes is None else min(available, self._max_bytes)
+
+    def rng_state(self) -> torch.Tensor:
+        return self._generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._generator.set_state(state)
+
+    def seed(self, seed: int) -> None:
+        self._generator.manual_seed(seed)
+
+    def shares_generator(self) -> bool:
+        return False
+
+    def follow_caller(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        for lane in (self.compute, self.up, self.down):
+            lane.wait(StreamEvent(event))
+
+    def lend_to_caller(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+    @property
+    def _generator(self) -> torch.Generator:
+        generator: torch.Generator = torch.cuda.default_generators[self.torch_device.index]
+        return generator

@@ -1,0 +1,88 @@
+"""What the engine asks of a device. Everything above is blind to the kind of device and is tested on virtual ones."""
+
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point on a lane."""
+
+    def wait(self) -> None:
+        """Blocks the calling thread until the lane has reached this point."""
+        ...
+
+
+class Lane(Protocol):
+    """An ordered queue of work on one device. Lanes of one device run beside each other."""
+
+    def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy. Neither tensor may be written or freed by others before a later event of this lane."""
+        ...
+
+    def record(self) -> Event:
+        """An event reached once all work queued so far is done."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Later work on this lane starts only after ``event``, which may be another device's. Does not block."""
+        ...
+
+    def work(self) -> AbstractContextManager[None]:
+        """Tensor operations issued inside by this thread are queued on this lane."""
+        ...
+
+    def borrow(self, tensor: torch.Tensor) -> None:
+        """Keeps memory allocated on another lane from being reused before the work queued here is done."""
+        ...
+
+
+class Device(Protocol):
+    """A place that can hold a stage. Used by one worker thread at a time."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def torch_device(self) -> torch.device: ...
+    @property
+    def compute(self) -> Lane: ...
+    @property
+    def up(self) -> Lane: ...
+    @property
+    def down(self) -> Lane: ...
+
+    def budget_bytes(self) -> int:
+        """Bytes the engine may use on this device."""
+        ...
+
+    def rng_state(self) -> torch.Tensor:
+        """State of the generator that random operations on this device draw from."""
+        ...
+
+    def set_rng_state(self, state: torch.Tensor) -> None: ...
+
+    def seed(self, seed: int) -> None: ...
+
+    def shares_generator(self) -> bool:
+        """Whether other devices and the caller's thread draw from the same generator."""
+        ...
+
+    def follow_caller(self) -> None:
+        """Later work on all lanes starts after what the calling thread has queued on this device itself."""
+        ...
+
+    def lend_to_caller(self, tensor: torch.Tensor) -> None:
+        """The calling thread will use ``tensor``, made on a lane, in its own stream order."""
+        ...
+
+    def trim(self) -> None:
+        """Gives unused cached memory back to the system."""
+        ...
+
+
+class Handoff(NamedTuple):
+    """A tensor on its way: whoever uses it makes its own lane wait for ``ready`` first."""
+
+    tensor: torch.Tensor
+    ready: Event

@@ -1,0 +1,78 @@
+"""A device made of the CPU: it really copies what an accelerator would copy, so the same mistakes show. No threads of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+class _Reached:
+    """Work on a virtual device is done when the call that queued it returns."""
+
+    def wait(self) -> None:
+        return
+
+
+class VirtualLane:
+    """Runs everything at once, in the calling thread."""
+
+    def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    def record(self) -> _Reached:
+        return _Reached()
+
+    def wait(self, event: object) -> None:
+        return
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        yield
+
+    def borrow(self, tensor: torch.Tensor) -> None:
+        return
+
+
+class VirtualDevice:
+    """One of any number of devices on the CPU.
+
+    Args:
+        index: position among the engine's devices, for its name.
+        num_bytes: what it pretends to hold; None means the host's memory is the only limit.
+    """
+
+    def __init__(self, index: int, num_bytes: int | None = None) -> None:
+        self.name = f"virtual:{index}"
+        self.torch_device = _CPU
+        self._num_bytes = num_bytes
+        self.compute = self.up = self.down = VirtualLane()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def budget_bytes(self) -> int:
+        return self._num_bytes if self._num_bytes is not None else 1 << 62
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def shares_generator(self) -> bool:
+        return True
+
+    def follow_caller(self) -> None:
+        return
+
+    def lend_to_caller(self, tensor: torch.Tensor) -> None:
+        return
+
+    def trim(self) -> None:
+        return

@@ -1,0 +1,1 @@
+"""Host memory that devices can copy from quickly, and reusable device buffers."""

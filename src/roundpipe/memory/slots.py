@@ -1,0 +1,51 @@
+"""Reusable device buffers for weights, so that nothing is allocated while training and addresses stay the same."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..device import Device, Event
+
+ALIGNMENT = 256
+
+
+class Slot(NamedTuple):
+    """A device buffer. Whoever takes it makes its lane wait for ``free`` before writing."""
+
+    buffer: torch.Tensor
+    free: Event
+
+
+class SlotPool:
+    """Free buffers of one device, by size. Used by that device's worker only, so it needs no lock."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: dict[int, list[Slot]] = {}
+        self.num_bytes = 0
+
+    def __repr__(self) -> str:
+        free = sum(len(slots) for slots in self._free.values())
+        return f"<SlotPool {self._device.name}: {self.num_bytes / 2**20:.1f} MiB, {free} free>"
+
+    def take(self, num_bytes: int) -> Slot:
+        size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        slots = self._free.get(size)
+        if slots:
+            return slots.pop()
+        with self._device.up.work():
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
+        self.num_bytes += size
+        return Slot(buffer, self._device.up.record())
+
+    def give_back(self, buffer: torch.Tensor, free: Event) -> None:
+        """The buffer may be overwritten by work that waits for ``free``."""
+        self._free.setdefault(buffer.numel(), []).append(Slot(buffer, free))
+
+    def clear(self) -> None:
+        """Drops all free buffers once no lane uses them any more."""
+        for slots in self._free.values():
+            for slot in slots:
+                slot.free.wait()
+                self.num_bytes -= slot.buffer.numel()
+        self._free.clear()

@@ -1,0 +1,677 @@
+"""What users touch: a model whose state lives on the host and whose layers run on devices in turn."""
+
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import RoundPipeRunConfig
+from .device import Device
+from .device.choose import DeviceSpec, choose_devices
+from .errors import ClosedError, ConfigError
+from .memory.pinning import HostMemory, PinMode
+from .microbatch import Microbatches, merge, split
+from .optim import context
+from .optim.hyperparameters import know_master, know_working
+from .optim.step_thread import StepHandle, StepThread
+from .params.copies import Masters
+from .params.gradients import GradientBuffers, GradientRules, GradientWindow
+from .params.store import ParameterStore
+from .plan.execute_plan import ModelExecutePlan, RunType, plan_for
+from .plan.partition import LayerCosts
+from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
+from .runtime.autograd import Gradients, attach
+from .runtime.call import Call, CallSettings, LossFn
+from .runtime.pipeline import Pipeline, deliver
+from .runtime.recompute import AmbientState, RandomStreams
+from .runtime.transfer import Boundary, BoundaryGradient, user_boundary
+from .runtime.worker import Worker
+
+_log = logging.getLogger("roundpipe")
+_UNSET = RoundPipeRunConfig()
+
+
+class RoundPipe(nn.Module):
+    """Runs and trains ``model`` with its state in host memory and its layers visiting devices in turn.
+
+    Args:
+        model: an ``nn.Sequential`` (one layer per child) or any module (a single layer), on the CPU.
+        optim_dtype: dtype of the optimizer's own copies (masters); None means each parameter's dtype.
+        name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
+        model_run_config: settings of every call, below what a call sets itself.
+        pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them in place, ``"off"``
+            leaves them alone.
+        devices: None for every visible accelerator, else one virtual CPU device; an int for that many virtual devices;
+            or a list of devices.
+        compile: compile each repeated layer class once with ``torch.compile``.
+        grad_dtype: what gradients land in on the host; None means each parameter's dtype.
+        max_gpu_memory: bytes (or GB) the engine keeps under on each device.
+        process_group: data parallel training over several processes.
+
+    Raises:
+        ConfigError: a bad setting, a model without parameters, or weights that cannot be staged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        >>> with RoundPipe(model, devices=2) as engine:
+        ...     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+        ...     x, y = torch.randn(8, 4), torch.randn(8, 1)
+        ...     loss = engine.forward_backward((x,), label=y, loss_fn=lambda out, y: ((out - y) ** 2).sum() / 8)
+        ...     handle = engine.step(optimizer.step, is_async=False)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_dtype: torch.dtype | None = None,
+        name: str | None = None,
+        model_run_config: RoundPipeRunConfig = _UNSET,
+        pin_model: PinMode = "alloc",
+        *,
+        devices: DeviceSpec = None,
+        compile: bool = False,
+        grad_dtype: torch.dtype | None = None,
+        max_gpu_memory: float | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        if process_group is not None:
+            raise NotImplementedError("process_group: data parallel training is not there yet; use one process")
+        chosen = choose_devices(devices, max_gpu_memory)
+        self._own = frozenset[str]()  # while it is empty, attributes set are the engine's own
+        self._name = name if name is not None else _caller()
+        self._config = model_run_config
+        self._condition = threading.Condition()
+        self._hold(sequence=model, original=model)
+        layers = list(model) if isinstance(model, nn.Sequential) else [model]
+        self._memory = HostMemory(pin_model, accelerated=any(d.torch_device.type != "cpu" for d in chosen))
+        self._store = ParameterStore(layers, self._memory)
+        self._rules = GradientRules(optim_dtype, grad_dtype)
+        self._buffers_pool = GradientBuffers(self._memory, self._rules)
+        self._masters = Masters(self._store, self._rules)
+        store, rules, buffers = self._store, self._rules, self._buffers_pool
+        self._step_worker = Worker("roundpipe-optimizer")
+        self._steps = StepThread(
+            self._step_worker,
+            self._condition,
+            store,
+            self._masters,
+            lambda: GradientWindow(store, rules, buffers),
+        )
+        self._pipeline = Pipeline(
+            layers, chosen, store, rules, buffers, self._condition, self._steps.is_published, compile=compile
+        )
+        self._plans: dict[tuple[RunType, int], ModelExecutePlan] = {}
+        for parameter in store.parameters:
+            know_working(parameter)
+        # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
+        self._finalizer = weakref.finalize(self, _stop, [*self._pipeline.workers, self._step_worker])
+        self._is_closed = False
+        self.set_original_model(model)
+        self._own = frozenset(self.__dict__)
+
+    # The model and its attributes.
+
+    def _hold(self, **modules: nn.Module) -> None:
+        """Keeps modules without registering them: their names and keys must stay those of the user's model."""
+        for name, module in modules.items():
+            self.__dict__[f"_{name}"] = module
+
+    @property
+    def model(self) -> nn.Module:
+        """The module the user passed. Its parameters are up to date after ``synchronize()``."""
+        original: nn.Module = self.__dict__["_original"]
+        return original
+
+    def set_original_model(self, model: nn.Module) -> None:
+        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be the layers' own.
+
+        Raises:
+            ConfigError: some parameter of ``model`` is in no layer.
+        """
+        self._hold(original=model)
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._store.uses:
+                raise ConfigError(f"parameter {name!r} of the original model is in no layer of the pipeline")
+        self._fingerprint = _fingerprint(model)
+        names = {id(module): name for name, module in model.named_modules()}
+        for index, layer in enumerate(_layers_of(self.__dict__["_sequence"])):
+            found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
+            self._pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__
+        if "_original" not in own or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(own["_original"], name)
+        if callable(value) and getattr(value, "__self__", None) is own["_original"]:
+            return _flushing(self, value)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__.get("_own")
+        if name == "forward":
+            raise ConfigError("assigning RoundPipe.forward would bypass the pipeline; change the layers and wrap again")
+        if not own or name in own or isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.model, name)
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"RoundPipe({self._name}, closed)"
+        devices = ", ".join(device.name for device in self._pipeline.devices)
+        return f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, {self._steps!r})"
+
+    def __deepcopy__(self, memo: Any) -> "RoundPipe":
+        raise ConfigError("a RoundPipe cannot be copied; copy .model after synchronize() and wrap the copy")
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("a RoundPipe cannot be pickled; save .model or state_dict() instead")
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.model.training if "_original" in self.__dict__ else True
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_original" in self.__dict__:
+            self.model.training = mode
+
+    def train(self, mode: bool = True) -> "RoundPipe":
+        self.__dict__["_sequence"].train(mode)
+        self.model.train(mode)
+        return self
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return self.model.named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return self.model.named_children()
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Does nothing: the engine recomputes by itself."""
+        _log.info("%s: gradient_checkpointing_enable does nothing, the engine recomputes by itself", self._name)
+
+    def _apply(self, *_: Any, **__: Any) -> "RoundPipe":
+        raise ConfigError(
+            "a RoundPipe cannot be moved or cast: its weights stay on the host; convert the model, then wrap it"
+        )
+
+    # Weights: masters, working copies, gradients.
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        """Names and working weights, up to date; in an optimizer context names and masters."""
+        if context.sees_masters():
+            yield from self.optim_named_parameters(prefix, remove_duplicate)
+            return
+        self._flush("named_parameters()")
+        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def optim_named_parameters(self, prefix: str = "", remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
+        """Names (as in the original model) and masters of all trainable parameters; tied weights once."""
+        named = []
+        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
+            if parameter.requires_grad:
+                master = self._masters.of(parameter)
+                know_master(master)
+                named.append((name, master))
+        return named
+
+    def optim_parameters(self) -> list[nn.Parameter]:
+        """The masters of all trainable parameters, each once. Construct optimizers over these."""
+        return [master for _, master in self.optim_named_parameters()]
+
+    def synchronize(self) -> None:
+        """Waits for everything, publishes the newest weights, and puts copies of accumulated gradients into ``.grad``."""
+        self._flush("synchronize()")
+        for parameter in self._store.parameters:
+            gradient = self._steps.window.gradient(parameter, parameter.dtype) if parameter.requires_grad else None
+            parameter.grad = None if gradient is None else gradient.clone()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's state dict, every update in it."""
+        self._flush("state_dict()")
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights; masters of the loaded keys follow at the incoming precision. Accumulated gradients are dropped.
+
+        Raises:
+            ConfigError: ``assign=True``, which would replace the memory that devices copy from.
+        """
+        if assign:
+            raise ConfigError("load_state_dict(assign=True) would replace the engine's weights; use assign=False")
+        self._flush("load_state_dict()")
+        self._steps.zero_grad()
+        result = self.model.load_state_dict(state_dict, strict=strict)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in state_dict:
+                self._masters.follow(parameter, state_dict[name])
+        return result
+
+    def reload_parameters(self) -> None:
+        """Makes the masters follow the model's parameters after those were changed in place."""
+        self._begin("reload_parameters()")
+        self._steps.wait_idle()
+        self._steps.zero_grad()
+        for parameter, _ in self._masters.existing():
+            self._masters.follow(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients not yet stepped."""
+        self._begin("zero_grad()")
+        self._steps.zero_grad()
+
+    def _flush(self, what: str) -> None:
+        self._begin(what)
+        self._steps.flush()
+
+    # Running.
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any) -> Any:
+        """Splits the inputs, runs the pipeline and merges the outputs.
+
+        Without grad, pending updates are flushed first. With grad the outputs support ``backward()``; that raises
+        RuntimeError if ``step`` ran in between.
+        """
+        self._begin("forward()")
+        config = roundpipe_run_config.over(self._config)
+        with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        if not with_grad:
+            self._steps.flush()
+        parts = self._split(args, kwargs, None, config)
+        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        plan = self._plan("train" if with_grad else "infer", len(boundaries), config)
+        first_trained = self._first_trained(boundaries)
+        backward = backward_passes(plan.bwd_plan, first_trained) if with_grad else []
+        settings = self._settings(
+            config,
+            boundaries,
+            needs_grad=with_grad,
+            first_trained=first_trained,
+            saved_layers=saved_layers(backward),
+        )
+        call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries)
+        with _owning_generators(call.streams):
+            call.wait_results()
+            call.wait_finished()
+        _write_buffers(call)
+        target = torch.device(config.output_device or "cpu")
+        outputs = [deliver(call.outputs[m], target) for m in range(len(boundaries))]
+        if with_grad:
+            values = attach(outputs, _wanted(boundaries), self._backward_round(call, backward, boundaries))
+        else:
+            values = [output.value for output in outputs]
+        return merge(values, parts.rows, _merge_rule(config))
+
+    def forward_backward(
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFn | None = None,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig = _UNSET,
+        *,
+        microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]] | None = None,
+    ) -> Any:
+        """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
+
+        Args:
+            input_args, input_kwargs: what the first layer is called with, whole; or
+            microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
+            loss_fn: called once per microbatch on a worker thread; default: the outputs are the loss.
+
+        Returns:
+            The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn`` returns a sequence);
+            with ``return_outputs`` a pair of that and the merged outputs. Returns once these are known: remaining
+            backward visits run on, and what fails there is raised by the next call.
+        """
+        self._begin("forward_backward()")
+        config = run_config.over(self._config)
+        parts = self._given(input_args, input_kwargs, label, microbatches, config)
+        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        plan = self._plan("fused", len(boundaries), config)
+        first_trained = self._first_trained(boundaries)
+        passes = fused_passes(plan, first_trained)
+        settings = self._settings(
+            config,
+            boundaries,
+            needs_grad=True,
+            first_trained=first_trained,
+            saved_layers=saved_layers(passes),
+            loss_fn=loss_fn or _outputs_as_loss,
+            labels=parts.labels,
+            keeps_outputs=return_outputs,
+        )
+        call = self._run(passes, settings, config, boundaries)
+        wanted = _wanted(boundaries)
+        with _owning_generators(call.streams):
+            call.wait_results()
+            if call.streams.drawn or wanted:
+                call.wait_finished()
+        _write_buffers(call)
+        self._steps.commit(call)
+        if wanted:
+            _backward_into(wanted, _input_gradients(call, boundaries))
+        loss = _sum_losses(call)
+        if not return_outputs:
+            return loss
+        target = torch.device(config.output_device or "cpu")
+        outputs = [deliver(call.outputs[m], target).value for m in range(len(boundaries))]
+        return loss, merge(outputs, parts.rows, _merge_rule(config))
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
+        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread; the accumulated gradients are its own from here on.
+
+        Args:
+            is_async: return at once, the update being one step stale (gradient t is taken at W_(t-2)); else the update
+                is visible to everything after this call.
+
+        Raises:
+            What ``step_fn`` raised, here if sync, else at the next engine call.
+        """
+        self._begin("step()")
+        return self._steps.step(step_fn, is_async, args, kwargs)
+
+    def _begin(self, what: str) -> None:
+        """The checks at the door of every engine call; raises what failed behind the caller's back since the last."""
+        context.refuse_inside(what)
+        if self._is_closed:
+            raise ClosedError(f"{self._name}: {what} was called after close()")
+        self._steps.raise_late_error()
+        if _fingerprint(self.model) != self._fingerprint:
+            raise ConfigError(
+                f"{self._name}: parameters of the model were added, removed, cast or moved since it was wrapped; "
+                "close() this engine and wrap the model again"
+            )
+
+    def _given(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        label: Any,
+        microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]] | None,
+        config: RoundPipeRunConfig,
+    ) -> Microbatches:
+        if microbatches is None:
+            return self._split(tuple(args), dict(kwargs or {}), label, config)
+        if args or kwargs or label is not None:
+            raise ConfigError("give either input_args, input_kwargs and label, or microbatches, not both")
+        if not microbatches:
+            raise ConfigError("microbatches is empty; give at least one (args, kwargs, label)")
+        parts = [split(tuple(given), dict(named), part, 1) for given, named, part in microbatches]
+        return Microbatches(
+            inputs=tuple(part.inputs[0] for part in parts),
+            labels=tuple(part.labels[0] for part in parts),
+            rows=tuple(part.rows[0] for part in parts),
+            batch_size=sum(part.batch_size for part in parts),
+        )
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: RoundPipeRunConfig) -> Microbatches:
+        count = config.num_microbatch or self.default_num_microbatch
+        return split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
+
+    def _first_trained(self, boundaries: list[Boundary]) -> int:
+        wants_input = any(any(boundary.carries) for boundary in boundaries)
+        return 0 if wants_input else self._store.first_trainable_layer()
+
+    def _settings(
+        self,
+        config: RoundPipeRunConfig,
+        boundaries: list[Boundary],
+        *,
+        needs_grad: bool,
+        first_trained: int,
+        saved_layers: frozenset[int],
+        loss_fn: LossFn | None = None,
+        labels: tuple[Any, ...] = (),
+        keeps_outputs: bool = False,
+    ) -> CallSettings:
+        return CallSettings(
+            num_layers=len(self._store.layers),
+            num_microbatches=len(boundaries),
+            needs_grad=needs_grad,
+            first_trained=first_trained,
+            saved_layers=saved_layers,
+            recompute_grain=config.recompute_grain or "stage",
+            keeps_outputs=keeps_outputs,
+            loss_fn=loss_fn,
+            labels=labels,
+            version=self._steps.version,
+            ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
+        )
+
+    def _run(
+        self, passes: Passes, settings: CallSettings, config: RoundPipeRunConfig, boundaries: list[Boundary]
+    ) -> Call:
+        streams = self._pipeline.streams(enabled=config.preserve_rng_state is not False)
+        posts = {("x", 0, m): boundary for m, boundary in enumerate(boundaries)}
+        return self._pipeline.submit(passes, settings, streams, posts=posts)
+
+    def _backward_round(
+        self, forward: Call, backward: Passes, boundaries: list[Boundary]
+    ) -> Callable[[list[Gradients]], Gradients]:
+        made_after = self._steps.num_steps
+
+        def run(gradients: list[Gradients]) -> Gradients:
+            self._begin("backward()")
+            if self._steps.num_steps != made_after:
+                raise RuntimeError(
+                    "step() ran between this forward and its backward, so the weights are no longer those of the "
+                    "forward; call backward() before step()"
+                )
+            posts = {}
+            for m, given in enumerate(gradients):
+                remaining = iter(given)
+                carries = forward.outputs[m].carries
+                leaves = tuple(next(remaining) if carried else None for carried in carries)
+                posts["g", forward.settings.num_layers, m] = BoundaryGradient(leaves, None, None)
+            forward.streams.take_over()
+            call = self._pipeline.submit(backward, forward.settings, forward.streams, posts=posts, saved=forward.saved)
+            with _owning_generators(forward.streams, advance=False):
+                call.wait_finished()
+            self._steps.commit(call)
+            return _input_gradients(call, boundaries)
+
+        return run
+
+    # Planning.
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices that stages visit."""
+        return list(self._pipeline.devices)
+
+    @property
+    def default_num_microbatch(self) -> int:
+        """Microbatches per call where nothing is set: the number of devices + 1."""
+        return self._config.num_microbatch or len(self._pipeline.devices) + 1
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """What plans balance: weight bytes, with recompute and backward three times a forward."""
+        sizes = tuple(layer.num_bytes for layer in self._store.layers)
+        return LayerCosts(
+            forward=tuple(size + 1.0 for size in sizes),
+            backward=tuple(3.0 * size + 3.0 for size in sizes),
+            weight_bytes=sizes,
+        )
+
+    @property
+    def stage_byte_limit(self) -> float:
+        """Largest weight bytes of one stage: a quarter of the smallest device's budget, as two stages share it."""
+        return min(device.budget_bytes() for device in self._pipeline.devices) / 4
+
+    @property
+    def execute_plan(self) -> ModelExecutePlan:
+        """The plan ``forward_backward`` uses by default."""
+        return self._plan("fused", self.default_num_microbatch, self._config)
+
+    def _plan(self, run_type: RunType, num_microbatches: int, config: RoundPipeRunConfig) -> ModelExecutePlan:
+        if config.execute_plan is not None:
+            plan = config.execute_plan.for_run(run_type)
+            plan.check(run_type, len(self._store.layers))
+            return plan
+        key = (run_type, num_microbatches)
+        if key not in self._plans:
+            self._plans[key] = plan_for(
+                run_type,
+                self.layer_costs,
+                num_devices=len(self._pipeline.devices),
+                num_microbatches=num_microbatches,
+                min_stages=None,
+                max_stage_bytes=self.stage_byte_limit,
+            )
+        return self._plans[key]
+
+    def statistics(self) -> dict[str, Any]:
+        """What the engine holds now: bytes per kind of copy, slots per device, steps."""
+        return {
+            "layers": len(self._store.layers),
+            "working_bytes": sum(parameter.nbytes for parameter in self._store.parameters),
+            "layer_bytes": [layer.num_bytes for layer in self._store.layers],
+            "slot_bytes": self._pipeline.statistics(),
+            "steps": self._steps.num_steps,
+            **self._masters.statistics(),
+        }
+
+    # Ending.
+
+    def close(self) -> None:
+        """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what failed last."""
+        if self._is_closed:
+            return
+        context.refuse_inside("close()")
+        try:
+            self._steps.flush()
+        finally:
+            self._is_closed = True
+            self._finalizer.detach()
+            self._pipeline.close()
+            self._step_worker.stop()
+            self._step_worker.join()
+            self._buffers_pool.clear()
+            self._memory.close()
+
+    def __enter__(self) -> "RoundPipe":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        try:
+            self.close()
+        except BaseException as late:
+            if error is None:
+                raise
+            raise late from error
+
+
+def _layers_of(sequence: nn.Module) -> list[nn.Module]:
+    return list(sequence) if isinstance(sequence, nn.Sequential) else [sequence]
+
+
+def _fingerprint(model: nn.Module) -> list[tuple[int, torch.dtype, torch.Size]]:
+    return [(id(parameter), parameter.dtype, parameter.shape) for parameter in model.parameters()]
+
+
+def _flushing(engine: RoundPipe, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the original model that sees every update."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine._flush(method.__name__)
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _stop(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+
+
+def _outputs_as_loss(outputs: Any, _: Any) -> Any:
+    return outputs
+
+
+def _merge_rule(config: RoundPipeRunConfig) -> Any:
+    if config.merge_output is False:
+        raise NotImplementedError("merge_output=False is not there yet; leave it unset or give a function")
+    return config.merge_output
+
+
+def _wanted(boundaries: list[Boundary]) -> list[torch.Tensor]:
+    """The caller's tensors that want a gradient, microbatch by microbatch."""
+    return [leaf for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True) if carried]
+
+
+def _input_gradients(call: Call, boundaries: list[Boundary]) -> list[torch.Tensor | None]:
+    """Gradients for ``_wanted(boundaries)``, each on its tensor's device."""
+    gradients: list[torch.Tensor | None] = []
+    for m, boundary in enumerate(boundaries):
+        received = call.input_gradients.get(m)
+        if not any(boundary.carries):
+            continue
+        leaves = received.leaves if received is not None else (None,) * len(boundary.leaves)
+        if received is not None and received.ready is not None:
+            received.ready.wait()
+        for leaf, carried, gradient in zip(boundary.leaves, boundary.carries, leaves, strict=True):
+            if carried:
+                gradients.append(None if gradient is None else gradient.to(leaf.device))
+    return gradients
+
+
+def _backward_into(wanted: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    flowing = [(tensor, gradient) for tensor, gradient in zip(wanted, gradients, strict=True) if gradient is not None]
+    torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
+
+
+def _sum_losses(call: Call) -> Any:
+    totals: list[torch.Tensor] = []
+    for m in range(call.settings.num_microbatches):
+        parts = [part.cpu() for part in call.losses[m].parts]
+        totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
+    return totals if call.losses[0].is_sequence else totals[0]
+
+
+def _write_buffers(call: Call) -> None:
+    """Buffers that forwards changed go to their owners, now that the call has succeeded."""
+    for owner, name, value, source, ready in call.buffer_updates:
+        ready.wait()
+        original = owner._buffers.get(name)
+        if value is None:
+            owner._buffers[name] = None
+            continue
+        source.lend_to_caller(value)
+        with torch.no_grad():
+            if original is not None and original.shape == value.shape and original.dtype == value.dtype:
+                original.copy_(value)
+            else:
+                owner._buffers[name] = value.detach().to("cpu", copy=True)
+
+
+class _owning_generators:
+    """While the caller waits for a call, its generators are the call's; a failure leaves them as they were."""
+
+    def __init__(self, streams: RandomStreams, *, advance: bool = True) -> None:
+        self._streams = streams
+        self._advance = advance
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._streams.restore(advance=self._advance and kind is None)

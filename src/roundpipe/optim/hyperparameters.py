@@ -1,0 +1,145 @@
+"""Hyper-parameters as they were when ``step`` was called, whatever a scheduler does to them meanwhile.
+
+torch tells of every optimizer step through a global pre-hook, which may also replace the arguments of that step,
+``self`` included. So each step inside ``step_fn`` runs on a *stand-in*: the same state and the same parameters, with
+param groups of its own. The optimizer's own groups belong to the caller's thread alone and are never written late.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..errors import ConfigError
+from . import context
+
+Hyperparameters = list[dict[str, Any]]
+
+_masters: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+_working: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+
+
+class LearntOptimizers:
+    """The optimizers an engine's ``step_fn``s have stepped. Changed on the optimizer thread, read by the caller."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Optimizer]] = {}
+        self.self_written: dict[int, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def learn(self, optimizer: Optimizer) -> None:
+        self._known.setdefault(id(optimizer), weakref.ref(optimizer))
+
+    def snapshot(self) -> dict[int, Hyperparameters]:
+        """Copies of all groups' hyper-parameters now."""
+        taken = {}
+        for key, reference in list(self._known.items()):
+            optimizer = reference()
+            if optimizer is None:
+                del self._known[key]
+            else:
+                taken[key] = _hyperparameters(optimizer)
+        return taken
+
+
+class StepOptimizers:
+    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told of each step's start."""
+
+    def __init__(self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]) -> None:
+        self._learnt = learnt
+        self._taken = taken
+        self._on_enter = on_enter
+
+    def stand_in(self, optimizer: Optimizer) -> Optimizer:
+        self._learnt.learn(optimizer)
+        taken = self._taken.get(id(optimizer))
+        if taken is None:
+            taken = _hyperparameters(optimizer)
+        self._on_enter()
+        own = self._learnt.self_written.get(id(optimizer), set())
+        other = object.__new__(type(optimizer))
+        other.__dict__.update(optimizer.__dict__)
+        other.param_groups = [
+            {**hypers, **{name: group[name] for name in own if name in group}, "params": group["params"]}
+            for hypers, group in zip(taken, optimizer.param_groups, strict=False)
+        ]
+        other.__dict__["_roundpipe_before"] = [dict(group) for group in other.param_groups]
+        return other
+
+    def take_back(self, optimizer: Optimizer, other: Optimizer) -> None:
+        """What the step itself wrote (counters in its groups, attributes) goes to the caller's optimizer."""
+        before = other.__dict__.pop("_roundpipe_before")
+        own = self._learnt.self_written.setdefault(id(optimizer), set())
+        for group, stepped, old in zip(optimizer.param_groups, other.param_groups, before, strict=False):
+            for name, value in stepped.items():
+                if name != "params" and (name not in old or old[name] is not value):
+                    own.add(name)
+                    group[name] = value
+        for name, value in other.__dict__.items():
+            if name != "param_groups":
+                optimizer.__dict__[name] = value
+
+
+def _hyperparameters(optimizer: Optimizer) -> Hyperparameters:
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def know_master(master: torch.Tensor) -> None:
+    _masters[id(master)] = master
+
+
+def know_working(parameter: torch.Tensor) -> None:
+    _working[id(parameter)] = parameter
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        if _working.get(id(parameter)) is parameter:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was made over the model's working weights, which get no gradient; "
+                "make it over RoundPipe.optim_parameters()"
+            )
+    step = context.current_step()
+    if step is not None:
+        return (step.stand_in(optimizer), *args[1:]), kwargs
+    for parameter in parameters:
+        if _masters.get(id(parameter)) is parameter:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() was called outside step_fn, where there is no gradient; "
+                "call RoundPipe.step(lambda: optimizer.step())"
+            )
+    return None
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    step = context.current_step()
+    if step is not None and args and args[0] is not optimizer:
+        step.take_back(optimizer, args[0])
+
+
+_hooked = False
+
+
+def hook_optimizers() -> None:
+    """Installs the hooks, once per process."""
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,249 @@
+"""The optimizer thread: adds up landed gradients, runs ``step_fn`` on masters, publishes masters to working copies.
+
+[Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
+being the last step before a flush. Step t's job first publishes W_(t-1), layer by layer, then runs ``step_fn``; it may
+write working copies because every call that read older ones was committed by a job queued before it.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..params.copies import Masters
+from ..params.gradients import GradientWindow
+from ..params.store import ParameterStore
+from ..runtime.call import Call
+from ..runtime.worker import Worker
+from . import context
+from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
+
+
+class StepHandle:
+    """An update under way."""
+
+    def __init__(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        self._is_done = False
+        self._is_entered = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._is_done else "failed" if self._error is not None else "done"
+        return f"<StepHandle: {state}>"
+
+    def wait(self) -> None:
+        """Blocks until the masters are updated. Raises what ``step_fn`` raised.
+
+        An interrupt is raised only after the update, so that it is never half applied.
+        """
+        self._wait(lambda: self._is_done)
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> Any:
+        """Waits, then returns what ``step_fn`` returned."""
+        self.wait()
+        return self._result
+
+    def wait_entered(self) -> None:
+        """Blocks until an optimizer's ``step`` has begun, or the job is over."""
+        self._wait(lambda: self._is_entered or self._is_done)
+
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._condition:
+                    self._condition.wait_for(is_true)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _enter(self) -> None:
+        with self._condition:
+            self._is_entered = True
+            self._condition.notify_all()
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        with self._condition:
+            self._is_done, self._result, self._error = True, result, error
+            self._condition.notify_all()
+
+
+class StepThread:
+    """Owns masters and windows while jobs run. All public methods but ``is_published`` are for the caller's thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        condition: threading.Condition,
+        store: ParameterStore,
+        masters: Masters,
+        new_window: Callable[[], GradientWindow],
+    ) -> None:
+        self._worker = worker
+        self._condition = condition
+        self._store = store
+        self._masters = masters
+        self._new_window = new_window
+        self._window = new_window()
+        self._learnt = LearntOptimizers()
+        self._published = [0] * len(store.layers)
+        self._jobs_left = 0
+        self._flushed = 0
+        self._late_error: BaseException | None = None
+        self.num_steps = 0
+        hook_optimizers()
+        context.register(self)
+
+    def __repr__(self) -> str:
+        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, published {min(self._published)}>"
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that a call made now computes with. See [Note: versions]."""
+        return max(self.num_steps - 1, self._flushed)
+
+    @property
+    def window(self) -> GradientWindow:
+        """The gradients accumulated since the last step. Complete only after ``wait_idle``."""
+        return self._window
+
+    def is_published(self, layer: int, version: int) -> bool:
+        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition."""
+        return self._published[layer] >= version
+
+    def raise_late_error(self) -> None:
+        """Raises, once, what failed behind the caller's back since the last engine call."""
+        with self._condition:
+            error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+
+    def commit(self, call: Call) -> None:
+        """Queues adding a call's gradients to the current window; that job waits for its late backward visits."""
+        window = self._window
+        self._submit(lambda: self._commit(call, window))
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepHandle:
+        """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
+        handle = StepHandle(self._condition)
+        window, self._window = self._window, self._new_window()
+        self.num_steps += 1
+        number = self.num_steps
+        optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
+        is_first = len(self._learnt) == 0
+        self._submit(lambda: self._step(handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)))
+        if is_async and is_first:
+            # Nobody knows yet which optimizer step_fn steps, so its hyper-parameters cannot have been copied above.
+            handle.wait_entered()
+        if not is_async:
+            self._flushed = number
+            try:
+                handle.wait()
+            except BaseException as error:
+                self._forget_late_error(error)
+                raise
+        return handle
+
+    def zero_grad(self) -> None:
+        """Drops gradients not yet stepped, those still in flight included."""
+        window, self._window = self._window, self._new_window()
+        self._submit(window.release)
+
+    def flush(self) -> None:
+        """A synchronisation point: waits for all jobs and publishes the newest weights."""
+        self.wait_idle()
+        self.raise_late_error()
+        self._publish(self.num_steps)
+        self._flushed = self.num_steps
+
+    def wait_idle(self) -> None:
+        """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._jobs_left == 0)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._condition:
+            self._jobs_left += 1
+
+        def counted() -> None:
+            try:
+                job()
+            finally:
+                with self._condition:
+                    self._jobs_left -= 1
+                    self._condition.notify_all()
+
+        self._worker.submit(counted)
+
+    # Jobs, on the optimizer thread.
+
+    def _commit(self, call: Call, window: GradientWindow) -> None:
+        try:
+            call.wait_finished()
+            window.commit(call.landed)
+        except BaseException as error:
+            window.error = error
+            self._fail_late(error)
+
+    def _step(
+        self,
+        handle: StepHandle,
+        number: int,
+        is_async: bool,
+        window: GradientWindow,
+        optimizers: StepOptimizers,
+        step_fn: Callable[[], Any],
+    ) -> None:
+        result, error = None, None
+        try:
+            if is_async:
+                self._publish(number - 1)
+            if window.error is not None:
+                raise window.error
+            self._masters.give_gradients(window)
+            with context.running_step(optimizers):
+                result = step_fn()
+            self._masters.mark_ahead()
+            if not is_async:
+                self._publish(number)
+        except BaseException as raised:
+            error = raised
+            if window.error is None:
+                error.add_note(f"RoundPipe: step_fn of step {number}, on the optimizer thread")
+                self._fail_late(error)
+            self._advance(number - 1 if is_async else number)
+        finally:
+            self._masters.take_gradients()
+            window.release()
+        handle._finish(result, error)
+
+    def _publish(self, version: int) -> None:
+        """Shallow layers first, because the next call's forward needs them first."""
+        for layer in self._store.layers:
+            self._masters.publish(layer)
+            with self._condition:
+                self._published[layer.layer] = max(self._published[layer.layer], version)
+                self._condition.notify_all()
+
+    def _advance(self, version: int) -> None:
+        """After a failure nothing is published, yet calls that wait for the version must go on."""
+        with self._condition:
+            self._published = [max(published, version) for published in self._published]
+            self._condition.notify_all()
+
+    def _fail_late(self, error: BaseException) -> None:
+        with self._condition:
+            if self._late_error is None:
+                self._late_error = error
+            self._condition.notify_all()
+
+    def _forget_late_error(self, error: BaseException) -> None:
+        """The caller has it already."""
+        with self._condition:
+            if self._late_error is error:
+                self._late_error = None

@@ -1,0 +1,124 @@
+"""Llama: embeddings + masks + rotary, one layer per block, norm + head + loss.
+
+Bit-exact against ``LlamaForCausalLM.forward`` without a cache. Decoders of the same shape (Mistral, Qwen2, Qwen3)
+differ only in which mask each block takes, so their presets are `cut_decoder` with other kinds.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .causal_lm import HeadAndLoss, State, merge_outputs, refuse_unsupported, split_batch, take_loss_kwargs
+from .preset import Cut
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class Prefix(nn.Module):
+    """First layer: takes the arguments of the model's forward, makes what all blocks need once per microbatch."""
+
+    def __init__(self, backbone: Any, kinds: list[str]) -> None:
+        super().__init__()
+        self.embed_tokens = backbone.embed_tokens
+        self.rotary_emb = backbone.rotary_emb
+        self.config = backbone.config
+        self.kinds = sorted(set(kinds))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        loss_weight: float | None = None,
+        **kwargs: Any,
+    ) -> State:
+        refuse_unsupported(self.config, past_key_values, use_cache, kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        hidden_states: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        masks = self._masks(hidden_states, attention_mask, position_ids, kwargs)
+        # After the masks: positions we make ourselves never restart, and looking for restarts waits for the device.
+        if position_ids is None:
+            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        return State(
+            hidden_states=hidden_states,
+            masks=masks,
+            position_embeddings=self.rotary_emb(hidden_states, position_ids=position_ids),
+            position_ids=position_ids,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            loss_kwargs=take_loss_kwargs(kwargs),
+            loss_weight=loss_weight,
+            block_kwargs=kwargs,
+        )
+
+    def _masks(
+        self, embeds: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        if isinstance(attention_mask, dict):  # made by the caller already
+            return attention_mask
+        config = self.config
+        is_causal = kwargs.get("is_causal", getattr(config, "is_causal", None))
+        if is_causal is not None:
+            # transformers lets a call override the config's; a copy, for other microbatches read the model's meanwhile.
+            kwargs["is_causal"] = is_causal
+            config = copy.copy(config)
+            config.is_causal = is_causal
+        return {
+            kind: _MASKS[kind](config, embeds, attention_mask, past_key_values=None, position_ids=position_ids)
+            for kind in self.kinds
+        }
+
+
+class Block(nn.Module):
+    """One decoder block, taking the mask of its kind out of the state."""
+
+    def __init__(self, block: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.block = block
+        self.kind = kind
+
+    def forward(self, state: State) -> State:
+        # `nn.Module.__call__` and not `self.block(...)`: hooks run all the same, but the checkpointing that
+        # `gradient_checkpointing_enable` puts into the block's own `__call__` does not. The engine recomputes already.
+        hidden_states = nn.Module.__call__(
+            self.block,
+            state["hidden_states"],
+            attention_mask=state["masks"][self.kind],
+            position_embeddings=state["position_embeddings"],
+            position_ids=state["position_ids"],
+            past_key_values=None,
+            use_cache=False,
+            **state["block_kwargs"],
+        )
+        return {**state, "hidden_states": hidden_states}
+
+
+def cut_decoder(model: PreTrainedModel, kinds: list[str]) -> Cut:
+    """Cuts a decoder of Llama's shape whose block ``i`` attends as ``kinds[i]`` says."""
+    backbone: Any = model.model
+    blocks = backbone.layers[: model.config.num_hidden_layers]
+    return Cut(
+        sequential=nn.Sequential(
+            Prefix(backbone, kinds),
+            *(Block(block, kind) for block, kind in zip(blocks, kinds, strict=True)),
+            HeadAndLoss(model, backbone.norm, model.lm_head),
+        ),
+        split_input=partial(split_batch, model),
+        merge_output=merge_outputs,
+    )
+
+
+def cut(model: PreTrainedModel) -> Cut:
+    """Every block attends to all that came before."""
+    return cut_decoder(model, ["full_attention"] * model.config.num_hidden_layers)

@@ -1,0 +1,99 @@
+"""What a preset is, which one fits a model, and the checks every cut must pass.
+
+Never imports transformers: an architecture is recognised by the name of its class, so a preset's own file, which does
+import it, is only loaded for a model whose class came from there.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+from .adapters import base_of
+
+logger = logging.getLogger(__name__)
+
+SplitInput = Callable[
+    [tuple[Any, ...], dict[str, Any], int],
+    tuple[list[tuple[Any, ...]], list[dict[str, Any]]],
+]
+MergeOutput = Callable[[Sequence[Any], Sequence[int]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One model as a sequence, and how its inputs and outputs are microbatched.
+
+    Args:
+        sequential: children made of the model's *own* submodules, so its parameters and buffers are the model's. The
+            first takes the arguments of the model's forward, each later one what the one before returned, the last
+            returns what the model's forward returns.
+        split_input: sees to it that the losses of the microbatches add up to the loss of the batch.
+        merge_output: adds those losses. The two belong together: whoever replaces ``split_input`` has to keep them so.
+    """
+
+    sequential: nn.Sequential
+    split_input: SplitInput
+    merge_output: MergeOutput
+
+
+# Class of the model -> file in this folder with `cut(model) -> Cut`.
+_PRESETS = {
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
+    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen3",
+}
+
+
+def cut(model: nn.Module) -> Cut | None:
+    """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture; None if there is none."""
+    base = base_of(model)
+    preset = _preset_of(type(base))
+    if preset is None:
+        return None
+    made: Cut = import_module(f"{__package__}.{preset}").cut(base)
+    _refuse_left_out(model, made.sequential)
+    _warn_not_run(model, made.sequential)
+    return made
+
+
+def _preset_of(cls: type) -> str | None:
+    """The preset of ``cls`` or of an ancestor whose forward it still runs: a subclass with another forward is
+    another architecture."""
+    for ancestor in cls.__mro__:
+        preset = _PRESETS.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
+        if preset is not None:
+            same_forward = inspect.getattr_static(cls, "forward") is inspect.getattr_static(ancestor, "forward")
+            return preset if same_forward else None
+    return None
+
+
+def _refuse_left_out(model: nn.Module, sequential: nn.Sequential) -> None:
+    """A parameter the sequence does not reach would train in plain PyTorch and silently stand still here."""
+    reached = {id(parameter) for parameter in sequential.parameters()}
+    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in reached]
+    if left_out:
+        raise ConfigError(
+            f"the preset for {type(base_of(model)).__name__} reaches none of {len(left_out)} parameters of this model "
+            f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}); "
+            "pass use_sequential_preset=False to run the model as it is"
+        )
+
+
+def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
+    """Says which hooks and patches are lost because the module they sit on is taken apart instead of called."""
+    called = set(sequential.modules())
+    lost = [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if module not in called
+        and ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    ]
+    if lost:
+        logger.warning("hooks on, or a patched forward of, %s will not run: the preset calls its parts", lost)

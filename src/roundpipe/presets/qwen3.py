@@ -1,0 +1,11 @@
+"""Qwen3: Llama whose config says block by block which of them attend within a sliding window."""
+
+from transformers import PreTrainedModel
+
+from .llama import cut_decoder
+from .preset import Cut
+
+
+def cut(model: PreTrainedModel) -> Cut:
+    """Block ``i`` attends as ``config.layer_types[i]`` says."""
+    return cut_decoder(model, list(model.config.layer_types))

@@ -1,0 +1,1 @@
+"""Carries schedules out: worker threads, one call's shared state, transfers, recompute. Chooses nothing."""

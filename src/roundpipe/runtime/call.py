@@ -1,0 +1,140 @@
+"""One call's shared state: what goes in, what its workers hand each other, what comes out, and whether it failed."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..device import Device, Event
+from ..params.gradients import LandedLayer
+from ..plan.actions import Visit
+from ..plan.schedule import Schedule
+from .board import Board, Cancelled
+from .recompute import AmbientState, RandomStreams
+from .transfer import Boundary, BoundaryGradient
+
+LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
+SavedInputs = dict[tuple[int, int], Boundary]
+
+
+class MicrobatchLoss(NamedTuple):
+    """Detached losses of one microbatch on their device. ``is_sequence``: ``loss_fn`` returned a sequence."""
+
+    parts: tuple[torch.Tensor, ...]
+    is_sequence: bool
+    ready: Event
+
+
+class BufferUpdate(NamedTuple):
+    """A buffer that a forward changed on a device, written to its owner only when the call succeeds."""
+
+    owner: nn.Module
+    name: str
+    value: torch.Tensor | None
+    source: Device
+    ready: Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallSettings:
+    """What every visit of a call needs to know."""
+
+    num_layers: int
+    num_microbatches: int
+    needs_grad: bool
+    first_trained: int
+    saved_layers: frozenset[int]
+    recompute_grain: str
+    keeps_outputs: bool
+    loss_fn: LossFn | None
+    labels: tuple[Any, ...]
+    version: int
+    ambient: AmbientState
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One round through the pipeline.
+
+    Written by workers, each its own keys; read by the caller after ``wait_results`` and by the optimizer thread after
+    ``wait_finished``. The first error ends it for all.
+    """
+
+    settings: CallSettings
+    schedule: Schedule
+    streams: RandomStreams
+    condition: threading.Condition
+    saved: SavedInputs
+    board: Board = field(init=False)
+    losses: dict[int, MicrobatchLoss] = field(default_factory=dict)
+    outputs: dict[int, Boundary] = field(default_factory=dict)
+    landed: list[LandedLayer] = field(default_factory=list)
+    buffer_updates: list[BufferUpdate] = field(default_factory=list)
+    input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
+    _devices_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.board = Board(self.condition)
+        self._devices_left = len(self.schedule.actions)
+
+    def __repr__(self) -> str:
+        s = self.settings
+        state = "failed" if self.board.error else "finished" if self.is_finished else "running"
+        return f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.landed)} layers landed>"
+
+    @property
+    def is_finished(self) -> bool:
+        return self._devices_left == 0
+
+    def finish_device(self) -> None:
+        """A device's worker has done (or dropped) all its actions and holds nothing of this call any more."""
+        with self.condition:
+            self._devices_left -= 1
+            self.condition.notify_all()
+
+    def announce(self) -> None:
+        """Something that ``wait_results`` waits for was added."""
+        with self.condition:
+            self.condition.notify_all()
+
+    def wait_results(self) -> None:
+        """Blocks the caller until every loss (or output) is known. Raises the call's first error, after it drained."""
+        results = self.losses if self.settings.loss_fn is not None else self.outputs
+        self._wait(lambda: len(results) == self.settings.num_microbatches)
+        for loss in list(self.losses.values()):
+            loss.ready.wait()
+
+    def wait_finished(self) -> None:
+        """Blocks until no worker has anything left to do for this call and its gradients are on the host."""
+        self._wait(lambda: self.is_finished)
+        for layer in self.landed:
+            layer.ready.wait()
+
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        try:
+            self.board.wait_until(is_true)
+        except Cancelled:
+            pass
+        except BaseException as interrupt:
+            self.board.fail(interrupt)
+        if self.board.error is not None:
+            self._drain()
+            raise self.board.error
+
+    def _drain(self) -> None:
+        with self.condition:
+            self.condition.wait_for(lambda: self.is_finished)
+        self.board.clear()
+        self.saved.clear()
+
+
+def describe(visit: Visit, microbatch: int, layer: str | None, device: str) -> str:
+    """Where something happened, for the note on a user's exception."""
+    layers = f"layers {visit.layers.start}-{visit.layers.stop - 1}"
+    where = f"{visit.pass_.name.lower()} pass, stage {visit.stage} ({layers})"
+    named = f", layer {layer!r}" if layer is not None else ""
+    part = f", microbatch {microbatch}" if microbatch >= 0 else ""
+    return f"RoundPipe: {where}{named}{part}, device {device}"

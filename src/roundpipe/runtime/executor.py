@@ -1,0 +1,336 @@
+"""Carries out one device's actions of a call. Decides nothing: the schedule says what, this says how.
+
+[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the visit that made it, kept in
+``saved[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that backward visit.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .. import trace
+from ..device import Device
+from ..errors import ConfigError
+from ..params.gradients import GradientBuffers, land
+from ..plan.actions import Action, Op, Pass, Visit
+from .board import Cancelled
+from .call import Call, MicrobatchLoss, describe
+from .stage import Stage, StageLoader
+from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value
+
+
+class LayerFacts(NamedTuple):
+    """What running a layer once with autograd told: which outputs carry a gradient, whether it writes to its input."""
+
+    carries: tuple[bool, ...]
+    writes_input: bool
+
+
+class LayerKnowledge:
+    """Facts by layer and structure of its input, learnt on the first microbatch that shows them. Shared by devices."""
+
+    def __init__(self) -> None:
+        self._facts: dict[Any, LayerFacts] = {}
+
+    def get(self, stage: Stage, layer: int, boundary: Boundary) -> LayerFacts | None:
+        return self._facts.get(_structure(stage, layer, boundary))
+
+    def put(self, stage: Stage, layer: int, boundary: Boundary, facts: LayerFacts) -> None:
+        self._facts[_structure(stage, layer, boundary)] = facts
+
+
+def _structure(stage: Stage, layer: int, boundary: Boundary) -> Any:
+    return layer, stage.modes[layer], boundary.spec, boundary.carries
+
+
+class Executor:
+    """One device's share of every call.
+
+    Runs on the device's worker thread only. Owns the stages it has uploaded until it releases them; boundaries belong
+    to the call.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        loader: StageLoader,
+        buffers: GradientBuffers,
+        layer_names: Sequence[str],
+        knowledge: LayerKnowledge,
+        is_published: Callable[[int, int], bool],
+    ) -> None:
+        self.device = device
+        self._loader = loader
+        self._buffers = buffers
+        self._layer_names = layer_names
+        self._knowledge = knowledge
+        self._is_published = is_published
+        self._stages: dict[Visit, Stage] = {}
+        self._layer: str | None = None
+        self._do = {
+            Op.UPLOAD: self._upload,
+            Op.COMPUTE: self._compute,
+            Op.LAND: self._land,
+            Op.RELEASE: self._release,
+        }
+        self._passes = {Pass.FORWARD: self._forward, Pass.FUSED: self._fused, Pass.BACKWARD: self._backward}
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory held in slots."""
+        return self._loader.slots.num_bytes
+
+    def run(self, call: Call, actions: Sequence[Action]) -> None:
+        """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
+        try:
+            for action in actions:
+                call.board.check()
+                self._layer = None
+                try:
+                    with trace.span(action.op.name.lower(), action=action, device=self.device.name):
+                        self._do[action.op](call, action)
+                except Cancelled:
+                    raise
+                except BaseException as error:
+                    error.add_note(describe(action.visit, action.microbatch, self._layer, self.device.name))
+                    call.board.fail(error)
+                    break
+        except Cancelled:
+            pass
+        finally:
+            self._drop_stages()
+            call.finish_device()
+
+    def close(self) -> None:
+        """Frees the device's memory. Called on the worker thread after its last call."""
+        self._loader.slots.clear()
+        self._loader.buffers.clear()
+        self.device.trim()
+
+    def _drop_stages(self) -> None:
+        if not self._stages:
+            return
+        for stage in list(self._stages.values()):
+            self._loader.release(stage)
+        self._stages.clear()
+        # After a failure nobody may still read working copies or write to buffers that go back to the caller.
+        for lane in (self.device.up, self.device.compute, self.device.down):
+            lane.record().wait()
+
+    def _upload(self, call: Call, action: Action) -> None:
+        visit = action.visit
+        version = call.settings.version
+        call.board.wait_until(lambda: all(self._is_published(layer, version) for layer in visit.layers))
+        self._stages[visit] = self._loader.upload(visit)
+
+    def _compute(self, call: Call, action: Action) -> None:
+        stage, device = self._stages[action.visit], self.device
+        with device.compute.work():
+            if not stage.modules:
+                self._loader.open(stage)
+            self._passes[action.visit.pass_](call, stage, action.microbatch)
+        is_last = action.microbatch == action.visit.microbatches[-1]
+        if is_last and action.visit.pass_ is not Pass.BACKWARD:
+            call.buffer_updates.extend(self._loader.buffer_updates(stage))
+
+    def _land(self, call: Call, action: Action) -> None:
+        for accumulator in reversed(self._stages[action.visit].accumulators):
+            if accumulator.sums:
+                call.landed.append(land(accumulator, self._buffers, self.device))
+
+    def _release(self, call: Call, action: Action) -> None:
+        self._loader.release(self._stages.pop(action.visit))
+
+    # The three passes. Each runs one microbatch on the compute lane.
+
+    def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
+        boundary = self._arrive(call, stage.visit.layers.start, microbatch)
+        boundary = self._run_forward(call, stage, stage.visit.layers, microbatch, boundary)
+        stop = stage.visit.layers.stop
+        boundary = boundary._replace(source=self.device, ready=self.device.compute.record())
+        if stop == call.settings.num_layers:
+            call.outputs[microbatch] = boundary
+            call.announce()
+        else:
+            call.board.post(("x", stop, microbatch), boundary)
+
+    def _fused(self, call: Call, stage: Stage, microbatch: int) -> None:
+        settings, layers = call.settings, stage.visit.layers
+        boundary = self._arrive(call, layers.start, microbatch)
+        trained = min(max(layers.start, settings.first_trained), layers.stop)
+        boundary = self._run_forward(call, stage, range(layers.start, trained), microbatch, boundary)
+        leaves, output = self._run_with_grad(call, stage, range(trained, layers.stop), microbatch, boundary)
+        self._layer = "loss_fn"
+        losses = self._loss(call, microbatch, output)
+        self._layer = None
+        torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
+        ready = self.device.compute.record()
+        if settings.keeps_outputs:
+            call.outputs[microbatch] = boundary_of(pytree.tree_map(_detached, output), self.device, ready)
+        self._post_gradients(call, trained, microbatch, leaves)
+
+    def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
+        layers = stage.visit.layers
+        received: BoundaryGradient = call.board.take(("g", layers.stop, microbatch))
+        gradients: Sequence[Any] = bring(received.leaves, received.source, received.ready, self.device)
+        saved = call.saved.pop((layers.start, microbatch))
+        boundary = saved._replace(leaves=bring(saved.leaves, saved.source, saved.ready, self.device))
+        for chunk, start in self._chunks(call, stage, microbatch, boundary):
+            leaves, output = self._run_with_grad(call, stage, chunk, microbatch, start, again=True)
+            outputs = pytree.tree_leaves(output)
+            flowing = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and _tracked(o)]
+            if flowing:
+                self._layer = None
+                torch.autograd.backward([o for o, _ in flowing], [g for _, g in flowing])
+            gradients = [leaf.grad if _tracked(leaf) else None for leaf in leaves]
+        self._post_gradients(call, layers.start, microbatch, gradients, are_gradients=True)
+
+    def _chunks(
+        self, call: Call, stage: Stage, microbatch: int, boundary: Boundary
+    ) -> Iterator[tuple[range, Boundary]]:
+        """What is recomputed at once, last first: the whole stage, or one layer after a forward that keeps inputs."""
+        layers = stage.visit.layers
+        if call.settings.recompute_grain == "stage" or len(layers) == 1:
+            yield layers, boundary
+            return
+        inputs = [boundary]
+        for layer in layers[:-1]:
+            inputs.append(
+                self._run_forward(call, stage, range(layer, layer + 1), microbatch, inputs[-1], again=True, keep=True)
+            )
+        for layer in reversed(layers):
+            yield range(layer, layer + 1), inputs.pop()
+
+    # Layers and what goes between them.
+
+    def _arrive(self, call: Call, layer: int, microbatch: int) -> Boundary:
+        boundary: Boundary = call.board.take(("x", layer, microbatch))
+        leaves = bring(boundary.leaves, boundary.source, boundary.ready, self.device)
+        if boundary.source is None and layer in call.settings.saved_layers:
+            # The caller may reuse its own tensors before the backward visit reads them again.
+            leaves = tuple(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return boundary._replace(leaves=leaves)
+
+    def _run_forward(
+        self,
+        call: Call,
+        stage: Stage,
+        layers: range,
+        microbatch: int,
+        boundary: Boundary,
+        *,
+        again: bool = False,
+        keep: bool = False,
+    ) -> Boundary:
+        """Layers without a graph. Learns, once, which of their outputs would carry a gradient."""
+        for layer in layers:
+            saves = keep or (not again and layer in call.settings.saved_layers)
+            if saves and not again:
+                ready = self.device.compute.record()
+                call.saved[layer, microbatch] = boundary._replace(source=self.device, ready=ready)
+            facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
+            if facts is None:
+                boundary = self._learn(call, stage, layer, microbatch, boundary)
+                continue
+            if saves and facts.writes_input:
+                boundary = boundary._replace(leaves=_cloned(boundary.leaves))
+            with self._entered(call, grad=False):
+                output = self._run_layer(call, stage, layer, microbatch, boundary.value, again)
+            boundary = boundary_of(output, self.device, None, facts.carries)
+        return boundary
+
+    def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
+        """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on what."""
+        with self._entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+            flags = zip(_cloned(boundary.leaves), boundary.carries, strict=True)
+            given = [leaf.requires_grad_().clone() if carried else leaf for leaf, carried in flags]
+            versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
+            value = pytree.tree_unflatten(given, boundary.spec)
+            output = self._run_layer(call, stage, layer, microbatch, value, again=False)
+        writes = any(isinstance(t, torch.Tensor) and t._version != v for t, v in zip(given, versions, strict=True))
+        carries = tuple(_tracked(leaf) for leaf in pytree.tree_leaves(output))
+        self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
+        return boundary_of(pytree.tree_map(_detached, output), self.device, None, carries)
+
+    def _run_with_grad(
+        self, call: Call, stage: Stage, layers: range, microbatch: int, boundary: Boundary, *, again: bool = False
+    ) -> tuple[list[Any], Any]:
+        """Layers with a graph. Returns the boundary's leaves, where gradients will appear, and the output."""
+        if not layers:
+            return [], boundary.value
+        facts = self._knowledge.get(stage, layers.start, boundary)
+        below = layers.start > call.settings.first_trained or call.settings.first_trained == 0
+        carries = [carried and below for carried in boundary.carries]
+        with self._entered(call, grad=True):
+            flags = zip(boundary.leaves, carries, strict=True)
+            leaves = [leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags]
+            # A layer that writes to its input must not be given a leaf of the graph.
+            copies = facts is None or facts.writes_input
+            given = [leaf.clone() if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
+            value = pytree.tree_unflatten(given, boundary.spec)
+            for layer in layers:
+                value = self._run_layer(call, stage, layer, microbatch, value, again)
+        return leaves, value
+
+    def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
+        self._layer = self._layer_names[layer]
+        module = stage.modules[layer]
+        with call.streams.layer(self.device, layer, microbatch, again=again):
+            if layer == 0:
+                args, kwargs = value
+                return module(*args, **kwargs)
+            return module(value)
+
+    def _loss(self, call: Call, microbatch: int, output: Any) -> list[torch.Tensor]:
+        settings = call.settings
+        assert settings.loss_fn is not None
+        label = bring_value(settings.labels[microbatch], self.device)
+        with self._entered(call, grad=True), call.streams.layer(self.device, settings.num_layers, microbatch):
+            loss = settings.loss_fn(output, label)
+        parts = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+        for part in parts:
+            if not isinstance(part, torch.Tensor):
+                raise ConfigError(f"loss_fn returned {type(part).__name__}; it must return a tensor or a sequence of them")
+        detached = tuple(part.detach() for part in parts)
+        ready = self.device.compute.record()
+        call.losses[microbatch] = MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
+        call.announce()
+        return parts
+
+    def _post_gradients(
+        self, call: Call, layer: int, microbatch: int, leaves: Sequence[Any], *, are_gradients: bool = False
+    ) -> None:
+        gradients = tuple(leaves) if are_gradients else tuple(leaf.grad if _tracked(leaf) else None for leaf in leaves)
+        posted = BoundaryGradient(gradients, self.device, self.device.compute.record())
+        if layer == 0:
+            call.input_gradients[microbatch] = posted
+        elif layer > call.settings.first_trained:
+            call.board.post(("g", layer, microbatch), posted)
+
+    @contextmanager
+    def _entered(self, call: Call, *, grad: bool) -> Iterator[None]:
+        with call.settings.ambient.entered(self.device.torch_device.type, grad=grad):
+            yield
+
+
+def _tracked(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _cloned(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise AssertionError("a graph made only to learn from was run backward")

@@ -1,0 +1,166 @@
+"""A stage on a device: its weights in slots and its layers' replicas, for the time of one visit."""
+
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..device import Device, Event
+from ..memory.slots import Slot, SlotPool
+from ..params.gradients import Accumulator, GradientRules
+from ..params.store import LayerParameters, ParameterStore
+from ..plan.actions import Pass, Visit
+from .call import BufferUpdate
+from .replica import buffers_with_owners, replicate
+
+
+class UploadedLayer(NamedTuple):
+    """A layer's weights in a slot, usable once ``ready``."""
+
+    layer: LayerParameters
+    slot: Slot
+    ready: Event
+
+
+class BlockCompiler:
+    """Compiles each repeated layer class once; all layers of the class, and all their replicas, share the result."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        counts = Counter(type(layer) for layer in layers)
+        self._compiled: dict[type, Callable[..., Any]] = {
+            kind: torch.compile(kind.forward, dynamic=False) for kind, count in counts.items() if count > 1
+        }
+
+    def apply(self, replica: nn.Module) -> None:
+        """The replica's ``__call__``, hooks included, now runs the compiled forward."""
+        compiled = self._compiled.get(type(replica))
+        if compiled is not None and "forward" not in replica.__dict__:
+            replica.__dict__["forward"] = types.MethodType(compiled, replica)
+
+
+class BufferCache:
+    """Device copies of module buffers, reused while neither side was written."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
+
+    def place(self, original: torch.Tensor) -> torch.Tensor:
+        held = self._copies.get(id(original))
+        if held is not None:
+            host, host_version, copy, copy_version = held
+            if host is original and host._version == host_version and copy._version == copy_version:
+                return copy
+        copy = original.detach().to(self._device.torch_device, copy=True)
+        self._copies[id(original)] = (original, original._version, copy, copy._version)
+        return copy
+
+    def is_unchanged(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+        """Whether ``copy`` still is what ``place`` gave for ``original``."""
+        if original is None or copy is None:
+            return original is copy
+        held = self._copies.get(id(original))
+        return held is not None and held[2] is copy and copy._version == held[3]
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+
+class Stage:
+    """One visit's stage. Made by ``StageLoader.upload``; used and released by the same worker.
+
+    ``modes``: per layer, whether it trains and which of its parameters do; what a layer's behaviour may depend on.
+    """
+
+    def __init__(self, visit: Visit, uploaded: list[UploadedLayer]) -> None:
+        self.visit = visit
+        self.uploaded = uploaded
+        self.modules: dict[int, nn.Module] = {}
+        self.modes: dict[int, tuple[bool, ...]] = {}
+        self.accumulators: list[Accumulator] = []
+
+
+class StageLoader:
+    """Brings stages onto one device and takes them off again."""
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[nn.Module],
+        store: ParameterStore,
+        rules: GradientRules,
+        compiler: BlockCompiler | None,
+    ) -> None:
+        self._device = device
+        self._layers = layers
+        self._store = store
+        self._rules = rules
+        self._compiler = compiler
+        self.slots = SlotPool(device)
+        self.buffers = BufferCache(device)
+
+    def upload(self, visit: Visit) -> Stage:
+        """Queues the stage's weights on the up lane; returns at once.
+
+        The working copies must not be written until the lane has read them: publishing waits for the visit's results.
+        """
+        return Stage(visit, [self._upload_layer(self._store.layers[layer]) for layer in visit.layers])
+
+    def _upload_layer(self, layer: LayerParameters) -> UploadedLayer:
+        slot = self.slots.take(layer.num_bytes)
+        self._device.up.wait(slot.free)
+        image = self._store.image_of(layer)
+        if image is not None:
+            self._device.up.copy_(slot.buffer[: image.numel()], image)
+        else:
+            for use in layer.uses:
+                parameter = use.parameter
+                self._device.up.copy_(_view(slot.buffer, use.offset, parameter), parameter.detach())
+        return UploadedLayer(layer, slot, self._device.up.record())
+
+    def open(self, stage: Stage) -> None:
+        """Makes the replicas, on the compute lane, before the first microbatch."""
+        for uploaded in stage.uploaded:
+            self._device.compute.wait(uploaded.ready)
+            accumulator = Accumulator(uploaded.layer, self._rules)
+            residents: dict[int, nn.Parameter] = {}
+            for use in uploaded.layer.uses:
+                view = _view(uploaded.slot.buffer, use.offset, use.parameter)
+                trains = use.parameter.requires_grad and stage.visit.pass_ is not Pass.FORWARD
+                resident = nn.Parameter(view, requires_grad=use.parameter.requires_grad)
+                if trains:
+                    accumulator.attach(use, resident)
+                residents[id(use.parameter)] = resident
+            index = uploaded.layer.layer
+            module = replicate(self._layers[index], residents, self.buffers.place)
+            if self._compiler is not None:
+                self._compiler.apply(module)
+            stage.modules[index] = module
+            stage.modes[index] = (module.training, *(use.parameter.requires_grad for use in uploaded.layer.uses))
+            stage.accumulators.append(accumulator)
+
+    def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
+        """The buffers that the visit's forwards changed."""
+        updates = []
+        ready = self._device.compute.record()
+        for index, replica in stage.modules.items():
+            for owner, name, value in buffers_with_owners(self._layers[index], replica):
+                if not self.buffers.is_unchanged(owner._buffers.get(name), value):
+                    updates.append(BufferUpdate(owner, name, value, self._device, ready))
+        return updates
+
+    def release(self, stage: Stage) -> None:
+        """The slots may be overwritten once the compute lane is past this point."""
+        stage.modules.clear()
+        stage.accumulators.clear()
+        free = self._device.compute.record()
+        for uploaded in stage.uploaded:
+            self.slots.give_back(uploaded.slot.buffer, free)
+        stage.uploaded.clear()
+
+
+def _view(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
+    return buffer[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)

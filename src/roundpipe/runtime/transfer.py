@@ -1,0 +1,90 @@
+"""Values that cross from one visit to another: where they are, when they are ready, and how they reach a device."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..device import Device, Event
+
+
+class Boundary(NamedTuple):
+    """What goes into a layer for one microbatch: a pytree, taken apart.
+
+    ``carries`` says, leaf by leaf, whether a gradient flows back through it. ``source`` is the device whose compute
+    lane made the tensors (None: the caller), complete once ``ready`` is reached.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    carries: tuple[bool, ...]
+    source: Device | None
+    ready: Event | None
+
+    @property
+    def value(self) -> Any:
+        return pytree.tree_unflatten(self.leaves, self.spec)
+
+
+class BoundaryGradient(NamedTuple):
+    """Gradients for a boundary's leaves, None where none flowed."""
+
+    leaves: tuple[torch.Tensor | None, ...]
+    source: Device | None
+    ready: Event | None
+
+
+def boundary_of(value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None) -> Boundary:
+    leaves, spec = pytree.tree_flatten(value)
+    return Boundary(tuple(leaves), spec, tuple(carries) if carries else (False,) * len(leaves), source, ready)
+
+
+def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
+    """The first layer's input. Whether a gradient is wanted is what the caller's tensors say."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return Boundary(tuple(leaves), spec, carries, None, None)
+
+
+def bring(leaves: Sequence[Any], source: Device | None, ready: Event | None, device: Device) -> tuple[Any, ...]:
+    """The leaves as ``device``'s compute lane may use them; tensors come detached.
+
+    Called by the receiving device's worker, never blocks. A copy between devices runs on the sender's down lane and the
+    receiver's up lane, so that neither compute lane waits for the link.
+    """
+    arrived, copied = [], False
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            arrived.append(leaf)
+        elif leaf.device == device.torch_device:
+            arrived.append(leaf.detach())
+        else:
+            arrived.append(_copy(leaf.detach(), source, ready, device))
+            copied = True
+    if copied:
+        device.compute.wait(device.up.record())
+    if ready is not None and source is not device:
+        device.compute.wait(ready)
+    return tuple(arrived)
+
+
+def _copy(tensor: torch.Tensor, source: Device | None, ready: Event | None, device: Device) -> torch.Tensor:
+    with ExitStack() as lanes:
+        if source is not None and ready is not None:
+            lanes.enter_context(source.down.work())
+            source.down.wait(ready)
+            device.up.wait(ready)
+        lanes.enter_context(device.up.work())
+        moved = tensor.to(device.torch_device, non_blocking=True)
+    if source is not None:
+        source.down.borrow(tensor)
+    device.compute.borrow(moved)
+    return moved
+
+
+def bring_value(value: Any, device: Device) -> Any:
+    """A pytree of the caller's (a label) as ``device``'s compute lane may use it."""
+    leaves, spec = pytree.tree_flatten(value)
+    return pytree.tree_unflatten(bring(leaves, None, None, device), spec)

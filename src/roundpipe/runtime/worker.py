@@ -1,0 +1,49 @@
+"""A thread that runs jobs in order. Holds no reference to the engine that owns it, so that engine can be collected."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+Job = Callable[[], None]
+_here = threading.local()
+
+
+def in_worker() -> bool:
+    """Whether the calling thread is an engine's own: waiting for an engine there could wait for itself."""
+    return getattr(_here, "is_worker", False)
+
+
+class Worker:
+    """One named daemon thread. Jobs must not raise: they report their errors to whoever waits for them."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        state = "running" if self._thread.is_alive() else "stopped"
+        return f"<Worker {self._thread.name}: {state}, {self._jobs.qsize()} queued>"
+
+    @property
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def submit(self, job: Job) -> None:
+        """Returns at once; the job runs after all jobs submitted before."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """Ends the thread after the jobs already queued. Does not wait, so a finalizer may call it."""
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Waits for the thread to end. Called by the engine's ``close()`` only."""
+        self._thread.join()
+
+
+def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    _here.is_worker = True
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # because a kept closure would keep the last call's tensors alive while the thread is idle

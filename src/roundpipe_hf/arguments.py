@@ -1,0 +1,110 @@
+"""The engine's settings as training arguments: typed for the command line, plain values so that they survive JSON."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import TrainingArguments
+
+from roundpipe import RoundPipeRunConfig
+from roundpipe.errors import ConfigError
+
+PinModel = Literal["alloc", "register", "off"]
+OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
+
+
+@dataclass
+class PipelineArguments:
+    """What the engine adds to any training arguments class; put it before that class among the bases."""
+
+    async_optimizer: bool = field(
+        default=False,
+        metadata={"help": "Let the optimizer run behind the next step: faster, gradients are exactly one step old."},
+    )
+    # `int | str` first: HfArgumentParser reads the command line with the second member of the union.
+    devices: int | str | list[str] | None = field(
+        default=None,
+        metadata={"help": "cuda:0,cuda:1,... or a number of virtual CPU devices; else every visible accelerator."},
+    )
+    num_microbatch: int | None = field(
+        default=None, metadata={"help": "Microbatches per batch; else the number of devices + 1."}
+    )
+    recompute_grain: str | None = field(
+        default=None, metadata={"help": "'stage' (default) or 'layer': what is recomputed at a time in backward."}
+    )
+    pin_model: PinModel = field(default="alloc", metadata={"help": "How host memory is page-locked."})
+    optim_dtype: OptimDtype = field(
+        default="float32", metadata={"help": "Dtype of the optimizer's own copies; 'auto' keeps the weights' dtype."}
+    )
+    max_gpu_memory: float | None = field(
+        default=None, metadata={"help": "Bytes or GB of each device that the engine stays under."}
+    )
+    trace_dir: str | None = field(default=None, metadata={"help": "Write a timeline of what each device did here."})
+
+    def __post_init__(self) -> None:
+        self.devices = _plain_devices(self.devices)
+        _check_choice("pin_model", self.pin_model, get_args(PinModel))
+        _check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
+        self.run_config()  # because a bad value should be told here, not at the first training step
+        inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
+        if inherited is not None:
+            inherited()
+
+    def run_config(self) -> RoundPipeRunConfig:
+        grain: Any = self.recompute_grain
+        return RoundPipeRunConfig(num_microbatch=self.num_microbatch, recompute_grain=grain)
+
+    def master_dtype(self) -> torch.dtype | None:
+        return None if self.optim_dtype == "auto" else getattr(torch, self.optim_dtype)
+
+
+@dataclass
+class RoundPipeTrainingArguments(PipelineArguments, TrainingArguments):
+    """`transformers.TrainingArguments` plus the engine's settings."""
+
+
+def pipeline_of(args: TrainingArguments) -> PipelineArguments:
+    """The engine's settings in ``args``; their defaults if it is a class that knows none."""
+    return args if isinstance(args, PipelineArguments) else PipelineArguments()
+
+
+def device_type_of(args: TrainingArguments) -> str:
+    """Where the engine computes: ``"cpu"`` on virtual devices, whatever accelerator the Trainer itself sees."""
+    devices = engine_devices(args)
+    if isinstance(devices, int):
+        return "cpu"
+    return args.device.type if devices is None else devices[0].type
+
+
+def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
+    """As RoundPipe takes them. ``use_cpu`` means the CPU even where the engine would find an accelerator."""
+    devices = pipeline_of(args).devices
+    if isinstance(devices, list):
+        return [torch.device(name) for name in devices]
+    if isinstance(devices, str):
+        raise ConfigError(f"devices was set to {devices!r} after construction; assign a list of device names")
+    return 1 if devices is None and args.device.type == "cpu" else devices
+
+
+def _plain_devices(devices: Any) -> int | list[str] | None:
+    if devices is None or isinstance(devices, int):
+        return devices
+    names = devices.split(",") if isinstance(devices, str) else [str(device) for device in devices]
+    if len(names) == 1 and names[0].isdigit():
+        return int(names[0])
+    for name in names:
+        _check_device(name)
+    return names
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"devices names {name!r}, which torch does not know; use e.g. cuda:0,cuda:1") from error
+
+
+def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option} is {value!r}; use one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,84 @@
+"""Every name of transformers, accelerate and PEFT that is private or known to move. A new release breaks here first."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import clear_device_cache, convert_to_fp32
+from peft import PeftMixedModel, PeftModel
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.trainer_optimizer import is_optimizer_factory
+from transformers.trainer_utils import unwrap_peft_model
+from transformers.training_args import OptimizerNames
+
+if TYPE_CHECKING:
+    from .trainer import RoundPipeTrainerMixin
+
+__all__ = [
+    "OptimizerNames",
+    "adapter_configs",
+    "base_model",
+    "book_loss",
+    "clear_device_cache",
+    "convert_to_fp32",
+    "is_optimizer_factory",
+    "loss_adds_up",
+    "use_one_gpu",
+    "valid_targets",
+    "will_log",
+]
+
+
+def base_model(model: nn.Module) -> Any:
+    """The model under a PEFT wrapper, or ``model`` itself."""
+    return unwrap_peft_model(model)
+
+
+def adapter_configs(model: Any) -> Mapping[str, Any]:
+    """PEFT configs by adapter name; none for a model without adapters."""
+    return model.peft_config if isinstance(model, PeftModel | PeftMixedModel) else {}
+
+
+def use_one_gpu(args: TrainingArguments) -> None:
+    """Keeps Trainer from multiplying the batch by the number of GPUs and from building `nn.DataParallel`."""
+    args.device  # noqa: B018  # because the property sets `_n_gpu` on its first read and would undo ours
+    args._n_gpu = min(args._n_gpu, 1)
+
+
+def loss_adds_up(trainer: Trainer) -> bool:
+    """Whether the losses of microbatches, each divided by the window's number of targets, are known to add up.
+
+    True for label smoothing, and for the models whose own loss is transformers' causal one. Anything else has to be
+    asked (see loss_rule.py). Mixture-of-experts routers add a mean to that loss.
+    """
+    if trainer.label_smoother is not None:
+        return True
+    model = base_model(trainer.model)
+    routes = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return getattr(model, "loss_function", None) is ForCausalLMLoss and not routes
+
+
+def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None without labels."""
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = inputs.get("labels")
+        if isinstance(labels, torch.Tensor) and trainer._loss_shifts_labels:
+            labels = labels[..., 1:]
+    return labels.ne(-100) if isinstance(labels, torch.Tensor) else None
+
+
+def will_log(trainer: "RoundPipeTrainerMixin") -> bool:
+    """Whether `_maybe_log_save_evaluate` is about to log."""
+    return trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+
+
+def book_loss(trainer: "RoundPipeTrainerMixin", loss: torch.Tensor) -> None:
+    """Counts a loss as `_run_epoch` counts what `training_step` returns, its filter for nan and inf included."""
+    if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
+        steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        trainer._tr_loss += trainer._tr_loss / steps
+    else:
+        trainer._tr_loss += loss

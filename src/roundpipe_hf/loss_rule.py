@@ -1,0 +1,166 @@
+"""How the losses of microbatches make up the loss of their batch. Knows nothing of the engine or of Trainer.
+
+[Note: loss rules] For a batch cut in microbatches i, a loss is one of, or the sum of:
+
+    a part divided by the window's number of items N       L = a(N) = sum of a_i(N)         causal LM, smoothing
+    a mean over something each microbatch has w_i of       L = b    = sum of w_i * b_i      regression, plain means
+
+a halves where N doubles and b does not, which tells them apart: a = 2 (L(N) - L(2N)), b = 2 L(2N) - L(N). What the mean
+is over is found by trying what it could be. Where neither form reproduces the batch's loss its rows depend on each
+other (contrastive losses, load balancing): such a batch is not cut, which is always right.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from roundpipe.microbatch import batch_size_of
+
+_TOLERANCE = 1e-5
+# How many labels each row of the sample keeps. Far apart, so that weighting by tokens and by rows cannot be confused.
+_KEPT = (3, 9)
+
+
+class MeanOver(Enum):
+    """What a mean counts, in the order of preference where they agree."""
+
+    TARGETS = "targets"  # labels that are predicted: shifted ones for a causal model
+    LABELS = "labels"
+    ROWS = "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How to weigh the losses of microbatches ([Note: loss rules])."""
+
+    can_cut: bool = True
+    has_sum: bool = True
+    mean_over: MeanOver | None = None
+
+
+ADDS_UP = LossRule()
+KEEP_WHOLE = LossRule(can_cut=False)
+
+
+class Evaluated(NamedTuple):
+    """One sample's loss with the number of items given, and with twice that (None where none is given)."""
+
+    once: float
+    twice: float | None
+
+    @property
+    def total(self) -> float:
+        return 0.0 if self.twice is None else 2 * (self.once - self.twice)
+
+    @property
+    def mean(self) -> float:
+        return self.once if self.twice is None else 2 * self.twice - self.once
+
+
+Measure = Callable[[Mapping[str, Any], MeanOver], float | None]
+"""How much of what a mean counts a batch has; None if it has no such thing."""
+
+
+def learn_rule(
+    batch: Mapping[str, Any], evaluate: Callable[[Mapping[str, Any]], Evaluated], measure: Measure
+) -> LossRule | None:
+    """Finds the rule of a loss by evaluating it on two rows of ``batch``, together and apart.
+
+    Returns None where this batch cannot tell: a single row, no valid label, rows with equal losses.
+    """
+    sample = two_rows(batch)
+    if sample is None:
+        return None
+    rows = [take_rows(sample, 0), take_rows(sample, 1)]
+    whole, *parts = [evaluate(inputs) for inputs in (sample, *rows)]
+    weights = {over: shares for over in MeanOver if (shares := _shares(sample, rows, over, measure)) is not None}
+    return decide_rule(whole, parts, weights)
+
+
+def decide_rule(
+    whole: Evaluated, parts: Sequence[Evaluated], weights: Mapping[MeanOver, Sequence[float]]
+) -> LossRule | None:
+    """Which rule reproduces the loss of ``whole`` from those of its ``parts``; ``weights`` are what could count."""
+    values = torch.tensor([value for one in (whole, *parts) for value in (one.total, one.mean)])
+    if not bool(values.isfinite().all()):
+        return None
+    scale = max(abs(whole.once), 1e-12)
+
+    def equal(a: float, b: float) -> bool:
+        return abs(a - b) <= _TOLERANCE * scale
+
+    if not equal(whole.total, sum(part.total for part in parts)):
+        return KEEP_WHOLE
+    if all(equal(part.mean, 0.0) for part in (whole, *parts)):
+        return ADDS_UP
+    fitting = [
+        over
+        for over, shares in weights.items()
+        if equal(whole.mean, sum(share * part.mean for share, part in zip(shares, parts, strict=True)))
+    ]
+    if not fitting:
+        return KEEP_WHOLE
+    if any(abs(a - b) > _TOLERANCE for over in fitting for a, b in zip(weights[over], weights[fitting[0]], strict=True)):
+        return None
+    has_sum = not all(equal(part.total, 0.0) for part in (whole, *parts))
+    return LossRule(has_sum=has_sum, mean_over=fitting[0])
+
+
+def weighted(rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """A microbatch's share of the batch's loss. ``evaluate(k)`` is its loss with k times the number of items."""
+    if rule.mean_over is None:
+        return evaluate(1)
+    if not rule.has_sum:
+        return evaluate(1) * weight
+    once, twice = evaluate(1), evaluate(2)
+    return 2 * (once - twice) + weight * (2 * twice - once)
+
+
+def two_rows(batch: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first two rows, their labels cut to a few of different number; None if there are not two rows."""
+    size = batch_size_of((), dict(batch))
+    if size is None or size < 2:
+        return None
+    sample = take_rows(batch, 0, 2)
+    for name in ("labels", "shift_labels"):
+        labels = sample.get(name)
+        if isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point():
+            sample[name] = torch.stack([_keep(row, kept) for row, kept in zip(labels, _KEPT, strict=True)])
+    return sample
+
+
+def take_rows(batch: Mapping[str, Any], start: int, count: int = 1) -> dict[str, Any]:
+    """Rows of everything that has the batch's rows along dim 0."""
+    size = batch_size_of((), dict(batch))
+
+    def take(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == size
+        return leaf.narrow(0, start, count) if is_cut else leaf
+
+    taken: dict[str, Any] = tree_map(take, dict(batch))
+    return taken
+
+
+def _keep(labels: torch.Tensor, kept: int) -> torch.Tensor:
+    """Masks all but ``kept`` valid labels, the row's first among them: no causal model predicts that one, so counts
+    of labels and of targets differ."""
+    (valid,) = labels.ne(-100).nonzero(as_tuple=True)
+    if not len(valid):
+        return labels
+    few = torch.full_like(labels, -100)
+    few[valid[:kept]] = labels[valid[:kept]]
+    few[0] = labels[valid[0]]
+    return few
+
+
+def _shares(
+    sample: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], over: MeanOver, measure: Measure
+) -> list[float] | None:
+    whole = measure(sample, over)
+    if not whole:
+        return None
+    return [(measure(row, over) or 0.0) / whole for row in rows]

@@ -1,0 +1,113 @@
+"""What RoundPipeTrainer does not do, said before anything is built: the option, the reason, what to use instead."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import TrainingArguments
+
+from roundpipe.errors import ConfigError
+
+from .arguments import pipeline_of
+from .compat import OptimizerNames, adapter_configs, is_optimizer_factory
+
+SUPPORTED_OPTIMIZERS = (
+    OptimizerNames.ADAMW_TORCH,
+    OptimizerNames.ADAMW_TORCH_FUSED,
+    OptimizerNames.SGD,
+    OptimizerNames.ADAFACTOR,
+    OptimizerNames.RMSPROP,
+    OptimizerNames.ADAGRAD,
+)
+
+# Part of an optimizer's name -> why it cannot run over masters.
+_WHY_NOT = {
+    "galore": "it projects gradients through hooks on the model's own parameters",
+    "apollo": "it projects gradients through hooks on the model's own parameters",
+    "lomo": "it updates weights inside backward, before gradients exist as a whole",
+    "schedule_free": "it swaps weights between training and evaluation",
+    "8bit": "it keeps its state on a GPU, and the optimizer runs in host memory",
+    "paged": "it pages its state between host and GPU, and the optimizer runs in host memory already",
+    "bnb": "it keeps its state on a GPU, and the optimizer runs in host memory",
+}
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Raises for the first training argument that the pipeline cannot honour."""
+    for refusal in _refused_arguments(args):
+        raise ConfigError(f"RoundPipeTrainer does not support {refusal}")
+
+
+def refuse_model(model: nn.Module | None) -> None:
+    """Raises for models whose forward is not the model's own layers in host memory. None: made later."""
+    if model is not None:
+        for refusal in _refused_model(model):
+            raise ConfigError(f"RoundPipeTrainer does not support {refusal}")
+
+
+def refuse_optimizer(args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any) -> None:
+    """Raises for optimizers that would train nothing, or the wrong tensors."""
+    if optimizers != (None, None):
+        raise ConfigError(
+            "optimizers=(optimizer, scheduler): the pipeline updates its own copies of the weights, and those of the "
+            "model would stand still. Pass optimizer_cls_and_kwargs=(cls, kwargs) and lr_scheduler_type, or override "
+            "create_optimizer and make yours over self.optim_named_parameters()"
+        )
+    if cls_and_kwargs is None:
+        _refuse_optimizer_name(OptimizerNames(args.optim))
+    elif is_optimizer_factory(cls_and_kwargs[0]):
+        raise ConfigError(
+            f"{cls_and_kwargs[0].__name__} builds its optimizer from the model's own parameters; the pipeline updates "
+            "copies of them. Pass an optimizer class that takes parameter groups"
+        )
+
+
+def _refuse_optimizer_name(name: OptimizerNames) -> None:
+    if name in SUPPORTED_OPTIMIZERS:
+        return
+    why = next((why for part, why in _WHY_NOT.items() if part in name.value), "nobody has tried it over the pipeline")
+    supported = ", ".join(repr(optimizer.value) for optimizer in SUPPORTED_OPTIMIZERS)
+    raise ConfigError(f"RoundPipeTrainer does not support optim={name.value!r}: {why}. Use one of {supported}")
+
+
+def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
+    if args.deepspeed:
+        yield "deepspeed: it shards and offloads the same state the pipeline keeps in host memory; leave it out"
+    if args.fsdp:
+        yield "fsdp: the pipeline keeps no weights on the devices that could be sharded; leave it out"
+    if args.parallelism_config is not None:
+        yield "parallelism_config (tensor, context or sequence parallel): the devices are used stage by stage; leave it out"
+    if args.world_size > 1:
+        yield f"{args.world_size} processes: one process drives all devices; start the script with plain python"
+    if args.fp16 and pipeline_of(args).async_optimizer:
+        yield (
+            "fp16 with async_optimizer: whether a step overflowed is known too late for the scheduler; "
+            "use bf16=True, or load the model in bfloat16"
+        )
+    if args.fp16:
+        yield "fp16 yet: the engine has no gradient scaler; use bf16=True, or load the model in bfloat16"
+    if args.fp16_full_eval or args.bf16_full_eval:
+        yield "fp16_full_eval / bf16_full_eval: weights stay in host memory; load the model in bfloat16, or use bf16=True"
+    if args.torch_compile:
+        yield "torch_compile yet: the engine runs its layers eagerly; leave it out"
+    if args.use_liger_kernel:
+        yield "use_liger_kernel yet: its fused loss would not be reached; leave it out"
+    if args.accelerator_config.dispatch_batches:
+        yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"
+    if getattr(args, "activation_offloading", False) or (args.gradient_checkpointing_kwargs or {}).get("offload"):
+        yield "activation offloading: activations between stages are in host memory already; leave it out"
+    if pipeline_of(args).trace_dir is not None:
+        yield "trace_dir yet: the engine writes no timeline; leave it out"
+
+
+def _refused_model(model: Any) -> Iterator[str]:
+    device_map = getattr(model, "hf_device_map", None) or {}
+    if any(str(device) != "cpu" for device in device_map.values()):
+        yield "a model dispatched by device_map: the pipeline places layers itself; load it with device_map=None"
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        yield "a tensor-parallel model: the devices are used stage by stage; load it without tp_plan"
+    if getattr(model, "hf_quantizer", None) is not None:
+        yield "quantized weights yet: only plain parameters can be staged; load the model in bfloat16"
+    for name, config in adapter_configs(model).items():
+        if config.is_prompt_learning:
+            yield f"the prompt-learning adapter {name!r}: it changes the inputs of the whole model; use LoRA"

@@ -1,0 +1,169 @@
+"""What `compute_loss` gets in place of the model: it runs in the worker, after the pipeline has run the model.
+
+[Note: the model call] The engine runs the forward, and only then `compute_loss`, which expects to call the model
+itself. So `compute_loss` is first run up to that call, on the user's thread, to learn which arguments it passes
+(`record_call`). The engine runs the model with those, and `Replay` answers the call in the worker with what came out.
+That holds only if the call is the same each time, which `Replay` checks: a batch's tensor must arrive as it was.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError
+
+from .compat import base_model
+
+ComputeLoss = Callable[..., Any]
+
+
+class ModelStandIn:
+    """Answers the model call of `compute_loss`; reads of anything else fall through to the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _get_name(self) -> str:
+        """`Trainer` shifts labels for smoothing by this name, and finds a PEFT model's base by isinstance."""
+        name: str = base_model(self._model)._get_name()
+        return name
+
+
+class EngineStandIn(ModelStandIn):
+    """Runs the call through the engine: for evaluation, where outputs come back whole before `compute_loss` goes on."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__(model)
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCall:
+    """How `compute_loss` calls the model.
+
+    Args:
+        from_batch: argument of the model -> key of the batch it is taken from.
+        num_items: argument that gets the number of items in the window, if any.
+        constants: arguments that are the same for every batch.
+    """
+
+    from_batch: Mapping[str, str]
+    num_items: str | None
+    constants: Mapping[str, Any]
+
+    def arguments(self, inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
+        """The arguments of the call for one (micro)batch."""
+        counted = {} if self.num_items is None else {self.num_items: num_items}
+        return {name: inputs[key] for name, key in self.from_batch.items()} | counted | dict(self.constants)
+
+
+class Replay(ModelStandIn):
+    """Answers the one call with the outputs the pipeline computed. Used by one worker, for one microbatch."""
+
+    def __init__(self, model: nn.Module, outputs: Any, expected: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        self._outputs = outputs
+        self._expected = expected
+        self._is_answered = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_answered:
+            raise ConfigError(
+                "compute_loss calls the model a second time; the pipeline runs one forward per training step. "
+                "Put both inputs into one batch in the data collator and split the outputs in compute_loss"
+            )
+        self._is_answered = True
+        self._check(_by_name(self._model, args, kwargs))
+        return self._outputs
+
+    def _check(self, given: dict[str, Any]) -> None:
+        for name in given.keys() | self._expected.keys():
+            if name not in given or name not in self._expected or not _is_same(given[name], self._expected[name]):
+                raise ConfigError(
+                    f"compute_loss calls the model with another {name!r} than the pipeline ran with. The forward runs "
+                    "before compute_loss, which therefore must pass the batch's tensors on unchanged and call the "
+                    "model the same way each time; change the batch in the data collator instead"
+                )
+
+
+def record_call(
+    compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any
+) -> ModelCall:
+    """Learns how ``compute_loss`` calls the model by running it up to that call ([Note: the model call])."""
+    try:
+        compute_loss(_Recorder(model), _copy(inputs), num_items_in_batch=num_items)
+    except _ModelCalled as call:
+        return _attribute(call.arguments, inputs, num_items)
+    raise ConfigError(
+        "compute_loss never called the model it was given; the pipeline trains through that call only. "
+        "Call its `model` argument, not `self.model`"
+    )
+
+
+class _ModelCalled(BaseException):
+    """Leaves `compute_loss` at the model call; no `except Exception` on the way stops it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _Recorder(ModelStandIn):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _ModelCalled(_by_name(self._model, args, kwargs))
+
+
+def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: Any) -> ModelCall:
+    """Finds where each argument came from."""
+    from_batch: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    counted: str | None = None
+    for name, value in arguments.items():
+        key = next((key for key in (name, *inputs) if key in inputs and inputs[key] is value), None)
+        if value is num_items and value is not None:
+            counted = name
+        elif key is not None:
+            from_batch[name] = key
+        elif isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"compute_loss hands the model a tensor {name!r} that is not in the batch; the pipeline has to know it "
+                "before the forward. Make it in the data collator"
+            )
+        else:
+            constants[name] = value
+    return ModelCall(from_batch=from_batch, num_items=counted, constants=constants)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    signature = inspect.signature(base_model(model).forward)
+    return dict(signature.bind_partial(*args).arguments) | kwargs
+
+
+def _is_same(given: Any, expected: Any) -> bool:
+    """Identity for what holds tensors: comparing values would make every worker wait for its device."""
+    if given is expected:
+        return True
+    return isinstance(expected, str | int | float | bool | None) and bool(given == expected)
+
+
+def _copy(inputs: Mapping[str, Any]) -> Any:
+    """A shallow copy of the same type, because `compute_loss` pops what it takes out."""
+    return type(inputs)(dict(inputs))  # type: ignore[call-arg]  # dict, BatchEncoding: what Trainer assumes too

@@ -1,0 +1,58 @@
+"""Fixtures and marks for the whole suite. `devices` runs a test on virtual devices and on every GPU there is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+# Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no package.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from device_sets import ACCELERATORS, VIRTUAL, DeviceSet
+
+if TYPE_CHECKING:
+    from engines import Engines
+
+WATCHED_FOLDERS = ("transparency", "failures", "bugs", "gpu")
+LONGEST_S = 60
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an accelerator")
+    config.addinivalue_line("markers", "slow: a long grid; left out with -m 'not slow'")
+    # cases.md: 2 torch threads, in every run, so that two runs sum in the same order.
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A hang must end as a failure of its own test, also where a wait in the engine has no limit."""
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            if item.path.parent.name in WATCHED_FOLDERS and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LONGEST_S))
+
+
+@pytest.fixture(
+    params=[
+        *VIRTUAL,
+        *(pytest.param(devices, marks=pytest.mark.gpu) for devices in ACCELERATORS),
+    ],
+    ids=str,
+)
+def devices(request: pytest.FixtureRequest) -> DeviceSet:
+    return request.param
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    # Imported here, so that tests of single parts run while the engine as a whole does not import.
+    from engines import Engines
+
+    made = Engines()
+    yield made
+    made.close()
