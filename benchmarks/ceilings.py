@@ -6,9 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
-import torch
-
 import measure
+import torch
 
 GB = 1e9
 COLUMNS = ["what", "value", "unit", "setting"]
@@ -32,7 +31,12 @@ def matmul(size: int, repeats: int) -> measure.Record:
     device = measure.compute_device()
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     elapsed = seconds(lambda: a @ b, repeats)
-    return {"what": "bf16 matmul", "value": 2 * size**3 / elapsed / 1e12, "unit": "TFLOP/s", "setting": f"{size}^3, random"}
+    return {
+        "what": "bf16 matmul",
+        "value": 2 * size**3 / elapsed / 1e12,
+        "unit": "TFLOP/s",
+        "setting": f"{size}^3, random",
+    }
 
 
 def transfers(num_bytes: int, repeats: int) -> list[measure.Record]:
@@ -87,7 +91,9 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="repeats in each of three rounds (default 10)")
-    parser.add_argument("--threads", type=int, default=max(1, cores * 3 // 4), help="host threads (default 3/4 of cores)")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, cores * 3 // 4), help="host threads (default 3/4 of cores)"
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,6 +1,7 @@
 """Timing, peaks, and how a result is printed: one JSON line each, a short table last."""
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -60,7 +61,7 @@ def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> 
         "warmup": warmup,
         "steps": steps,
         "step_s": elapsed_s / steps,
-        "step_s_median": statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False)),
+        "step_s_median": statistics.median(b - a for a, b in itertools.pairwise(ends)),
         "loss_first": losses[0],
         "loss_last": losses[-1],
     }
@@ -99,13 +100,21 @@ def run_rows(rows: list[list[str]], columns: list[str]) -> int:
     records, failed = [], 0
     for row in rows:
         done = subprocess.run([sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False)
-        print(done.stdout, end="", flush=True)
-        records += parse_records(done.stdout)
+        for record in parse_records(done.stdout):
+            emit(record)
+            records.append(record)
         if done.returncode != 0:
             failed += 1
             print(f"failed ({done.returncode}): {' '.join(row)}", file=sys.stderr)
     print(f"\n{table(records, columns)}")
     return min(failed, 1)
+
+
+def run_row(record: Record, columns: list[str]) -> int:
+    """Prints the one row that this process was started for."""
+    emit(record)
+    print(f"\n{table([record], columns)}")
+    return 0
 
 
 def parse_records(text: str) -> list[Record]:
@@ -115,15 +124,21 @@ def parse_records(text: str) -> list[Record]:
 def table(records: list[Record], columns: list[str]) -> str:
     """Markdown, right-aligned where every value is a number."""
     cells = [[_shown(record.get(column, "-")) for column in columns] for record in records]
-    numeric = [all(isinstance(record.get(column), (int, float)) for record in records) for column in columns]
-    rules = ["---:" if is_number else "---" for is_number in numeric]
+    rules = ["---:" if all(_is_number(r.get(column)) for r in records) else "---" for column in columns]
     widths = [max(map(len, column)) for column in zip(columns, rules, *cells, strict=True)]
     padded = [
-        [cell.rjust(width) if number else cell.ljust(width) for cell, width, number in zip(row, widths, numeric, strict=True)]
+        [
+            cell.rjust(width) if rule == "---:" else cell.ljust(width)
+            for cell, width, rule in zip(row, widths, rules, strict=True)
+        ]
         for row in (columns, *cells)
     ]
     padded.insert(1, [rule.rjust(width, "-") for rule, width in zip(rules, widths, strict=True)])
     return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _rounded(value: Any) -> Any:
@@ -131,6 +146,9 @@ def _rounded(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)
+    # A pipe, as plans have them, would end the cell.
+    return str(value).replace("|", "/")

@@ -10,11 +10,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 import measure
+import torch
 from chunked_loss import chunked_causal_loss
+from torch import Tensor, nn
 from workload import LEARNING_RATE, MAX_NORM, Workload, describe, make_model, make_tokens
 
 SYSTEMS = {
@@ -22,7 +21,10 @@ SYSTEMS = {
     "recompute": "resident: compiled, chunked CE, recompute",
     "ceiling": "resident: compiled, chunked CE, no recompute",
 }
-COLUMNS = ["system", "method", "tokens_per_s", "step_s", "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_first", "loss_last"]
+COLUMNS = [
+    "method", "system", "tokens_per_s", "step_s", "gpu_peak_allocated_gb", "host_peak_rss_gb",
+    "loss_first", "loss_last",
+]  # fmt: skip
 
 LossOf = Callable[[Tensor], Tensor]
 
@@ -107,13 +109,11 @@ def main() -> int:
     options = parser.parse_args()
     rows = [(method, system) for method in options.methods for system in options.systems]
     if len(rows) > 1:
-        shared = ["--steps", str(options.steps), "--warmup", str(options.warmup)]
-        shared += ["--num-microbatch", str(options.num_microbatch), *(["--tiny"] if options.tiny else [])]
-        return measure.run_rows([[*shared, "--methods", m, "--systems", s] for m, s in rows], COLUMNS)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
+        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS)
     ((method, system),) = rows
     workload = Workload(method=method, tiny=options.tiny, num_microbatch=options.num_microbatch)
-    measure.emit(run(system, workload, options.warmup, options.steps))
-    return 0
+    return measure.run_row(run(system, workload, options.warmup, options.steps), COLUMNS)
 
 
 if __name__ == "__main__":

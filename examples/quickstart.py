@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    TrainerCallback,
     set_seed,
 )
 
@@ -74,6 +76,7 @@ def fine_tune(devices: int | None, steps: int, output: Path) -> None:
             logging_steps=4,
             save_strategy="no",
             report_to="none",
+            dataloader_pin_memory=False,
             devices=devices,
             num_microbatch=NUM_MICROBATCH,
         ),
@@ -81,8 +84,8 @@ def fine_tune(devices: int | None, steps: int, output: Path) -> None:
         eval_dataset=held_out,
         data_collator=collator,
     )
+    trainer.add_callback(ShowPlan(trainer))
     loss_before = trainer.evaluate()["eval_loss"]
-    describe(trainer.model_wrapped)
     trainer.train()
     loss_after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
@@ -127,11 +130,36 @@ def answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> str:
     tokens = model.generate(
         input_ids=question, attention_mask=torch.ones_like(question), max_new_tokens=40, do_sample=False
     )
-    return tokenizer.decode(tokens[0, question.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(tokens[0, question.shape[1] :], skip_special_tokens=True).strip()
 
 
-def describe(engine: RoundPipe) -> None:
-    """Says where the model runs and how it was cut."""
+class ShowPlan(TrainerCallback):
+    """Says, before the first step, where the model runs, how it was cut and what each stage uploads."""
+
+    def __init__(self, trainer: RoundPipeTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        tqdm.write(describe(self.trainer.model_wrapped))  # not print, because the progress bar is there already
+
+
+def describe(engine: RoundPipe) -> str:
+    sizes = engine.statistics()["layer_bytes"]
+    plan = engine.execute_plan
+    backward = ["forward, loss and backward", *["recompute and backward"] * (len(plan.bwd_plan) - 1)]
+    passes = [*(("forward", stage) for stage in plan.fwd_plan), *zip(backward, plan.bwd_plan, strict=True)]
+    lines = [
+        f"\nDevices: {', '.join(device.name for device in engine.devices)}",
+        f"Plan for {len(sizes)} layers, {mebibytes(sum(sizes))} of weights, {NUM_MICROBATCH} microbatches:",
+    ]
+    for name, stage in passes:
+        size = sum(sizes[layer] for layer in stage)
+        lines.append(f"  layers {stage.start:2} to {stage.stop - 1:2}  {mebibytes(size):>10}  {name}")
+    return "\n".join(lines)
+
+
+def mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def held_out_loss(model: PeftModel, batches: DataLoader[Row]) -> float:

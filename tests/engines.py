@@ -34,8 +34,9 @@ class Engines:
     def close(self) -> None:
         for engine in self._made:
             engine.close()
-        left = set(threading.enumerate()) - self._threads_before
-        assert not left, f"threads outlived close(): {sorted(thread.name for thread in left)}"
+        started = set(threading.enumerate()) - self._threads_before
+        left = sorted(thread.name for thread in started if thread.name.startswith("roundpipe"))
+        assert not left, f"threads outlived close(): {left}"
 
 
 def run_batch(engine: roundpipe.RoundPipe, batch: Batch, num_microbatch: int | None = None, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""RoundPipe: train models far larger than the GPU, with their state in host memory and the GPUs as stateless workers."""
+"""Train models far larger than the GPU: their state lives in host memory, the GPUs are stateless workers."""
 
 from . import errors, optim
 from .config import RoundPipeRunConfig

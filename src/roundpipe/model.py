@@ -138,6 +138,7 @@ class RoundPipe(nn.Module):
         for name, parameter in model.named_parameters():
             if id(parameter) not in self._store.uses:
                 raise ConfigError(f"parameter {name!r} of the original model is in no layer of the pipeline")
+            self._store.names[id(parameter)] = name
         self._fingerprint = _fingerprint(model)
         names = {id(module): name for name, module in model.named_modules()}
         for index, layer in enumerate(_layers_of(self.__dict__["_sequence"])):
@@ -178,7 +179,7 @@ class RoundPipe(nn.Module):
         raise ConfigError("a RoundPipe cannot be pickled; save .model or state_dict() instead")
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self.model.training if "_original" in self.__dict__ else True
 
     @training.setter
@@ -192,10 +193,10 @@ class RoundPipe(nn.Module):
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        return self.model.named_modules(*args, **kwargs)
+        yield from self.model.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self.model.named_children()
+        yield from self.model.named_children()
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Does nothing: the engine recomputes by itself."""
@@ -231,7 +232,7 @@ class RoundPipe(nn.Module):
         return [master for _, master in self.optim_named_parameters()]
 
     def synchronize(self) -> None:
-        """Waits for everything, publishes the newest weights, and puts copies of accumulated gradients into ``.grad``."""
+        """Waits for everything, publishes the newest weights, puts copies of accumulated gradients into ``.grad``."""
         self._flush("synchronize()")
         for parameter in self._store.parameters:
             gradient = self._steps.window.gradient(parameter, parameter.dtype) if parameter.requires_grad else None
@@ -243,7 +244,7 @@ class RoundPipe(nn.Module):
         return self.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights; masters of the loaded keys follow at the incoming precision. Accumulated gradients are dropped.
+        """Loads weights; masters of the loaded keys follow at the incoming precision. Drops accumulated gradients.
 
         Raises:
             ConfigError: ``assign=True``, which would replace the memory that devices copy from.
@@ -255,6 +256,8 @@ class RoundPipe(nn.Module):
         result = self.model.load_state_dict(state_dict, strict=strict)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in state_dict:
+                if parameter.requires_grad:
+                    self._masters.of(parameter)  # because only a master can hold what the working dtype rounds away
                 self._masters.follow(parameter, state_dict[name])
         return result
 
@@ -371,7 +374,7 @@ class RoundPipe(nn.Module):
         return loss, merge(outputs, parts.rows, _merge_rule(config))
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
-        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread; the accumulated gradients are its own from here on.
+        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated gradients from here on.
 
         Args:
             is_async: return at once, the update being one step stale (gradient t is taken at W_(t-2)); else the update
@@ -417,7 +420,9 @@ class RoundPipe(nn.Module):
             batch_size=sum(part.batch_size for part in parts),
         )
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: RoundPipeRunConfig) -> Microbatches:
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: RoundPipeRunConfig
+    ) -> Microbatches:
         count = config.num_microbatch or self.default_num_microbatch
         return split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
 
@@ -644,7 +649,14 @@ def _sum_losses(call: Call) -> Any:
     for m in range(call.settings.num_microbatches):
         parts = [part.cpu() for part in call.losses[m].parts]
         totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
+    for total in totals:
+        # Because a tensor without a graph would only say that it has none.
+        setattr(total, "backward", _already_run)  # noqa: B010
     return totals if call.losses[0].is_sequence else totals[0]
+
+
+def _already_run(*_: Any, **__: Any) -> None:
+    raise RuntimeError("backward was already run by forward_backward(); use forward() to call backward() yourself")
 
 
 def _write_buffers(call: Call) -> None:

@@ -25,7 +25,7 @@ _listeners: list[Callable[[Span], None]] = []
 @contextmanager
 def span(name: str, **fields: Any) -> Iterator[None]:
     """Times a block for the listeners and labels it in a running torch profiler."""
-    if not _listeners and not torch.autograd._profiler_enabled():
+    if not _listeners and not torch.autograd.profiler._is_profiler_enabled:
         yield
         return
     start = time.perf_counter()

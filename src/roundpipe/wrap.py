@@ -10,6 +10,7 @@ from torch import nn
 from .config import RoundPipeRunConfig
 from .errors import ConfigError
 from .model import RoundPipe
+from .presets.adapters import base_of
 from .presets.preset import cut
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ def wrap_model_to_roundpipe(
     lower_threshold: int = 16 * 1024,
     upper_threshold: int | None = None,
     skip_modules: Sequence[nn.Module] = (),
-    override_config: Mapping[nn.Module, RoundPipeRunConfig] = {},  # noqa: B006  # never written to
+    override_config: Mapping[nn.Module, RoundPipeRunConfig] = {},  # never written to
     model_run_config: RoundPipeRunConfig = RoundPipeRunConfig(),  # noqa: B008  # frozen
     name: str | None = None,
     **roundpipe_kwargs: Any,
@@ -50,15 +51,15 @@ def wrap_model_to_roundpipe(
         raise ConfigError("this model is wrapped already; wrap engine.model to wrap it anew")
     _refuse_recursive_options(lower_threshold, upper_threshold, skip_modules, override_config)
     name = name or _caller()
-    architecture = type(model).__name__
     made = None if use_sequential_preset is False else cut(model)
     if made is not None:
-        logger.info("%s: %s runs by its preset as %d layers", name, architecture, len(made.sequential))
+        logger.info("%s: %s runs by its preset as %d layers", name, type(base_of(model)).__name__, len(made.sequential))
         of_preset = RoundPipeRunConfig(split_input=made.split_input, merge_output=made.merge_output)
         run_config = model_run_config.over(of_preset)
         engine = RoundPipe(made.sequential, name=name, model_run_config=run_config, **roundpipe_kwargs)
         engine.set_original_model(model)
         return engine
+    architecture = type(model).__name__
     if use_sequential_preset:
         raise NotImplementedError(
             f"there is no preset for {architecture}; pass use_sequential_preset=None to run it as a single layer, "

@@ -1,4 +1,4 @@
-"""The Hugging Face side: `Trainer` with its training step handed to the pipeline engine. Translates, decides nothing."""
+"""The Hugging Face side: `Trainer` with its training step handed to the engine. Translates, decides nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
 from .trainer import RoundPipeTrainer, RoundPipeTrainerMixin

@@ -51,9 +51,7 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
 
 def _finer_masters(engine: RoundPipe) -> dict[str, nn.Parameter]:
     weights = dict(engine.model.named_parameters())
-    return {
-        name: master for name, master in engine.optim_named_parameters() if master.dtype != weights[name].dtype
-    }
+    return {name: master for name, master in engine.optim_named_parameters() if master.dtype != weights[name].dtype}
 
 
 @torch.no_grad()

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import clear_device_cache, convert_to_fp32
+from accelerate.utils import convert_to_fp32
+from accelerate.utils.memory import clear_device_cache
 from peft import PeftMixedModel, PeftModel
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_utils import unwrap_peft_model
@@ -33,7 +34,7 @@ __all__ = [
 
 def base_model(model: nn.Module) -> Any:
     """The model under a PEFT wrapper, or ``model`` itself."""
-    return unwrap_peft_model(model)
+    return unwrap_peft_model(model)  # type: ignore[no-untyped-call]
 
 
 def adapter_configs(model: Any) -> Mapping[str, Any]:
@@ -47,7 +48,7 @@ def use_one_gpu(args: TrainingArguments) -> None:
     args._n_gpu = min(args._n_gpu, 1)
 
 
-def loss_adds_up(trainer: Trainer) -> bool:
+def loss_adds_up(trainer: "RoundPipeTrainerMixin") -> bool:
     """Whether the losses of microbatches, each divided by the window's number of targets, are known to add up.
 
     True for label smoothing, and for the models whose own loss is transformers' causal one. Anything else has to be
@@ -60,14 +61,15 @@ def loss_adds_up(trainer: Trainer) -> bool:
     return getattr(model, "loss_function", None) is ForCausalLMLoss and not routes
 
 
-def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None without labels."""
+def valid_targets(trainer: "RoundPipeTrainerMixin", inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None without
+    labels that name a class."""
     labels = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
         if isinstance(labels, torch.Tensor) and trainer._loss_shifts_labels:
             labels = labels[..., 1:]
-    return labels.ne(-100) if isinstance(labels, torch.Tensor) else None
+    return labels.ne(-100) if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
 
 
 def will_log(trainer: "RoundPipeTrainerMixin") -> bool:

@@ -34,10 +34,18 @@ class EngineSlot:
 
     def engine_for(self, model: nn.Module, args: TrainingArguments) -> RoundPipe:
         """The engine of ``model``; the one before is closed if it was made for another state of the model."""
-        if self._engine is None or self._engine.model is not model or not _is_same(self._seen, _fingerprint(model)):
+        if not self._fits(model):
             self._replace(model, args)
         assert self._engine is not None
         return self._engine
+
+    def reload(self, model: nn.Module) -> None:
+        """Weights were loaded into ``model``: the engine's copies follow, unless the next use rebuilds it anyway."""
+        if self._engine is not None and self._fits(model):
+            self._engine.reload_parameters()
+
+    def _fits(self, model: nn.Module) -> bool:
+        return self._engine is not None and self._engine.model is model and _is_same(self._seen, _fingerprint(model))
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
@@ -70,7 +78,14 @@ def _fingerprint(model: nn.Module) -> Fingerprint:
 
 
 def _is_same(seen: Fingerprint | None, now: Fingerprint) -> bool:
-    return seen is not None and len(seen) == len(now) and all(a is b and x == y for (a, x), (b, y) in zip(seen, now))
+    if seen is None or len(seen) != len(now):
+        return False
+    return all(a is b and trains == trained for (a, trains), (b, trained) in zip(seen, now, strict=True))
+
+
+def runs_by_preset(engine: RoundPipe) -> bool:
+    """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss exactly."""
+    return engine.statistics()["layers"] > 1 and not isinstance(engine.model, nn.Sequential)
 
 
 def stop_checkpointing(model: Any) -> None:

@@ -104,10 +104,14 @@ def decide_rule(
     ]
     if not fitting:
         return KEEP_WHOLE
-    if any(abs(a - b) > _TOLERANCE for over in fitting for a, b in zip(weights[over], weights[fitting[0]], strict=True)):
+    if any(not _agree(weights[over], weights[fitting[0]]) for over in fitting):
         return None
     has_sum = not all(equal(part.total, 0.0) for part in (whole, *parts))
     return LossRule(has_sum=has_sum, mean_over=fitting[0])
+
+
+def _agree(shares: Sequence[float], others: Sequence[float]) -> bool:
+    return all(abs(a - b) <= _TOLERANCE for a, b in zip(shares, others, strict=True))
 
 
 def weighted(rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from roundpipe import RoundPipe, StepHandle
 from roundpipe.errors import ConfigError
@@ -104,10 +105,14 @@ class PendingNorm:
         return self._optimizer.last_grad_norm()
 
 
-def adopt(optimizer: torch.optim.Optimizer, engine: RoundPipe, *, is_async: bool) -> PipelineOptimizer:
+def adopt(optimizer: torch.optim.Optimizer, engine: RoundPipe, *, is_async: bool) -> torch.optim.Optimizer:
     """Takes an optimizer somebody else made, if it is over the engine's masters; anything else would train nothing."""
+    made = unwrapped(optimizer)
+    if isinstance(made, PipelineOptimizer) and made.engine is engine:
+        return optimizer
     masters = {id(master) for _, master in engine.optim_named_parameters()}
-    if all(id(parameter) in masters for parameter in _parameters_of(optimizer)):
+    is_over_masters = all(id(parameter) in masters for parameter in _parameters_of(optimizer))
+    if is_over_masters and not isinstance(made, PipelineOptimizer):
         return PipelineOptimizer(engine, optimizer, is_async=is_async)
     raise ConfigError(
         f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and would train "
@@ -116,5 +121,10 @@ def adopt(optimizer: torch.optim.Optimizer, engine: RoundPipe, *, is_async: bool
     )
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """What `accelerator.prepare` wrapped."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

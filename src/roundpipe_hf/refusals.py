@@ -76,7 +76,7 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
     if args.fsdp:
         yield "fsdp: the pipeline keeps no weights on the devices that could be sharded; leave it out"
     if args.parallelism_config is not None:
-        yield "parallelism_config (tensor, context or sequence parallel): the devices are used stage by stage; leave it out"
+        yield "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; leave it out"
     if args.world_size > 1:
         yield f"{args.world_size} processes: one process drives all devices; start the script with plain python"
     if args.fp16 and pipeline_of(args).async_optimizer:
@@ -87,14 +87,15 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
     if args.fp16:
         yield "fp16 yet: the engine has no gradient scaler; use bf16=True, or load the model in bfloat16"
     if args.fp16_full_eval or args.bf16_full_eval:
-        yield "fp16_full_eval / bf16_full_eval: weights stay in host memory; load the model in bfloat16, or use bf16=True"
+        yield "fp16_full_eval / bf16_full_eval: weights stay on the host; load the model in bfloat16, or use bf16=True"
     if args.torch_compile:
         yield "torch_compile yet: the engine runs its layers eagerly; leave it out"
     if args.use_liger_kernel:
         yield "use_liger_kernel yet: its fused loss would not be reached; leave it out"
-    if args.accelerator_config.dispatch_batches:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
         yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"
-    if getattr(args, "activation_offloading", False) or (args.gradient_checkpointing_kwargs or {}).get("offload"):
+    checkpointing: Any = args.gradient_checkpointing_kwargs or {}
+    if getattr(args, "activation_offloading", False) or checkpointing.get("offload"):
         yield "activation offloading: activations between stages are in host memory already; leave it out"
     if pipeline_of(args).trace_dir is not None:
         yield "trace_dir yet: the engine writes no timeline; leave it out"

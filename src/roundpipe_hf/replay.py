@@ -102,9 +102,7 @@ class Replay(ModelStandIn):
                 )
 
 
-def record_call(
-    compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any
-) -> ModelCall:
+def record_call(compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> ModelCall:
     """Learns how ``compute_loss`` calls the model by running it up to that call ([Note: the model call])."""
     try:
         compute_loss(_Recorder(model), _copy(inputs), num_items_in_batch=num_items)

@@ -1,12 +1,12 @@
 """`Trainer` with its training step, optimizer, evaluation and saving handed to the pipeline engine.
 
 `trainer.model` stays the Hugging Face model; the engine is only `trainer.model_wrapped`. Everything else of Trainer is
-inherited: loop, callbacks, schedulers, data, logging, files.
+inherited: loop, callbacks, schedulers, data, logging, files. Hooks only; what they do lives in the other files.
 """
 
-import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +16,15 @@ from transformers import Trainer
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 from . import compat
-from .arguments import device_type_of, pipeline_of
+from .arguments import pipeline_of
 from .checkpointing import load_masters, save_masters
-from .engine import EngineSlot, stop_checkpointing
-from .loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, learn_rule
-from .optimizer import PendingNorm, PipelineOptimizer, adopt
+from .engine import EngineSlot, runs_by_preset, stop_checkpointing
+from .optimizer import PendingNorm, PipelineOptimizer, adopt, unwrapped
+from .precision import precision_of
 from .refusals import refuse_arguments, refuse_model, refuse_optimizer
-from .replay import EngineStandIn, ModelCall, record_call
-from .round import RoundLoss, StashedBatch, cut_window, parts_of
+from .replay import EngineStandIn, ModelStandIn
+from .round import StashedBatch
+from .window import AccumulationWindow
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -34,10 +35,253 @@ else:
 class RoundPipeTrainerMixin(_Base):
     """Put it before a Trainer class among the bases: ``class MyTrainer(RoundPipeTrainerMixin, Trainer)``."""
 
+    model: Any  # wider than Trainer's: never None once it is constructed
+    optimizer: Any
+
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        given = model if isinstance(model, RoundPipe) else None
-        self._slot = EngineSlot(given)
-        self._stash: list[StashedBatch] = []
-        self._rule: LossRule | None = None
-        self._calls: dict[tuple[str, ...], ModelCall] = {}
-        super().__init__(model if given is None else given.model, *args, **kwargs)
+        engine = model if isinstance(model, RoundPipe) else None
+        self._slot = EngineSlot(engine)
+        self._window = AccumulationWindow(self)
+        self._is_in_loop = False
+        super().__init__(model if engine is None else engine.model, *args, **kwargs)
+
+    # --- for users ---
+
+    def synchronize(self) -> None:
+        """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
+        if self._slot.current is not None:
+            self._slot.current.synchronize()
+
+    def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The pipeline's own copies of the trainable weights: what an optimizer has to be made over."""
+        return iter(self._engine().optim_named_parameters())
+
+    # --- construction ---
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The first thing every Trainer's constructor calls, so the place to refuse what cannot be honoured."""
+        refuse_arguments(self.args)
+        refuse_model(self.model)
+        compat.use_one_gpu(self.args)
+        super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Accelerate shall move, cast and compile nothing: batches stay in host memory until a stage needs them."""
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        built.pop("dynamo_plugin", None)
+        return {**built, "device_placement": False, "mixed_precision": "no"}
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        refuse_optimizer(self.args, (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs)
+        if not _takes_num_items(self.compute_loss):
+            # The signature of old releases. Such a loss cannot divide by the window's items, so Trainer divides it by
+            # the window's batches, as those releases did.
+            self.model_accepts_loss_kwargs = False
+            self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The model stays in host memory."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The engine of the current model, whatever Trainer wrapped before."""
+        is_first = self._slot.current is None
+        engine = self._engine()
+        if training:
+            stop_checkpointing(self.model)
+            self.optimizer = adopt(self.optimizer, engine, is_async=pipeline_of(self.args).async_optimizer)
+        elif is_first:  # Trainer reports it where evaluation had to prepare the model
+            self.model_preparation_time = round(self._slot.build_seconds, 4)
+        return engine
+
+    def _engine(self) -> RoundPipe:
+        return self._slot.engine_for(self.model, self.args)
+
+    # --- optimizer ---
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """As Trainer's, over the pipeline's copies of the weights; made anew if the model was."""
+        engine = self._engine()
+        made = unwrapped(self.optimizer)
+        if made is None or (isinstance(made, PipelineOptimizer) and made.engine is not engine):
+            inner = self._make_inner_optimizer(engine)
+            self.optimizer = PipelineOptimizer(engine, inner, is_async=pipeline_of(self.args).async_optimizer)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+    def _make_inner_optimizer(self, engine: RoundPipe) -> torch.optim.Optimizer:
+        """The same groups in the same order as Trainer's, so that either can load the other's state."""
+        decay = set(self.get_decay_parameter_names(self.model))
+        masters = dict(engine.optim_named_parameters())
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [masters[n] for n in names if n in decay], "weight_decay": self.args.weight_decay},
+            {"params": [masters[n] for n in names if n not in decay], "weight_decay": 0.0},
+        ]
+        cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        inner: torch.optim.Optimizer = cls(groups, **kwargs)
+        return inner
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Done in the optimizer's step, where the gradients are."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> PendingNorm:
+        optimizer = unwrapped(self.optimizer)
+        optimizer.max_grad_norm = self.args.max_grad_norm
+        return PendingNorm(optimizer)
+
+    # --- training ---
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._window.forget()
+        self._is_in_loop = True
+        try:
+            return super()._inner_training_loop(batch_size, *args, **kwargs)
+        finally:
+            self._is_in_loop = False
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Stashes the batch; the last one of the accumulation window trains on all of them in one pipeline round.
+
+        Returns zero for a stashed batch. What Trainer has summed up when the window closes is what it would have been.
+        """
+        inputs = self._prepare_inputs(inputs)
+        self._window.add(StashedBatch(inputs, _on_host(num_items_in_batch), self._divisor(num_items_in_batch)))
+        if self._is_in_loop and not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        *earlier, last = self._run_window()
+        for loss in earlier:
+            compat.book_loss(self, loss)
+        return last
+
+    def _divisor(self, num_items: torch.Tensor | int | None) -> int:
+        """What Trainer divides a batch's loss by. A loss that was given the number of items is divided already."""
+        is_divided = self.model_accepts_loss_kwargs and num_items is not None
+        return 1 if is_divided or self.compute_loss_func is not None else self.current_gradient_accumulation_steps
+
+    def _run_window(self) -> list[torch.Tensor]:
+        engine = self._engine()
+        engine.train()
+        losses = self._window.run(engine, engine.default_num_microbatch)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            compat.clear_device_cache()
+        return [loss.to(self.args.device) for loss in losses]
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if len(self._window):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
+            for loss in self._run_window():
+                compat.book_loss(self, loss)
+        if isinstance(grad_norm, PendingNorm):
+            # Only now, because reading it waits for the update.
+            grad_norm = grad_norm.item() if compat.will_log(self) else None
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    # --- loss and evaluation ---
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        return super().compute_loss(
+            self._stand_in_for(model), inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def has_stock_loss(self) -> bool:
+        """Whether nobody replaced `Trainer.compute_loss`."""
+        owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
+        return owners == [RoundPipeTrainerMixin, Trainer] and "compute_loss" not in vars(self)
+
+    def stand_in(self, *, num_microbatch: int | None = None) -> EngineStandIn:
+        """A model for `compute_loss` whose call runs through the engine, without gradients."""
+        return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
+
+    def _run_forward(self, num_microbatch: int | None, *args: Any, **kwargs: Any) -> Any:
+        engine, precision = self._engine(), precision_of(self.args, self.model)
+        if num_microbatch is None and not runs_by_preset(engine):
+            num_microbatch = 1  # because nobody knows how to merge its loss
+        run_config = RoundPipeRunConfig(num_microbatch=num_microbatch)
+        with precision.in_model():
+            return precision.finish(engine(*args, roundpipe_run_config=run_config, **kwargs))
+
+    def _stand_in_for(self, model: Any) -> Any:
+        return self.stand_in() if model is self._slot.current and not isinstance(model, ModelStandIn) else model
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Batches stay in host memory."""
+        return data
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super().prediction_step(self._stand_in_for(model), *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # --- saving and loading ---
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.synchronize()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            save_masters(self._engine(), output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            load_masters(self._engine(), checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.synchronize()
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._slot.reload(self.model)
+
+    def _load_best_model(self) -> None:
+        self.synchronize()
+        super()._load_best_model()
+        self._slot.reload(self.model)
+
+
+class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
+    """`transformers.Trainer` whose models may be far larger than the memory of the devices.
+
+    Takes the same arguments and gives the same results. Settings of the engine come from `RoundPipeTrainingArguments`;
+    a plain `TrainingArguments` uses their defaults.
+
+    Example:
+        >>> trainer = RoundPipeTrainer(model, RoundPipeTrainingArguments("out", bf16=True), train_dataset=dataset)
+        >>> trainer.train()
+    """
+
+
+def _on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:
+    return num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
+
+
+def _takes_num_items(compute_loss: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(compute_loss).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any or "num_items_in_batch" in parameters
+
+
+def _without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute_loss)
+    def call(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        return compute_loss(*args, **kwargs)
+
+    return call

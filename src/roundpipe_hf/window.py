@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roundpipe import RoundPipe
+from roundpipe.microbatch import batch_size_of
 
 from .compat import loss_adds_up, valid_targets
 from .loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, learn_rule
@@ -115,6 +116,7 @@ class AccumulationWindow:
             return None if valid is None else float(valid.sum())
         labels = inputs.get("labels")
         if over is MeanOver.LABELS:
-            is_classes = isinstance(labels, torch.Tensor) and not labels.is_floating_point()
-            return float(labels.ne(-100).sum()) if is_classes else None
-        return float(num_rows(inputs))
+            if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+                return None
+            return float(labels.ne(-100).sum())
+        return float(batch_size_of((), dict(inputs)) or 0)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import roundpipe
 from device_sets import TWO
 from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, make_llama, make_mlp, mlp_batch
+from models import MLP_WIDTH, Batch, make_llama, make_mlp, mlp_batch
 from reference import weights_of
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import ConfigError, PlanError, RoundPipeError
@@ -32,6 +32,17 @@ def nothing_changes(engine: RoundPipe) -> Iterator[None]:
     engine.zero_grad()
     run_batch(engine, BATCH, 2)
     TWO.check(engine_gradients(engine), gradients)
+
+
+def step_and_wait(engine: RoundPipe, step_fn: Callable[[], object], is_async: bool) -> None:
+    """A step whose error, if it has one, has had its occasion to be raised."""
+    engine.step(step_fn, is_async=is_async)
+    engine.synchronize()
+
+
+def call_and_wait(engine: RoundPipe, batch: Batch) -> None:
+    run_batch(engine, batch, 2)
+    engine.synchronize()
 
 
 @pytest.fixture
@@ -64,8 +75,9 @@ def test_num_microbatch_below_one_is_refused(count: int, engine: RoundPipe) -> N
 
 
 def test_an_unknown_pin_model_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)allocate.*alloc.*register.*off"):
-        RoundPipe(make_mlp(), pin_model="allocate", devices=1)
+    with pytest.raises(ConfigError, match="pin_model") as caught:
+        RoundPipe(make_mlp(), pin_model="nonsense", devices=1)
+    assert all(word in str(caught.value) for word in ("nonsense", "alloc", "register", "off"))
 
 
 @pytest.mark.parametrize("devices", [0, -1, []], ids=str)
@@ -88,8 +100,7 @@ def test_an_optimizer_over_working_weights_is_refused(which: str, is_async: bool
     run_batch(engine, BATCH, 2)
     weights = engine_weights(engine)
     with pytest.raises(RoundPipeError, match="optim_parameters"):
-        engine.step(optimizer.step, is_async=is_async)
-        engine.synchronize()
+        step_and_wait(engine, optimizer.step, is_async)
     TWO.check(engine_weights(engine), weights)
     right = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     run_batch(engine, BATCH, 2)
@@ -125,9 +136,13 @@ def test_a_parameter_that_became_trainable_too_late_is_noticed(engines: Engines)
     engine.step(optimizer.step, is_async=False)
     weights = engine_weights(engine)
     model[2].requires_grad_(True)
-    with pytest.raises(RoundPipeError, match=r"2\.(weight|bias)"):
+
+    def call_and_step() -> None:
         run_batch(engine, BATCH, 2)
         engine.step(optimizer.step, is_async=False)
+
+    with pytest.raises(RoundPipeError, match=r"2\.(weight|bias)"):
+        call_and_step()
     TWO.check(weights_of(model), weights)
 
 
@@ -164,8 +179,7 @@ def test_engine_calls_inside_step_fn_raise_instead_of_deadlocking(engine: RoundP
             with nothing_changes(engine):
                 run_batch(engine, BATCH, 2)
                 with pytest.raises(RoundPipeError) as caught:
-                    engine.step(lambda forbidden=forbidden: forbidden() and None, is_async=is_async)
-                    engine.synchronize()
+                    step_and_wait(engine, forbidden, is_async)
                 assert "step_fn" in str(caught.value), f"{name}: {caught.value}"
                 engine.zero_grad()
                 run_batch(engine, BATCH, 2)
@@ -216,5 +230,4 @@ def test_a_loss_that_does_not_fit_is_the_users_error(engine: RoundPipe) -> None:
     with nothing_changes(engine):
         for loss_fn in (lambda output, _: output, lambda output, _: 1.0, lambda output, _: None):
             with pytest.raises((RoundPipeError, RuntimeError, TypeError)):
-                run_batch(engine, BATCH._replace(loss_fn=loss_fn), 2)
-                engine.synchronize()
+                call_and_wait(engine, BATCH._replace(loss_fn=loss_fn))

@@ -90,12 +90,15 @@ def test_an_error_while_leaving_chains_onto_the_bodys() -> None:
     def chain(error: BaseException | None) -> list[type[BaseException]]:
         return [] if error is None else [type(error), *chain(error.__cause__ or error.__context__)]
 
-    before = set(threading.enumerate())
-    with pytest.raises((KeyError, ArithmeticError, BaseExceptionGroup)) as caught:
+    def fail_twice() -> None:
         with RoundPipe(make_mlp(), devices=2) as engine:
             run_batch(engine, BATCHES[0], 2)
             engine.step(step_fn)
             raise KeyError("the body's")
+
+    before = set(threading.enumerate())
+    with pytest.raises((KeyError, ArithmeticError)) as caught:
+        fail_twice()
     assert KeyError in chain(caught.value)
     assert set(threading.enumerate()) == before
 
@@ -104,9 +107,13 @@ def test_an_error_of_an_update_nobody_looked_at_leaves_the_context() -> None:
     def step_fn() -> None:
         raise ArithmeticError("the update's")
 
-    with pytest.raises(ArithmeticError, match="the update's"), RoundPipe(make_mlp(), devices=2) as engine:
-        run_batch(engine, BATCHES[0], 2)
-        engine.step(step_fn)
+    def leave_at_once() -> None:
+        with RoundPipe(make_mlp(), devices=2) as engine:
+            run_batch(engine, BATCHES[0], 2)
+            engine.step(step_fn)
+
+    with pytest.raises(ArithmeticError, match="the update's"):
+        leave_at_once()
 
 
 def test_an_engine_that_is_forgotten_leaves_no_thread() -> None:

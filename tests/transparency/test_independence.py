@@ -167,11 +167,12 @@ def test_training_with_dropout_depends_on_the_seed_only(is_async: bool, engines:
     def train(devices: DeviceSet, seed: int) -> dict[str, torch.Tensor]:
         engine = engines(make_mixed(0.5), devices)
         torch.manual_seed(seed)
-        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01, momentum=0.9)
         train_steps(engine, optimizer, batches, 3, is_async=is_async)
         return engine_weights(engine)
 
     expected = train(ONE, 0)
+    assert all(torch.isfinite(weight).all() for weight in expected.values()), "diverged: nothing can be compared"
     for devices in (TWO, THREE, ONE):
         devices.check(train(devices, 0), expected)
     assert not torch.equal(train(ONE, 1)["0.weight"], expected["0.weight"]), "the seed changed nothing: no dropout ran"

@@ -1,5 +1,6 @@
-"""A CUDA-like accelerator: lanes are streams of their own, never the default stream, so nothing synchronises by accident."""
+"""A CUDA-like accelerator: lanes are streams of their own, never the default stream, which would synchronise them."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,14 @@ class StreamEvent:
         self.cuda.synchronize()
 
 
+@functools.cache
+def _lanes(index: int) -> tuple[StreamLane, StreamLane, StreamLane]:
+    """Compute, up and down of one device, the same for all engines: libraries keep a workspace for every stream."""
+    device = torch.device("cuda", index)
+    # Copies get a higher priority than compute because they are short and compute waits for them.
+    return StreamLane(device), StreamLane(device, priority=-1), StreamLane(device, priority=-1)
+
+
 class AcceleratorDevice:
     """One accelerator.
 
@@ -61,15 +70,14 @@ class AcceleratorDevice:
             raise ConfigError(f"device {device} is not available; visible: {torch.cuda.device_count()} CUDA devices")
         index = device.index if device.index is not None else torch.cuda.current_device()
         if index >= torch.cuda.device_count():
-            raise ConfigError(f"device cuda:{index} does not exist; {torch.cuda.device_count()} CUDA devices are visible")
+            raise ConfigError(
+                f"device cuda:{index} does not exist; {torch.cuda.device_count()} CUDA devices are visible"
+            )
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
         self._max_bytes = max_bytes
         torch.cuda.init()
-        # Copies get a higher priority than compute because they are short and compute waits for them.
-        self.compute = StreamLane(self.torch_device)
-        self.up = StreamLane(self.torch_device, priority=-1)
-        self.down = StreamLane(self.torch_device, priority=-1)
+        self.compute, self.up, self.down = _lanes(index)
 
     def __repr__(self) -> str:
         return self.name
@@ -104,6 +112,7 @@ class AcceleratorDevice:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def trim(self) -> None:
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     @property

@@ -1,4 +1,4 @@
-"""A device made of the CPU: it really copies what an accelerator would copy, so the same mistakes show. No threads of its own."""
+"""A device made of the CPU: it copies what an accelerator would copy, so the same mistakes show. No own threads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -107,5 +107,7 @@ def _lock_pages(address: int, num_bytes: int) -> bool:
     error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1)  # 1: portable, for every device
     if int(error) != 0:
         _refused = True
-        _log.warning("the system refused to page-lock %d bytes (%s); going on unpinned, transfers are slower", num_bytes, error)
+        _log.warning(
+            "the system refused to page-lock %d bytes (%s); going on unpinned, transfers are slower", num_bytes, error
+        )
     return not _refused

@@ -1,4 +1,4 @@
-"""The optimizer side: torch's optimizers over masters, clipping, and the thread that steps them behind the GPU's back."""
+"""The optimizer side: optimizers over masters, clipping, and the thread that steps them behind the GPU's back."""
 
 from .clipping import clip_grad_norm_
 from .context import OptimizerCtx

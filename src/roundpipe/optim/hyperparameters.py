@@ -53,7 +53,9 @@ class LearntOptimizers:
 class StepOptimizers:
     """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told of each step's start."""
 
-    def __init__(self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]) -> None:
+    def __init__(
+        self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]
+    ) -> None:
         self._learnt = learnt
         self._taken = taken
         self._on_enter = on_enter

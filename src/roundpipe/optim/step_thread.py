@@ -128,7 +128,9 @@ class StepThread:
         window = self._window
         self._submit(lambda: self._commit(call, window))
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepHandle:
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepHandle:
         """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
         handle = StepHandle(self._condition)
         window, self._window = self._window, self._new_window()

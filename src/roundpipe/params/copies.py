@@ -1,4 +1,4 @@
-"""The optimizer's own copies. Masters are made on first use, follow loaded weights, and are published to working copies."""
+"""The optimizer's own copies: masters are made on first use, follow loaded weights, and are published."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from .gradients import GradientRules, GradientWindow
 from .store import LayerParameters, ParameterStore
 
@@ -37,15 +38,23 @@ class Masters:
             if id(parameter) in self._masters:
                 yield parameter, self._masters[id(parameter)]
 
-    def trainable(self) -> list[nn.Parameter]:
-        """The working parameters that train now."""
-        return [parameter for parameter in self._store.parameters if parameter.requires_grad]
-
     def give_gradients(self, window: GradientWindow) -> None:
-        """Sets every master's ``.grad`` in the master's dtype, None where no gradient arrived."""
-        for parameter in self.trainable():
-            master = self.of(parameter)
-            master.grad = window.gradient(parameter, master.dtype)
+        """Sets every master's ``.grad`` in the master's dtype, None where no gradient arrived.
+
+        Raises:
+            ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has no master yet.
+        """
+        handed_out = bool(self._masters)
+        for parameter in self._store.parameters:
+            if not parameter.requires_grad:
+                continue
+            gradient = window.gradient(parameter, self._rules.master(parameter))
+            if handed_out and gradient is not None and id(parameter) not in self._masters:
+                raise ConfigError(
+                    f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made and "
+                    "would get no update; make the optimizer again over optim_parameters()"
+                )
+            self.of(parameter).grad = gradient
 
     def take_gradients(self) -> None:
         for _, master in self.existing():

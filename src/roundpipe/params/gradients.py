@@ -1,4 +1,4 @@
-"""Gradients on their way from a device to the optimizer: summed on the device, landed on the host, added up per step."""
+"""Gradients on their way to the optimizer: summed on the device, landed on the host, added up per step."""
 
 import threading
 from collections.abc import Iterable
@@ -57,10 +57,10 @@ class Accumulator:
                 return
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if use.index in self.sums:
-                self.sums[use.index].add_(gradient)
+            if use.place in self.sums:
+                self.sums[use.place].add_(gradient)
             else:
-                self.sums[use.index] = gradient.to(summed)
+                self.sums[use.place] = gradient.to(summed)
 
         resident.register_post_accumulate_grad_hook(take)
 
@@ -96,7 +96,7 @@ class GradientBuffers:
         layout, num_bytes = [], 0
         for use in layer.trainable:
             dtype = self._rules.dtypes(use.parameter).landed
-            layout.append((use.index, use.parameter.shape, dtype, num_bytes))
+            layout.append((use.place, use.parameter.shape, dtype, num_bytes))
             num_bytes += -(-use.parameter.numel() * dtype.itemsize // 64) * 64
         with self._lock:
             free = self._free.setdefault(layer.layer, [])
@@ -151,10 +151,10 @@ class GradientWindow:
         for layer, buffer, gradients, _ in landed:
             adopted = False
             for use in layer.trainable:
-                gradient = gradients.get(use.index)
+                gradient = gradients.get(use.place)
                 if gradient is None:
                     continue
-                key = (layer.layer, use.index)
+                key = (layer.layer, use.place)
                 if key not in self._sums:
                     adopted = layer.layer not in self._held
                     self._sums[key] = gradient if adopted else gradient.clone()
@@ -173,9 +173,9 @@ class GradientWindow:
         May be the window's own memory: valid until ``release``.
         """
         parts = [
-            self._sums[use.layer, use.index]
+            self._sums[use.layer, use.place]
             for use in self._store.uses[id(parameter)]
-            if (use.layer, use.index) in self._sums
+            if (use.layer, use.place) in self._sums
         ]
         if not parts:
             return None
@@ -190,5 +190,3 @@ class GradientWindow:
         for layer, buffer in self._held.values():
             self._buffers.give_back(layer, buffer)
         self._held.clear()
-
-

@@ -15,11 +15,12 @@ from ..memory.slots import ALIGNMENT
 class ParameterUse(NamedTuple):
     """One parameter in one layer. A parameter tied over several layers has one use in each.
 
-    ``offset`` is its byte position in the layer's image, the layout of the layer's slot.
+    ``place`` numbers the layer's parameters; ``offset`` is its byte position in the layer's image, the layout of the
+    layer's slot.
     """
 
     layer: int
-    index: int
+    place: int
     parameter: nn.Parameter
     offset: int
 
@@ -54,6 +55,7 @@ class ParameterStore:
                 self.uses.setdefault(id(use.parameter), []).append(use)
         if not self.uses:
             raise ConfigError("the model has no parameters; there is nothing to place on a device")
+        self.names: dict[int, str] = {}
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory)
@@ -63,6 +65,10 @@ class ParameterStore:
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter once, in layer order."""
         return [uses[0].parameter for uses in self.uses.values()]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Its name in the user's model."""
+        return self.names.get(id(parameter), "?")
 
     def first_trainable_layer(self) -> int:
         """The shallowest layer with something to train; the number of layers if there is none."""
@@ -98,7 +104,8 @@ def _layout(index: int, module: nn.Module) -> LayerParameters:
     for name, parameter in module.named_parameters():
         if type(parameter) is not nn.Parameter:
             raise ConfigError(
-                f"layer {index}: parameter {name!r} is a {type(parameter).__name__}; only plain nn.Parameter can be staged"
+                f"layer {index}: parameter {name!r} is a {type(parameter).__name__}; "
+                "only plain nn.Parameter can be staged"
             )
         if parameter.device.type != "cpu":
             raise ConfigError(f"layer {index}: parameter {name!r} is on {parameter.device}; keep the model on the CPU")

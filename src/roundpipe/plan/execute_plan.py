@@ -52,7 +52,9 @@ class ModelExecutePlan:
     def check(self, run_type: RunType, num_layers: int) -> None:
         """Raises PlanError, naming the layer, unless this plan is valid for ``run_type`` on ``num_layers`` layers."""
         if run_type != "infer" and not self.bwd_plan:
-            raise PlanError(f"a {run_type!r} plan needs bwd_plan; layers {_span(range(num_layers))} have no backward stage")
+            raise PlanError(
+                f"a {run_type!r} plan needs bwd_plan; layers {_span(range(num_layers))} have no backward stage"
+            )
         forward_end = self.bwd_plan[0].start if run_type == "fused" else num_layers
         _check_cover("fwd_plan", list(self.fwd_plan), forward_end)
         if run_type != "infer":
@@ -65,7 +67,8 @@ class ModelExecutePlan:
         fused_start = self.bwd_plan[0].start
         forward = [range(s.start, min(s.stop, fused_start)) for s in self.fwd_plan if s.start < fused_start]
         if run_type == "fused":
-            return ModelExecutePlan(forward, self.bwd_plan)
+            is_complete = bool(self.fwd_plan) and self.fwd_plan[-1].stop == self.bwd_plan[0].stop
+            return ModelExecutePlan(forward, self.bwd_plan) if is_complete else self
         complete = self.fwd_plan if len(forward) < len(self.fwd_plan) else [*forward, self.bwd_plan[0]]
         return ModelExecutePlan(complete, self.bwd_plan if run_type == "train" else ())
 
@@ -141,6 +144,8 @@ def _check_cover(name: str, stages: Sequence[range], end: int) -> None:
             raise PlanError(f"{name}: layer {min(stage.start, expected)} {fault}; {stage!r} should begin at {expected}")
         expected = stage.stop
     if expected < end:
-        raise PlanError(f"{name}: layer {expected} is in no stage; the stages end at {expected}, they should end at {end}")
+        raise PlanError(
+            f"{name}: layer {expected} is in no stage; the stages end at {expected}, they should end at {end}"
+        )
     if expected > end:
         raise PlanError(f"{name}: layer {end} is one too many; the stages end at {expected}, they should end at {end}")

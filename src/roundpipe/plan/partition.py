@@ -1,4 +1,4 @@
-"""Cuts a row of layers into stages. Pure functions over numbers; what a number means (bytes, milliseconds) is the caller's."""
+"""Cuts a row of layers into stages. Pure functions over numbers; bytes or milliseconds, that is the caller's choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

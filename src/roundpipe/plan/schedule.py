@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from .actions import Action, Op, Pass, Visit
 from .execute_plan import ModelExecutePlan
 
-
 Passes = list[tuple[Pass, range]]
 
 

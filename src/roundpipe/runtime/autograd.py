@@ -46,7 +46,9 @@ def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward
         remaining = iter(gradients)
         return run_backward([[next(remaining) for _ in range(count)] for count in counts])
 
-    anchor = torch.zeros((), requires_grad=True)  # because without inputs that want a gradient nothing would be recorded
+    anchor = torch.zeros(
+        (), requires_grad=True
+    )  # because without inputs that want a gradient nothing would be recorded
     with torch.enable_grad():
         joined = iter(_Round.apply(run, made, anchor, *inputs))
     attached = []

@@ -19,7 +19,7 @@ from ..plan.actions import Action, Op, Pass, Visit
 from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
 from .stage import Stage, StageLoader
-from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value
+from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
 
 
 class LayerFacts(NamedTuple):
@@ -132,9 +132,6 @@ class Executor:
             if not stage.modules:
                 self._loader.open(stage)
             self._passes[action.visit.pass_](call, stage, action.microbatch)
-        is_last = action.microbatch == action.visit.microbatches[-1]
-        if is_last and action.visit.pass_ is not Pass.BACKWARD:
-            call.buffer_updates.extend(self._loader.buffer_updates(stage))
 
     def _land(self, call: Call, action: Action) -> None:
         for accumulator in reversed(self._stages[action.visit].accumulators):
@@ -149,6 +146,7 @@ class Executor:
     def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
         boundary = self._arrive(call, stage.visit.layers.start, microbatch)
         boundary = self._run_forward(call, stage, stage.visit.layers, microbatch, boundary)
+        self._note_buffers(call, stage, microbatch)
         stop = stage.visit.layers.stop
         boundary = boundary._replace(source=self.device, ready=self.device.compute.record())
         if stop == call.settings.num_layers:
@@ -163,13 +161,14 @@ class Executor:
         trained = min(max(layers.start, settings.first_trained), layers.stop)
         boundary = self._run_forward(call, stage, range(layers.start, trained), microbatch, boundary)
         leaves, output = self._run_with_grad(call, stage, range(trained, layers.stop), microbatch, boundary)
+        self._note_buffers(call, stage, microbatch)
+        if settings.keeps_outputs:
+            ready = self.device.compute.record()
+            call.outputs[microbatch] = boundary_of(pytree.tree_map(_detached, output), self.device, ready)
         self._layer = "loss_fn"
         losses = self._loss(call, microbatch, output)
         self._layer = None
         torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
-        ready = self.device.compute.record()
-        if settings.keeps_outputs:
-            call.outputs[microbatch] = boundary_of(pytree.tree_map(_detached, output), self.device, ready)
         self._post_gradients(call, trained, microbatch, leaves)
 
     def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
@@ -204,6 +203,11 @@ class Executor:
         for layer in reversed(layers):
             yield range(layer, layer + 1), inputs.pop()
 
+    def _note_buffers(self, call: Call, stage: Stage, microbatch: int) -> None:
+        """Before the results are announced, because the caller writes the buffers as soon as it has those."""
+        if microbatch == stage.visit.microbatches[-1]:
+            call.buffer_updates.extend(self._loader.buffer_updates(stage))
+
     # Layers and what goes between them.
 
     def _arrive(self, call: Call, layer: int, microbatch: int) -> Boundary:
@@ -211,7 +215,7 @@ class Executor:
         leaves = bring(boundary.leaves, boundary.source, boundary.ready, self.device)
         if boundary.source is None and layer in call.settings.saved_layers:
             # The caller may reuse its own tensors before the backward visit reads them again.
-            leaves = tuple(leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+            leaves = tuple(map(copied, leaves))
         return boundary._replace(leaves=leaves)
 
     def _run_forward(
@@ -236,7 +240,7 @@ class Executor:
                 boundary = self._learn(call, stage, layer, microbatch, boundary)
                 continue
             if saves and facts.writes_input:
-                boundary = boundary._replace(leaves=_cloned(boundary.leaves))
+                boundary = boundary._replace(leaves=tuple(map(copied, boundary.leaves)))
             with self._entered(call, grad=False):
                 output = self._run_layer(call, stage, layer, microbatch, boundary.value, again)
             boundary = boundary_of(output, self.device, None, facts.carries)
@@ -245,8 +249,8 @@ class Executor:
     def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
         """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on what."""
         with self._entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
-            flags = zip(_cloned(boundary.leaves), boundary.carries, strict=True)
-            given = [leaf.requires_grad_().clone() if carried else leaf for leaf, carried in flags]
+            flags = zip(boundary.leaves, boundary.carries, strict=True)
+            given = [copied(leaf.detach().requires_grad_() if carried else leaf) for leaf, carried in flags]
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             value = pytree.tree_unflatten(given, boundary.spec)
             output = self._run_layer(call, stage, layer, microbatch, value, again=False)
@@ -269,7 +273,7 @@ class Executor:
             leaves = [leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags]
             # A layer that writes to its input must not be given a leaf of the graph.
             copies = facts is None or facts.writes_input
-            given = [leaf.clone() if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
+            given = [copied(leaf) if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
             for layer in layers:
                 value = self._run_layer(call, stage, layer, microbatch, value, again)
@@ -289,11 +293,13 @@ class Executor:
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
         with self._entered(call, grad=True), call.streams.layer(self.device, settings.num_layers, microbatch):
-            loss = settings.loss_fn(output, label)
-        parts = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+            loss: Any = settings.loss_fn(output, label)
+        parts: list[Any] = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         for part in parts:
             if not isinstance(part, torch.Tensor):
-                raise ConfigError(f"loss_fn returned {type(part).__name__}; it must return a tensor or a sequence of them")
+                raise ConfigError(
+                    f"loss_fn returned {type(part).__name__}; it must return a tensor or a sequence of them"
+                )
         detached = tuple(part.detach() for part in parts)
         ready = self.device.compute.record()
         call.losses[microbatch] = MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
@@ -322,10 +328,6 @@ def _tracked(leaf: Any) -> bool:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _cloned(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
 def _forget(tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from ..plan.schedule import Passes, round_robin
 from .call import Call, CallSettings, SavedInputs
 from .executor import Executor, LayerKnowledge
 from .recompute import RandomStreams
-from .stage import BlockCompiler, StageLoader
+from .stage import BlockCompiler, SilentWrites, StageLoader
 from .transfer import Boundary
 from .worker import Worker
 
@@ -42,12 +42,12 @@ class Pipeline:
         self.layer_names = [str(index) for index in range(len(layers))]
         self._condition = condition
         self._next_device = 0
-        knowledge = LayerKnowledge()
+        knowledge, silent = LayerKnowledge(), SilentWrites()
         compiler = BlockCompiler(layers) if compile else None
         self._executors = [
             Executor(
                 device,
-                StageLoader(device, layers, store, rules, compiler),
+                StageLoader(device, layers, store, rules, compiler, silent),
                 buffers,
                 self.layer_names,
                 knowledge,

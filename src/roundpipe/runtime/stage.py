@@ -41,16 +41,40 @@ class BlockCompiler:
             replica.__dict__["forward"] = types.MethodType(compiled, replica)
 
 
+class SilentWrites:
+    """Which buffers are written without raising their version, as batch norm does with its statistics.
+
+    Learnt by comparing values after a buffer's first forward in each mode. Shared by all devices, because a recompute
+    on one must know what a forward on another has shown.
+    """
+
+    def __init__(self) -> None:
+        self._compared: set[tuple[int, bool]] = set()
+        self._written: set[int] = set()
+
+    def happen_to(self, original: torch.Tensor) -> bool:
+        return id(original) in self._written
+
+    def happened(self, original: torch.Tensor, copy: torch.Tensor, training: bool) -> bool:
+        """Whether a forward in that mode has written ``copy``, whose version says that it has not."""
+        if (id(original), training) not in self._compared:
+            self._compared.add((id(original), training))
+            if not torch.equal(copy.cpu(), original.cpu()):
+                self._written.add(id(original))
+        return training and id(original) in self._written
+
+
 class BufferCache:
     """Device copies of module buffers, reused while neither side was written."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, silent: SilentWrites) -> None:
         self._device = device
+        self._silent = silent
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
 
     def place(self, original: torch.Tensor) -> torch.Tensor:
         held = self._copies.get(id(original))
-        if held is not None:
+        if held is not None and not self._silent.happen_to(original):
             host, host_version, copy, copy_version = held
             if host is original and host._version == host_version and copy._version == copy_version:
                 return copy
@@ -58,12 +82,14 @@ class BufferCache:
         self._copies[id(original)] = (original, original._version, copy, copy._version)
         return copy
 
-    def is_unchanged(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-        """Whether ``copy`` still is what ``place`` gave for ``original``."""
+    def is_unchanged(self, original: torch.Tensor | None, copy: torch.Tensor | None, training: bool) -> bool:
+        """Whether ``copy`` still is what ``place`` gave for ``original``, after a forward in that mode."""
         if original is None or copy is None:
             return original is copy
         held = self._copies.get(id(original))
-        return held is not None and held[2] is copy and copy._version == held[3]
+        if held is None or held[2] is not copy or copy._version != held[3]:
+            return False
+        return not self._silent.happened(original, copy, training)
 
     def clear(self) -> None:
         self._copies.clear()
@@ -93,6 +119,7 @@ class StageLoader:
         store: ParameterStore,
         rules: GradientRules,
         compiler: BlockCompiler | None,
+        silent: SilentWrites,
     ) -> None:
         self._device = device
         self._layers = layers
@@ -100,7 +127,7 @@ class StageLoader:
         self._rules = rules
         self._compiler = compiler
         self.slots = SlotPool(device)
-        self.buffers = BufferCache(device)
+        self.buffers = BufferCache(device, silent)
 
     def upload(self, visit: Visit) -> Stage:
         """Queues the stage's weights on the up lane; returns at once.
@@ -148,7 +175,7 @@ class StageLoader:
         ready = self._device.compute.record()
         for index, replica in stage.modules.items():
             for owner, name, value in buffers_with_owners(self._layers[index], replica):
-                if not self.buffers.is_unchanged(owner._buffers.get(name), value):
+                if not self.buffers.is_unchanged(owner._buffers.get(name), value, owner.training):
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
 

@@ -36,7 +36,9 @@ class BoundaryGradient(NamedTuple):
     ready: Event | None
 
 
-def boundary_of(value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None) -> Boundary:
+def boundary_of(
+    value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None
+) -> Boundary:
     leaves, spec = pytree.tree_flatten(value)
     return Boundary(tuple(leaves), spec, tuple(carries) if carries else (False,) * len(leaves), source, ready)
 
@@ -88,3 +90,24 @@ def bring_value(value: Any, device: Device) -> Any:
     """A pytree of the caller's (a label) as ``device``'s compute lane may use it."""
     leaves, spec = pytree.tree_flatten(value)
     return pytree.tree_unflatten(bring(leaves, None, None, device), spec)
+
+
+class _Copy(torch.autograd.Function):
+    """A copy with the strides of the original, because CPU kernels round differently on what ``clone`` packs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if 0 in tensor.stride():  # an expanded tensor: several elements share memory
+            return tensor.clone()
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def copied(leaf: Any) -> Any:
+    """A leaf whose memory nobody else has; differentiable where grad is on."""
+    return _Copy.apply(leaf) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,132 @@
+"""Turns the JSON lines of the other scripts into RESULTS.md: what was measured, and what follows from it as said there.
+
+Collect the lines with ``>> run.jsonl`` behind each script, then ``python benchmarks/report.py run.jsonl``.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from measure import Record, parse_records, table
+
+CEILING = "resident: compiled, chunked CE, no recompute"
+HEAD = """# Results
+
+Written by `benchmarks/report.py` from the JSON lines the other scripts printed; do not edit by hand.
+
+Every row trains {workload}: {dtype}, {tokens_per_step:,} tokens per step ({rows} x {length}), AdamW, gradients
+clipped at {clipping}. tokens/s counts every input token once, over the steps after the warm-up. All steps train on one
+batch of random tokens, so the loss falls. GPU GB: peak allocated / reserved by torch after the warm-up. Host GB: peak
+resident set of the process since it started, making the model included.
+"""
+BOUNDS = """
+Lower bounds of a step's time, from the ceilings above: *compute* counts the matmuls (2 FLOP per parameter and token,
+three times for full fine-tuning, twice with frozen weights) and causal attention, without any recompute; *weights up*
+is each bf16 weight once; *gradients down* each trainable one once; *host AdamW* each trainable parameter once. One of
+them alone bounds an asynchronous step; a synchronous step exposes most of the last one on top of the others.
+"""
+
+
+def machine_of(record: Record) -> str:
+    return (
+        f"{record['num_gpus']} x {record['card']}, {record['cpu_cores']} cores, torch {record['torch']}, "
+        f"transformers {record['transformers']}, Python {record['python']}, {record['date']}"
+    )
+
+
+def settings_of(record: Record) -> str:
+    """What a row was run with, beyond the shared workload."""
+    if record["bench"] != "throughput":
+        return f"{record['num_microbatch']} microbatches"
+    shown = [f"{record['num_microbatch']} microbatches", f"plan {record['plan']} (by {record['planned_by']})"]
+    shown += ["compiled"] if record["compile"] else []
+    shown += [f"{record['devices']} devices"] if record["devices"] > 1 else []
+    shown += [f"cap {record['max_gpu_memory_gb']} GB"] if record["max_gpu_memory_gb"] is not None else []
+    shown += [f"grain {record['recompute_grain']}", f"pin {record['pin_model']}", f"{record['torch_threads']} threads"]
+    return ", ".join(shown)
+
+
+def step_row(record: Record, ceilings: dict[str, float]) -> Record:
+    ceiling = ceilings.get(record["method"])
+    gpu = [record[name] for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb") if name in record]
+    return {
+        "method": record["method"],
+        "system": record["system"],
+        "tokens/s": record["tokens_per_s"],
+        "of ceiling": "-" if ceiling is None else f"{record['tokens_per_s'] / ceiling:.2f}",
+        "step s": record["step_s"],
+        "GPU GB": " / ".join(f"{peak:.1f}" for peak in gpu) or "-",
+        "host GB": record["host_peak_rss_gb"],
+        "loss first, last": f"{record['loss_first']:.3f}, {record['loss_last']:.3f}",
+        "steps": record["steps"],
+        "settings": settings_of(record),
+    }
+
+
+def bound_row(record: Record, rates: dict[str, float]) -> Record:
+    """Seconds of one step; a bound whose rate was not measured is left open."""
+    tokens, is_full = record["tokens_per_step"], record["method"] == "full"
+    matmul = 2 * record["params"] * tokens * (3 if is_full else 2)
+    attention = 3 * 2 * record["length"] * record["hidden"] * record["layers"] * tokens
+    work = {
+        "compute s": (matmul + attention, "bf16 matmul", 1e12),
+        "weights up s": (2 * record["params"], "H2D", 1e9),
+        "gradients down s": (2 * record["trainable"], "D2H", 1e9),
+        "host AdamW s": (record["trainable"], "host AdamW (torch fused)", 1e9),
+    }
+    seconds = {
+        name: amount / (rates[rate] * unit) if rate in rates else "-" for name, (amount, rate, unit) in work.items()
+    }
+    return {"method": record["method"], **seconds}
+
+
+def section(machine: str, records: list[Record]) -> list[str]:
+    """All of one machine: ceilings, steps, bounds."""
+    lines = ["", f"## {machine}"]
+    ceilings = [record for record in records if record["bench"] == "ceilings"]
+    steps = [record for record in records if record["bench"] != "ceilings"]
+    if ceilings:
+        lines += ["", "### Ceilings", "", table(ceilings, ["what", "value", "unit", "setting"])]
+    if steps:
+        best = {record["method"]: record["tokens_per_s"] for record in steps if record["system"] == CEILING}
+        rows = [step_row(record, best) for record in sorted(steps, key=lambda record: record["method"] != "full")]
+        lines += ["", "### Steps", "", f'*of ceiling*: against "{CEILING}".', "", table(rows, list(rows[0]))]
+    if ceilings and steps:
+        rates = {record["what"]: record["value"] for record in ceilings}
+        bounds = {record["method"]: bound_row(record, rates) for record in steps}
+        lines += ["", "### Bounds", BOUNDS, table(list(bounds.values()), list(next(iter(bounds.values()))))]
+    return lines
+
+
+def report(records: list[Record]) -> str:
+    steps = [record for record in records if record["bench"] != "ceilings"]
+    lines = []
+    if steps:
+        first = steps[0]
+        lines.append(HEAD.format(**first, rows=first["tokens_per_step"] // first["length"]).rstrip())
+    machines: dict[str, list[Record]] = {}
+    for record in records:
+        machines.setdefault(machine_of(record), []).append(record)
+    for machine, own in machines.items():
+        lines += section(machine, own)
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path, help="what the scripts printed")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "RESULTS.md")
+    parser.add_argument("--tiny", action="store_true", help="accept results of --tiny, which mean nothing")
+    options = parser.parse_args()
+    records = [record for file in options.files for record in parse_records(file.read_text())]
+    tiny = [record for record in records if record["workload"] == "tiny"]
+    if not records or (tiny and not options.tiny):
+        print("no results in these files" if not records else "results of --tiny are no results", file=sys.stderr)
+        return 1
+    options.output.write_text(report(records))
+    print(f"{len(records)} results -> {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The public names. A name appears or goes on purpose, and then here too."""
+
+from importlib.resources import files
+from types import ModuleType
+
+import pytest
+
+import roundpipe
+import roundpipe.errors
+import roundpipe.optim
+import roundpipe_hf
+
+PUBLIC: dict[ModuleType, set[str]] = {
+    roundpipe: {
+        "ClosedError",
+        "ConfigError",
+        "InternalError",
+        "ModelExecutePlan",
+        "OptimizerCtx",
+        "PlanError",
+        "RoundPipe",
+        "RoundPipeError",
+        "RoundPipeRunConfig",
+        "StepHandle",
+        "clip_grad_norm_",
+        "errors",
+        "optim",
+        "wrap_model_to_roundpipe",
+    },
+    roundpipe.optim: {"SGD", "Adam", "AdamW", "OptimizerCtx", "clip_grad_norm_"},
+    roundpipe_hf: {"PipelineArguments", "RoundPipeTrainer", "RoundPipeTrainerMixin", "RoundPipeTrainingArguments"},
+}
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_exported_names(package: ModuleType) -> None:
+    assert set(package.__all__) == PUBLIC[package]
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_errors_say_whose_fault_it_is() -> None:
+    errors = roundpipe.errors
+    assert issubclass(errors.ConfigError, errors.RoundPipeError)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.PlanError, errors.RoundPipeError)
+    assert issubclass(errors.PlanError, ValueError)
+    assert issubclass(errors.ClosedError, errors.RoundPipeError)
+    assert issubclass(errors.InternalError, errors.RoundPipeError)
+
+
+def test_packages_are_typed() -> None:
+    for package in (roundpipe, roundpipe_hf):
+        assert (files(package) / "py.typed").is_file()

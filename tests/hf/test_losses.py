@@ -1,0 +1,255 @@
+"""The user's loss is used, whatever form it has, and batches cut into microbatches give the loss of the whole batch."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, decide_rule
+
+ROWS = token_rows(14)
+SHARES = {MeanOver.TARGETS: (0.2, 0.8), MeanOver.LABELS: (0.25, 0.75), MeanOver.ROWS: (0.5, 0.5)}
+
+
+# --- the rule, as a pure decision ---
+
+
+def evaluated(total: float, mean: float) -> Evaluated:
+    return Evaluated(total + mean, total / 2 + mean)
+
+
+@pytest.mark.parametrize(
+    ("whole", "parts", "rule"),
+    [
+        pytest.param((3.0, 0.0), [(1.0, 0.0), (2.0, 0.0)], ADDS_UP, id="sum"),
+        pytest.param(
+            (0.0, 2.6), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.TARGETS), id="targets"
+        ),
+        pytest.param(
+            (0.0, 2.5), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.LABELS), id="labels"
+        ),
+        pytest.param(
+            (0.0, 2.0), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.ROWS), id="rows"
+        ),
+        pytest.param((3.0, 2.0), [(1.0, 1.0), (2.0, 3.0)], LossRule(mean_over=MeanOver.ROWS), id="both"),
+        pytest.param((0.0, 2.2), [(0.0, 1.0), (0.0, 3.0)], KEEP_WHOLE, id="no-mean-fits"),
+        pytest.param((3.5, 0.0), [(1.0, 0.0), (2.0, 0.0)], KEEP_WHOLE, id="no-sum"),
+        pytest.param((0.0, 1.0), [(0.0, 1.0), (0.0, 1.0)], None, id="equal-rows-cannot-tell"),
+        pytest.param((float("nan"), 0.0), [(1.0, 0.0), (2.0, 0.0)], None, id="nan-cannot-tell"),
+    ],
+)
+def test_rule(whole: tuple[float, float], parts: list[tuple[float, float]], rule: LossRule | None) -> None:
+    assert decide_rule(evaluated(*whole), [evaluated(*part) for part in parts], SHARES) == rule
+
+
+# --- losses of users ---
+
+
+def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return token_loss(outputs, labels)
+
+
+def unshifted_mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def row_mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return outputs.logits.square().mean()
+
+
+def loss_of_both_kinds(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return token_loss(outputs, labels, num_items_in_batch) + 0.1 * row_mean_loss(outputs, labels)
+
+
+def contrastive_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    pooled = outputs.logits.mean(dim=1)
+    return cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    "loss", [token_loss, mean_loss, unshifted_mean_loss, row_mean_loss, loss_of_both_kinds, contrastive_loss]
+)
+def test_compute_loss_func(loss: Any, accumulation: int) -> None:
+    """BC-21 (a), and every form of [Note: loss rules]."""
+    assert_same(
+        train_both(MODELS["full"], ROWS, compute_loss_func=loss, gradient_accumulation_steps=accumulation, max_grad_norm=0)
+    )
+
+
+def test_a_loss_that_cannot_be_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
+        trained(RoundPipeTrainer, MODELS["full"](), ROWS, compute_loss_func=contrastive_loss, max_steps=2)
+    assert caplog.text.count("not cut into microbatches") == 1
+
+
+class NewSignature:
+    """BC-21 (b): a marker in the loss has to show up in the log."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss + 100.0 * len(inputs["input_ids"]) / 3
+        return (loss, outputs) if return_outputs else loss
+
+
+class OldSignature:
+    """As older releases called it: a mean that knows nothing of the window."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class OldSignatureForPlain:
+    """What `OldSignature` means to a plain Trainer of today, told the way its documentation asks for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return OldSignature.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
+
+
+class ExtraColumn:
+    """BC-21 (c): logits and a column that the model does not take."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        labels, importance = inputs.pop("labels"), inputs.pop("importance")
+        outputs = model(**inputs)
+        losses = cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        loss = (losses * importance[:, None]).sum() / num_items_in_batch
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_compute_loss_with_the_new_signature(accumulation: int) -> None:
+    rows = token_rows(12)
+    pair = train_both(
+        MODELS["full"], rows, NewSignature, gradient_accumulation_steps=accumulation, max_grad_norm=0, eval_dataset=rows[:4]
+    )
+    assert_same(pair, atol=1e-4)  # losses of several hundred
+    assert all(entry["loss"] >= 100.0 for entry in logged(pair.ours)[:-1])
+    assert pair.ours.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_compute_loss_with_the_old_signature(accumulation: int) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "eval_dataset": ROWS[:4]}
+    pair = train_both(MODELS["full"], ROWS, OldSignatureForPlain, **settings)
+    assert_same(pair)
+    old = trained(type("Old", (OldSignature, RoundPipeTrainer), {}), MODELS["full"](), ROWS, devices=3, **settings)
+    assert_same(pair._replace(ours=old))
+    assert old.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
+
+
+def test_compute_loss_with_a_column_of_its_own() -> None:
+    rows = [row | {"importance": torch.tensor(1.0 + index % 3)} for index, row in enumerate(ROWS)]
+    assert_same(train_both(MODELS["full"], rows, ExtraColumn, remove_unused_columns=False, gradient_accumulation_steps=2))
+
+
+@pytest.mark.parametrize("has_func", [False, True])
+def test_a_model_that_does_not_take_num_items(has_func: bool) -> None:
+    """Its losses are means over each batch's tokens, rows without any included, and divide by the batches."""
+
+    def deaf() -> nn.Module:
+        model = MODELS["full"]()
+        model.accepts_loss_kwargs = False
+        return model
+
+    rows = token_rows(12, (12, 0, 7, 3))
+    more = {"compute_loss_func": mean_loss} if has_func else {}
+    assert_same(train_both(deaf, rows, per_device_train_batch_size=4, gradient_accumulation_steps=2, **more))
+
+
+class Regression(nn.Module):
+    """A plain module without config that accepts loss arguments and ignores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        predicted = self.layers(x).squeeze(-1)
+        return {"logits": predicted} if labels is None else {"loss": mse_loss(predicted, labels), "logits": predicted}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
+    """Adding up the means of microbatches would train with a multiple of the loss."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        {"x": torch.randn(4, generator=generator), "labels": torch.randn((), generator=generator)} for _ in range(11)
+    ]
+    pair = train_both(
+        Regression, rows, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, eval_dataset=rows[:5]
+    )
+    assert_same(pair)
+    assert pair.ours.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
+
+
+# --- what cannot be one forward ---
+
+
+class Edits:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(input_ids=inputs["input_ids"].clone(), labels=inputs["labels"]).loss
+
+
+class CallsTwice:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss + model(**inputs).loss
+
+
+class BypassesTheModel:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return self.model(**inputs).loss  # type: ignore[attr-defined]
+
+
+class ChangesItsCall:
+    calls = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        ChangesItsCall.calls += 1
+        return model(inputs["input_ids"], logits_to_keep=ChangesItsCall.calls).logits.sum()
+
+
+@pytest.mark.parametrize(
+    ("mixin", "message"),
+    [
+        (Edits, "not in the batch"),
+        (CallsTwice, "a second time"),
+        (BypassesTheModel, "never called the model"),
+        (ChangesItsCall, "another 'logits_to_keep'"),
+    ],
+)
+def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
+    """Never trained with something else instead."""
+    trainer = make_both(MODELS["full"], ROWS, mixin).ours
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+
+
+def test_a_dataset_without_labels_is_named_as_the_reason() -> None:
+    """BC-21 (d)."""
+    rows = [{"input_ids": row["input_ids"]} for row in ROWS]
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), rows)
+    with pytest.raises(ValueError, match="did not return a loss.*the inputs it received are input_ids"):
+        trainer.train()

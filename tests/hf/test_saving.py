@@ -1,0 +1,205 @@
+"""What is saved loads in plain transformers and PEFT, holds every update, and resumes as if nothing had happened."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf.trainers import (
+    MODELS,
+    assert_same_logs,
+    assert_same_weights,
+    differ,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    train_both,
+    trained,
+    weights,
+)
+from models import make_llama
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+
+ROWS = token_rows(18)
+EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+
+
+def reloaded(folder: Path) -> nn.Module:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full", "tied"])
+def test_a_saved_model_loads_in_plain_transformers(kind: str) -> None:
+    """BC-31: the plain Trainer's keys (tied once, frozen included, no prefixes), and bitwise the same logits."""
+
+    def half_frozen() -> nn.Module:
+        model = MODELS[kind]()
+        model.model.layers[:2].requires_grad_(False)
+        return model
+
+    pair = train_both(half_frozen, ROWS)
+    for trainer, folder in zip(pair, ("ours", "plain"), strict=True):
+        trainer.save_model(folder)
+    assert load_file("ours/model.safetensors").keys() == load_file("plain/model.safetensors").keys()
+    model = reloaded(Path("ours"))
+    ids = ROWS[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, pair.ours.model.eval()(ids).logits)
+    if kind == "tied":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    make_llama(tied=kind == "tied").load_state_dict(pair.ours.model.state_dict(), strict=True)
+
+
+def test_a_saved_adapter_loads_in_plain_peft() -> None:
+    trainer = trained(RoundPipeTrainer, MODELS["lora"](), ROWS, devices=3)
+    trainer.save_model("adapter")
+    assert {path.name for path in Path("adapter").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    model = PeftModel.from_pretrained(make_llama(tied=False), "adapter")
+    ids = ROWS[0]["input_ids"][None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
+
+
+class Watcher(TrainerCallback):
+    """Remembers the weights each hook saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        self.seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+
+
+def test_step_end_and_checkpoints_hold_the_update_just_made() -> None:
+    """BC-03: hooks and files of step k hold all k updates and none later."""
+    watchers = [Watcher(), Watcher()]
+    plain = trained(Trainer, MODELS["full"](), ROWS, callbacks=[watchers[0]], max_steps=4)
+    trained(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[watchers[1]], max_steps=4, devices=3, **EVERY_STEP)
+    assert len(watchers[1].seen) == 4
+    for step, (expected, seen) in enumerate(zip(watchers[0].seen, watchers[1].seen, strict=True), start=1):
+        assert_same_weights(seen, expected)
+        saved = load_file(f"out-ours/checkpoint-{step}/model.safetensors")
+        assert differ(saved, {name: value for name, value in seen.items() if name in saved}) == []
+    assert_same_weights(watchers[1].seen[-1], weights(plain))
+
+
+def in_dtype(kind: str, dtype: torch.dtype) -> nn.Module:
+    """Adapters stay fp32, as PEFT makes them over a bf16 base."""
+    model = MODELS[kind]()
+    for name, parameter in model.named_parameters():
+        if "lora" not in name:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_resumed_run_is_the_uninterrupted_one(kind: str, dtype: torch.dtype) -> None:
+    """BC-23: bitwise, masters of bf16 weights included, on another number of devices."""
+    settings: dict[str, Any] = {"optim": "adamw_torch", "num_microbatch": 2, "num_train_epochs": 2, "learning_rate": 1e-3}
+    whole = trained(RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=1, save_steps=4, save_strategy="steps", **settings)
+    resumed = make_trainer(RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=3, output_dir="resumed", **settings)
+    run(resumed, resume_from_checkpoint="out-ours/checkpoint-4")
+    assert differ(weights(resumed), weights(whole)) == []
+    masters = dict(whole.optim_named_parameters())
+    assert differ(dict(resumed.optim_named_parameters()), masters) == []
+    assert logged(resumed)[:-1] == logged(whole)[:-1]
+
+
+def test_masters_lie_beside_an_optimizer_state_that_a_plain_trainer_loads() -> None:
+    trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=1, **EVERY_STEP)
+    assert Path("out-ours/checkpoint-1/roundpipe_masters.pt").is_file()
+    plain = make_trainer(Trainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2)
+    run(plain, resume_from_checkpoint="out-ours/checkpoint-1")
+    assert plain.state.global_step == 2
+
+
+def test_fp32_weights_need_no_masters_file() -> None:
+    """They are the masters; a plain Trainer's checkpoint resumes here exactly, too."""
+    settings: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3}
+    plain = trained(Trainer, MODELS["full"](), ROWS, **settings, **EVERY_STEP)
+    ours = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, **settings, **EVERY_STEP)
+    run(ours, resume_from_checkpoint="out-plain/checkpoint-3")
+    assert_same_logs(logged(ours)[:-1], logged(plain)[:-1])
+    assert_same_weights(weights(ours), weights(plain))
+    assert not list(Path("out-ours").glob("*/roundpipe_masters.pt"))
+
+
+def test_a_plain_optimizer_state_loads_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Over bf16 weights its masters are lost: they come from the weights."""
+    trained(Trainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=1, **EVERY_STEP)
+    ours = make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2)
+    with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
+        run(ours, resume_from_checkpoint="out-plain/checkpoint-1")
+    assert "no roundpipe_masters.pt" in caplog.text
+
+
+def test_masters_of_other_parameters_are_refused() -> None:
+    trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="sgd", max_steps=1, **EVERY_STEP)
+    path = Path("out-ours/checkpoint-1/roundpipe_masters.pt")
+    masters = torch.load(path)
+    masters.pop("model.norm.weight")
+    torch.save(masters, path)
+    ours = make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, max_steps=2)
+    with pytest.raises(ConfigError, match="lacks 1 of .*model.norm.weight"):
+        run(ours, resume_from_checkpoint="out-ours/checkpoint-1")
+
+
+def test_save_only_model_resumes_with_what_there_is() -> None:
+    settings = {"max_steps": 2, "save_only_model": True}
+    trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, **settings, **EVERY_STEP)
+    assert not list(Path("out-ours").glob("*/*.pt"))
+    run(make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS), resume_from_checkpoint="out-ours/checkpoint-1")
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_resuming_on_the_same_trainer_uses_the_loaded_weights(kind: str) -> None:
+    """The live engine's masters follow, instead of overwriting what was loaded."""
+    settings: dict[str, Any] = {"max_steps": 4, "devices": 3, "optim": "adamw_torch"}
+    trainer = trained(RoundPipeTrainer, MODELS[kind](), ROWS, **settings, **EVERY_STEP)
+    expected = weights(trainer)
+    shutil.rmtree("out-ours/checkpoint-4")
+    run(trainer, resume_from_checkpoint="out-ours/checkpoint-2")
+    assert differ(weights(trainer), expected) == []
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_the_best_model_is_loaded_and_stays(kind: str) -> None:
+    """A large rate makes the evaluation loss rise, so that the best model is not the last."""
+    settings: dict[str, Any] = {
+        "eval_dataset": ROWS[:4],
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "learning_rate": 3.0,
+        "max_grad_norm": 0.0,
+    }
+    pair = train_both(MODELS[kind], ROWS, **settings, **EVERY_STEP)
+    ours = pair.ours
+    best = int(ours.state.best_model_checkpoint.rsplit("-", 1)[1])
+    assert best == int(pair.plain.state.best_model_checkpoint.rsplit("-", 1)[1]) < ours.state.global_step
+    ours.synchronize()
+    assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, abs=1e-6)
+
+
+def test_saving_while_an_update_is_in_flight_waits_for_it() -> None:
+    """BC-03 with the asynchronous optimizer: the file of step k holds k updates."""
+    watcher = Watcher()
+    trainer = trained(
+        RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[watcher], async_optimizer=True, max_steps=3, **EVERY_STEP
+    )
+    saved = [load_file(f"out-ours/checkpoint-{step}/model.safetensors") for step in (1, 2, 3)]
+    assert differ(weights(trainer), saved[2]) == []
+    assert all(len(differ(later, earlier)) == len(earlier) for earlier, later in zip(saved, saved[1:], strict=False))
