@@ -1,7 +1,7 @@
 """The engine's settings as training arguments: typed for the command line, plain values so that they survive JSON."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -67,6 +67,13 @@ class RoundPipeTrainingArguments(PipelineArguments, TrainingArguments):
 def pipeline_of(args: TrainingArguments) -> PipelineArguments:
     """The engine's settings in ``args``; their defaults if it is a class that knows none."""
     return args if isinstance(args, PipelineArguments) else PipelineArguments()
+
+
+def engine_settings_in(args: TrainingArguments) -> list[str]:
+    """The names of the settings that shape an engine and are not at their defaults."""
+    names = [one.name for one in fields(PipelineArguments) if one.name != "async_optimizer"]
+    given, defaults = pipeline_of(args), PipelineArguments()
+    return [name for name in names if getattr(given, name) != getattr(defaults, name)]
 
 
 def device_type_of(args: TrainingArguments) -> str:

@@ -34,7 +34,7 @@ __all__ = [
 
 def base_model(model: nn.Module) -> Any:
     """The model under a PEFT wrapper, or ``model`` itself."""
-    return unwrap_peft_model(model)  # type: ignore[no-untyped-call]
+    return unwrap_peft_model(model)
 
 
 def adapter_configs(model: Any) -> Mapping[str, Any]:

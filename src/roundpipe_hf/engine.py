@@ -5,8 +5,9 @@ makes a new one for every run.
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import TrainingArguments
 
@@ -14,9 +15,17 @@ from roundpipe import RoundPipe
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 from .arguments import engine_devices, pipeline_of
+from .compat import base_model
 from .refusals import refuse_model
 
-Fingerprint = tuple[tuple[nn.Parameter, bool], ...]
+
+class Laid(NamedTuple):
+    """What an engine lays out once about a parameter. Resizing embeddings keeps the object and changes its shape."""
+
+    parameter: nn.Parameter
+    is_trained: bool
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class EngineSlot:
@@ -25,12 +34,17 @@ class EngineSlot:
     def __init__(self, engine: RoundPipe | None = None) -> None:
         self._engine = engine
         self._owns_engine = engine is None
-        self._seen = None if engine is None else _fingerprint(engine.model)
+        self._seen = [] if engine is None else _layout(engine.model)
         self.build_seconds = 0.0
 
     @property
     def current(self) -> RoundPipe | None:
         return self._engine
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the engine is the user's own, which is theirs to configure and to close."""
+        return not self._owns_engine
 
     def engine_for(self, model: nn.Module, args: TrainingArguments) -> RoundPipe:
         """The engine of ``model``; the one before is closed if it was made for another state of the model."""
@@ -45,7 +59,7 @@ class EngineSlot:
             self._engine.reload_parameters()
 
     def _fits(self, model: nn.Module) -> bool:
-        return self._engine is not None and self._engine.model is model and _is_same(self._seen, _fingerprint(model))
+        return self._engine is not None and self._engine.model is model and _is_same(self._seen, _layout(model))
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
@@ -56,7 +70,7 @@ class EngineSlot:
         self._engine = _build(model, args)
         self._owns_engine = True
         self.build_seconds = time.perf_counter() - started
-        self._seen = _fingerprint(model)
+        self._seen = _layout(model)
 
 
 def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
@@ -72,15 +86,14 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
     )
 
 
-def _fingerprint(model: nn.Module) -> Fingerprint:
-    """Which parameter objects there are and which train: what an engine lays out once."""
-    return tuple((parameter, parameter.requires_grad) for parameter in model.parameters())
+def _layout(model: nn.Module) -> list[Laid]:
+    return [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
 
 
-def _is_same(seen: Fingerprint | None, now: Fingerprint) -> bool:
-    if seen is None or len(seen) != len(now):
+def _is_same(seen: list[Laid], now: list[Laid]) -> bool:
+    if len(seen) != len(now):
         return False
-    return all(a is b and trains == trained for (a, trains), (b, trained) in zip(seen, now, strict=True))
+    return all(a.parameter is b.parameter and a[1:] == b[1:] for a, b in zip(seen, now, strict=True))
 
 
 def runs_by_preset(engine: RoundPipe) -> bool:
@@ -89,6 +102,10 @@ def runs_by_preset(engine: RoundPipe) -> bool:
 
 
 def stop_checkpointing(model: Any) -> None:
-    """Trainer turns activation checkpointing on at every `train()`; the engine recomputes already."""
+    """Trainer turns activation checkpointing on at every `train()`; the engine recomputes already.
+
+    Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only checkpointing needs.
+    """
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()
+        base_model(model).disable_input_require_grads()

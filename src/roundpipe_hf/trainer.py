@@ -6,6 +6,7 @@ inherited: loop, callbacks, schedulers, data, logging, files. Hooks only; what t
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from torch import nn
 from transformers import Trainer
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.errors import ConfigError
 
 from . import compat
-from .arguments import pipeline_of
+from .arguments import engine_settings_in, pipeline_of
 from .checkpointing import load_masters, save_masters
 from .engine import EngineSlot, runs_by_preset, stop_checkpointing
 from .optimizer import PendingNorm, PipelineOptimizer, adopt, unwrapped
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
     _Base = Trainer
 else:
     _Base = object
+
+
+logger = logging.getLogger(__name__)
 
 
 class RoundPipeTrainerMixin(_Base):
@@ -63,6 +68,9 @@ class RoundPipeTrainerMixin(_Base):
         refuse_arguments(self.args)
         refuse_model(self.model)
         compat.use_one_gpu(self.args)
+        unused = engine_settings_in(self.args) if self._slot.is_given else []
+        if unused:
+            logger.warning("%s: no effect, the model came in an engine that is configured already", ", ".join(unused))
         super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -166,6 +174,11 @@ class RoundPipeTrainerMixin(_Base):
 
     def _run_window(self) -> list[torch.Tensor]:
         engine = self._engine()
+        if self._is_in_loop and unwrapped(self.optimizer).engine is not engine:
+            raise ConfigError(
+                "parameters of the model were replaced, cast, frozen or unfrozen during train(), which the optimizer "
+                "cannot follow; do it before, or between two calls of train()"
+            )
         engine.train()
         losses = self._window.run(engine, engine.default_num_microbatch)
         every = self.args.torch_empty_cache_steps
@@ -184,7 +197,7 @@ class RoundPipeTrainerMixin(_Base):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.synchronize()
-        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return super()._finalize_training(*args, **kwargs)
 
     # --- loss and evaluation ---
 

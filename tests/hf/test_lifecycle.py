@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
 from hf.trainers import (
     MODELS,
     assert_same_logs,
@@ -21,9 +24,7 @@ from hf.trainers import (
     weights,
 )
 from models import make_llama
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
+from roundpipe.errors import ClosedError, ConfigError
 from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 
@@ -94,7 +95,7 @@ def test_model_init_makes_a_new_engine_for_each_run() -> None:
     assert trainer.model_wrapped is not first
     assert trainer.model_wrapped.model is trainer.model
     assert logged(trainer) == losses
-    with pytest.raises(Exception, match="close"):
+    with pytest.raises(ClosedError):
         first.synchronize()
 
 
@@ -119,6 +120,19 @@ def test_unfreezing_between_runs_trains_what_was_frozen() -> None:
     assert "lm_head.weight" in differ(weights(trainer), before)
 
 
+class Freezes(TrainerCallback):
+    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        model.lm_head.requires_grad_(False)
+
+
+def test_freezing_during_a_run_is_told() -> None:
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Freezes()])
+    with pytest.raises(ConfigError, match="frozen or unfrozen during train"):
+        run(trainer)
+    run(trainer)
+    assert trainer.state.global_step == 4
+
+
 def test_an_engine_is_taken_as_the_model() -> None:
     """The trainer sees the model inside, and leaves the engine to its owner."""
     model = MODELS["full"]()
@@ -130,9 +144,22 @@ def test_an_engine_is_taken_as_the_model() -> None:
         assert_same_logs(logged(trainer), logged(plain))
 
 
+def test_settings_of_an_engine_that_was_given_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    with wrap_model_to_roundpipe(MODELS["full"](), devices=1) as engine:
+        make_trainer(RoundPipeTrainer, engine, ROWS, devices=2, async_optimizer=True)
+    assert "devices: no effect" in caplog.text
+
+
 def test_plain_training_arguments_do() -> None:
     args = TrainingArguments(
-        "out", report_to=[], use_cpu=True, optim="sgd", learning_rate=0.1, max_steps=2, disable_tqdm=True, logging_steps=1
+        "out",
+        report_to=[],
+        use_cpu=True,
+        optim="sgd",
+        learning_rate=0.1,
+        max_steps=2,
+        disable_tqdm=True,
+        logging_steps=1,
     )
     trainer = RoundPipeTrainer(MODELS["full"](), args, train_dataset=ROWS)
     trainer.train()
@@ -148,6 +175,7 @@ def test_gradient_checkpointing_is_left_to_the_engine(kind: str) -> None:
     assert_same_logs(logged(pair.ours), logged(pair.plain))
     run(pair.ours)
     assert not pair.ours.model.is_gradient_checkpointing
+    assert count_hooks(pair.ours.model) == 0
     assert pair.ours.args.gradient_checkpointing
 
 
@@ -215,9 +243,60 @@ def test_an_optimizer_over_the_pipelines_weights_is_adopted() -> None:
     assert_same_logs(logged(pair.ours), logged(pair.plain))
 
 
+class OwnStep:
+    """A training step of the user's own, that goes through forward and backward."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_training_step_that_calls_backward_itself(kind: str) -> None:
+    pair = train_both(MODELS[kind], ROWS, OwnStep, gradient_accumulation_steps=2)
+    assert_same_logs(logged(pair.ours), logged(pair.plain))
+
+
+def test_noisy_embeddings() -> None:
+    """NEFTune's hook runs, in training only, and is gone afterwards."""
+    rows = ROWS[:6]
+    quiet, noisy = (trained(RoundPipeTrainer, MODELS["full"](), rows, neftune_noise_alpha=a) for a in (None, 5.0))
+    assert [entry["loss"] for entry in logged(quiet)[:1]] != [entry["loss"] for entry in logged(noisy)[:1]]
+    assert count_hooks(noisy.model) == 0
+    again = trained(RoundPipeTrainer, MODELS["full"](), rows, neftune_noise_alpha=5.0)
+    assert logged(again) == logged(noisy)
+
+
+def test_a_smaller_batch_is_found_when_memory_runs_out() -> None:
+    """The failed attempt leaves nothing behind: the run equals one that started with the smaller batch."""
+
+    def limited() -> nn.Module:
+        model = MODELS["full"]()
+
+        def check(_: Any, args: Any, kwargs: Any) -> None:
+            if len(args[0]) > 3:
+                raise RuntimeError("CUDA out of memory.")
+
+        model.model.layers[1].register_forward_pre_hook(check, with_kwargs=True)
+        return model
+
+    settings: dict[str, Any] = {"num_microbatch": 1, "auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    trainer = trained(RoundPipeTrainer, limited(), ROWS, **settings)
+    assert trainer.state.train_batch_size == 3
+    plain = trained(Trainer, MODELS["full"](), ROWS)
+    assert [entry["loss"] for entry in logged(trainer)[:-1]] == pytest.approx(
+        [entry["loss"] for entry in logged(plain)[:-1]], abs=1e-5
+    )
+
+
 def test_optimizer_class_and_arguments() -> None:
     pair = train_both(
-        MODELS["full"], ROWS, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}), weight_decay=0.1
+        MODELS["full"],
+        ROWS,
+        optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+        weight_decay=0.1,
     )
     assert_same_logs(logged(pair.ours), logged(pair.plain))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, decide_rule
@@ -34,9 +34,7 @@ def evaluated(total: float, mean: float) -> Evaluated:
         pytest.param(
             (0.0, 2.5), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.LABELS), id="labels"
         ),
-        pytest.param(
-            (0.0, 2.0), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.ROWS), id="rows"
-        ),
+        pytest.param((0.0, 2.0), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.ROWS), id="rows"),
         pytest.param((3.0, 2.0), [(1.0, 1.0), (2.0, 3.0)], LossRule(mean_over=MeanOver.ROWS), id="both"),
         pytest.param((0.0, 2.2), [(0.0, 1.0), (0.0, 3.0)], KEEP_WHOLE, id="no-mean-fits"),
         pytest.param((3.5, 0.0), [(1.0, 0.0), (2.0, 0.0)], KEEP_WHOLE, id="no-sum"),
@@ -85,7 +83,9 @@ def contrastive_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
 def test_compute_loss_func(loss: Any, accumulation: int) -> None:
     """BC-21 (a), and every form of [Note: loss rules]."""
     assert_same(
-        train_both(MODELS["full"], ROWS, compute_loss_func=loss, gradient_accumulation_steps=accumulation, max_grad_norm=0)
+        train_both(
+            MODELS["full"], ROWS, compute_loss_func=loss, gradient_accumulation_steps=accumulation, max_grad_norm=0
+        )
     )
 
 
@@ -121,14 +121,18 @@ class OldSignatureForPlain:
         super().__init__(*args, **kwargs)
         self.model_accepts_loss_kwargs = False
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         return OldSignature.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
 
 
 class ExtraColumn:
     """BC-21 (c): logits and a column that the model does not take."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels, importance = inputs.pop("labels"), inputs.pop("importance")
         outputs = model(**inputs)
         losses = cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
@@ -140,7 +144,12 @@ class ExtraColumn:
 def test_compute_loss_with_the_new_signature(accumulation: int) -> None:
     rows = token_rows(12)
     pair = train_both(
-        MODELS["full"], rows, NewSignature, gradient_accumulation_steps=accumulation, max_grad_norm=0, eval_dataset=rows[:4]
+        MODELS["full"],
+        rows,
+        NewSignature,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0,
+        eval_dataset=rows[:4],
     )
     assert_same(pair, atol=1e-4)  # losses of several hundred
     assert all(entry["loss"] >= 100.0 for entry in logged(pair.ours)[:-1])
@@ -159,7 +168,9 @@ def test_compute_loss_with_the_old_signature(accumulation: int) -> None:
 
 def test_compute_loss_with_a_column_of_its_own() -> None:
     rows = [row | {"importance": torch.tensor(1.0 + index % 3)} for index, row in enumerate(ROWS)]
-    assert_same(train_both(MODELS["full"], rows, ExtraColumn, remove_unused_columns=False, gradient_accumulation_steps=2))
+    assert_same(
+        train_both(MODELS["full"], rows, ExtraColumn, remove_unused_columns=False, gradient_accumulation_steps=2)
+    )
 
 
 @pytest.mark.parametrize("has_func", [False, True])

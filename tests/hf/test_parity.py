@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf.trainers import MODELS, Pair, assert_same, differ, token_rows, train_both, weights
 from torch import Tensor, nn
+
+from hf.trainers import MODELS, Pair, assert_same, differ, token_rows, train_both, weights
 
 # 20 rows by 3 are 7 batches, the last of 2 rows: with accumulation 4 the last window has 3 batches.
 ROWS = token_rows(20)
@@ -33,6 +34,17 @@ def test_the_logged_norm_is_the_whole_models_and_clips_all_of_it(kind: str, max_
     assert_same(pair)
 
 
+def test_an_infinite_gradient_without_a_scaler_does_what_torch_does() -> None:
+    """BC-14: clipping by an infinite norm gives nan everywhere, not in one stage only."""
+
+    def infinite(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.sum() * float("inf")
+
+    pair = train_both(MODELS["full"], token_rows(6), compute_loss_func=infinite, logging_nan_inf_filter=False)
+    assert_same(pair)
+    assert all(bool(weight.isnan().all()) for weight in weights(pair.ours).values())
+
+
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_label_smoothing_shifts_labels_for_a_causal_model(kind: str) -> None:
     assert_same(train_both(MODELS[kind], ROWS, label_smoothing_factor=0.1, gradient_accumulation_steps=2))
@@ -49,9 +61,7 @@ def test_schedules(scheduler: str, more: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad"]
-)
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "rmsprop", "adagrad"])
 def test_optimizers_with_weight_decay(optim: str) -> None:
     """Adaptive optimizers divide by |g|, so noise of 1e-9 in a gradient shows; SGD is the exact comparison."""
     settings = {"optim": optim, "weight_decay": 0.1, "learning_rate": 1e-3}
@@ -145,6 +155,13 @@ def make_gpt2() -> nn.Module:
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+            vocab_size=64,
+            n_embd=32,
+            n_layer=3,
+            n_head=2,
+            n_positions=32,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
     )

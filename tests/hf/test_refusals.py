@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf.trainers import MODELS, make_trainer, run, token_rows
-from models import make_llama
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from transformers import get_constant_schedule
 
+from hf.trainers import MODELS, make_trainer, run, token_rows
+from models import make_llama
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments

@@ -2,11 +2,17 @@
 
 import logging
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
 from hf.trainers import (
     MODELS,
     assert_same_logs,
@@ -21,11 +27,6 @@ from hf.trainers import (
     weights,
 )
 from models import make_llama
-from peft import PeftModel
-from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
-
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 
@@ -108,14 +109,37 @@ def in_dtype(kind: str, dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_resumed_run_is_the_uninterrupted_one(kind: str, dtype: torch.dtype) -> None:
     """BC-23: bitwise, masters of bf16 weights included, on another number of devices."""
-    settings: dict[str, Any] = {"optim": "adamw_torch", "num_microbatch": 2, "num_train_epochs": 2, "learning_rate": 1e-3}
-    whole = trained(RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=1, save_steps=4, save_strategy="steps", **settings)
+    settings: dict[str, Any] = {
+        "optim": "adamw_torch",
+        "num_microbatch": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+    }
+    whole = trained(
+        RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=1, save_steps=4, save_strategy="steps", **settings
+    )
     resumed = make_trainer(RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=3, output_dir="resumed", **settings)
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-4")
     assert differ(weights(resumed), weights(whole)) == []
     masters = dict(whole.optim_named_parameters())
     assert differ(dict(resumed.optim_named_parameters()), masters) == []
     assert logged(resumed)[:-1] == logged(whole)[:-1]
+
+
+def test_dropout_resumes_where_it_was() -> None:
+    """Random streams come from the usual generator, which the checkpoint holds."""
+
+    def dropping() -> nn.Module:
+        model = MODELS["full"]()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        return model
+
+    settings: dict[str, Any] = {"num_microbatch": 2, "max_steps": 4}
+    whole = trained(RoundPipeTrainer, dropping(), ROWS, devices=1, **settings, **EVERY_STEP)
+    resumed = make_trainer(RoundPipeTrainer, dropping(), ROWS, devices=3, output_dir="resumed", **settings)
+    run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
+    assert differ(weights(resumed), weights(whole)) == []
 
 
 def test_masters_lie_beside_an_optimizer_state_that_a_plain_trainer_loads() -> None:
@@ -161,7 +185,10 @@ def test_save_only_model_resumes_with_what_there_is() -> None:
     settings = {"max_steps": 2, "save_only_model": True}
     trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, **settings, **EVERY_STEP)
     assert not list(Path("out-ours").glob("*/*.pt"))
-    run(make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS), resume_from_checkpoint="out-ours/checkpoint-1")
+    run(
+        make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS),
+        resume_from_checkpoint="out-ours/checkpoint-1",
+    )
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
@@ -202,4 +229,4 @@ def test_saving_while_an_update_is_in_flight_waits_for_it() -> None:
     )
     saved = [load_file(f"out-ours/checkpoint-{step}/model.safetensors") for step in (1, 2, 3)]
     assert differ(weights(trainer), saved[2]) == []
-    assert all(len(differ(later, earlier)) == len(earlier) for earlier, later in zip(saved, saved[1:], strict=False))
+    assert all(len(differ(later, earlier)) == len(earlier) for earlier, later in pairwise(saved))

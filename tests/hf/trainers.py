@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from models import llama_batch, make_llama, make_lora_llama
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from models import llama_batch, make_llama, make_lora_llama
 from roundpipe import RoundPipe
 from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainingArguments
 
@@ -56,7 +56,9 @@ def make_trainer(cls: type[Trainer], model: nn.Module, rows: Any, **settings: An
         "disable_tqdm": True,
         "use_cpu": True,
         "seed": 7,
-    } | {name: value for name, value in settings.items() if name not in of_trainer and (is_ours or name not in _PIPELINE)}
+    } | {
+        name: value for name, value in settings.items() if name not in of_trainer and (is_ours or name not in _PIPELINE)
+    }
     args: Any = (RoundPipeTrainingArguments if is_ours else TrainingArguments)(**of_arguments)
     trainer = cls(model, args, train_dataset=rows, **of_trainer)
     _made.add(trainer)
@@ -86,7 +88,7 @@ def train_both(make_model: MakeModel, rows: Any, mixin: type | None = None, **se
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     """What the user's model holds, tied weights once."""
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: parameter.detach().cpu().clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -121,7 +123,7 @@ def assert_same_weights(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor],
     assert list(ours) == list(plain)
     for name, value in plain.items():
         torch.testing.assert_close(
-            ours[name], value, atol=atol, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}"
+            ours[name], value, atol=atol, rtol=0.0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

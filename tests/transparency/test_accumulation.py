@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from device_sets import DeviceSet
+from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights, run_batch
 from models import CASES, ModelCase, make_mlp, mlp_batch
 from reference import Reference, plain_call
@@ -61,8 +61,10 @@ def test_zero_grad_drops_what_was_not_stepped(devices: DeviceSet, engines: Engin
     expected = plain_call(copy.deepcopy(model), second.split(2), second.loss_fn).gradients
     engine = engines(model, devices)
     run_batch(engine, first, 2)
+    engine.synchronize()
     engine.zero_grad()
-    assert engine_gradients(engine) == {} or not any(g.any() for g in engine_gradients(engine).values())
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert not any(gradient.any() for gradient in engine_gradients(engine).values())
     run_batch(engine, second, 2)
     devices.check(engine_gradients(engine), expected)
 
@@ -92,3 +94,27 @@ def test_edits_of_the_copies_in_grad_are_ignored(devices: DeviceSet, engines: En
         parameter.grad.fill_(7.0)
     engine.step(optimizer.step, is_async=False)
     devices.check(engine_weights(engine), reference.weights)
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=str)
+def test_low_precision_gradients_of_several_calls_are_summed_in_fp32(
+    grad_dtype: torch.dtype | None, engines: Engines
+) -> None:
+    """Each call's gradient is rounded once, to `grad_dtype`; the sum over calls is not rounded again.
+
+    Forty equal calls: summed in bf16 the total would stick at a multiple far below forty. Virtual devices only, where
+    bf16 products are the oracle's to the bit.
+    """
+    batch = mlp_batch(rows=4)
+    batch = batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16())
+    reference = Reference(
+        make_mlp().bfloat16(), sgd, optim_dtype=torch.float32, grad_dtype=grad_dtype or torch.bfloat16
+    )
+    engine = engines(make_mlp().bfloat16(), TWO, optim_dtype=torch.float32, grad_dtype=grad_dtype)
+    optimizer = sgd(engine.optim_parameters())
+    for _ in range(40):
+        reference.forward_backward(batch.split(2), batch.loss_fn)
+        run_batch(engine, batch, 2)
+    reference.step()
+    engine.step(optimizer.step, is_async=False)
+    TWO.check(dict(engine.optim_named_parameters()), reference.weights)

@@ -1,6 +1,7 @@
 """Staleness is exactly one step however fast or slow the optimizer is; a flush is a synchronisation point."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -177,6 +178,44 @@ def test_hyper_parameters_are_those_of_the_call(is_async: bool, devices: DeviceS
     assert [group["lr"] for group in optimizer.param_groups] == [
         group["lr"] for group in reference.optimizer.param_groups
     ]
+
+
+class Pair:
+    """Two optimizers stepped one after the other, as models with special embeddings use them."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self.both = (first, second)
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+    def set_lr(self, lr: float) -> None:
+        for optimizer in self.both:
+            optimizer.param_groups[0]["lr"] = lr
+
+
+def test_two_optimizers_in_one_step_fn_both_keep_the_hyper_parameters_of_the_call(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """From the very first step on, though the second is entered only after the slow first one."""
+    reference = Reference(
+        make_mlp(), lambda params: Pair(torch.optim.SGD(params[:4], lr=0.1), sgd(params[4:])), staleness=1
+    )
+    engine = engines(make_mlp(), devices)
+    masters = engine.optim_parameters()
+    pair = Pair(
+        PausingSGD(masters[:4], pause=lambda: time.sleep(0.01), lr=0.1),
+        PausingSGD(masters[4:], pause=random_delays(17), lr=0.1, momentum=0.9),
+    )
+    for index, batch in enumerate(BATCHES):
+        reference.forward_backward(batch.split(2), batch.loss_fn)
+        reference.step()
+        reference.optimizer.set_lr(0.1 / (2 + index))
+        run_batch(engine, batch, 2)
+        engine.step(pair.step)
+        pair.set_lr(0.1 / (2 + index))
+    devices.check(engine_weights(engine), reference.weights)
 
 
 @pytest.mark.parametrize("devices", [ONE, THREE], ids=str)

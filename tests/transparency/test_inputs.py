@@ -307,3 +307,30 @@ def test_default_arguments_of_a_call_are_not_shared(engines: Engines) -> None:
     batch = mlp_batch(rows=4)
     engine.forward_backward(batch.args, given, label=batch.label, loss_fn=batch.loss_fn)
     assert given == {}
+
+
+def test_the_caller_may_overwrite_its_tensors_once_the_call_has_returned(devices: DeviceSet, engines: Engines) -> None:
+    """Late backward visits recompute from the inputs; a loader that reuses its buffers must not reach into them."""
+    model = make_mlp()
+    batch = mlp_batch(rows=6)
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    inputs, labels = batch.args[0].clone(), batch.label.clone()
+    engine = engines(model, devices)
+    plan = ModelExecutePlan(fwd_plan=[range(5)], bwd_plan=[range(5, 7), range(5)])
+    run_batch(engine, batch._replace(args=(inputs,), label=labels), 3, execute_plan=plan)
+    inputs.fill_(float("nan"))
+    labels.fill_(float("nan"))
+    devices.check(engine_gradients(engine), expected.gradients)
+
+
+def test_gradients_flow_on_into_the_graph_the_input_came_from(devices: DeviceSet, engines: Engines) -> None:
+    """A frozen feature extractor in front is common; a trained one must get its gradients."""
+    torch.manual_seed(1)
+    front, model = nn.Linear(MLP_WIDTH, MLP_WIDTH), make_mlp()
+    plain_front = copy.deepcopy(front)
+    batch = mlp_batch(rows=6)
+    batch.loss_fn(copy.deepcopy(model)(plain_front(batch.args[0])), batch.label).backward()
+    engine = engines(model, devices)
+    run_batch(engine, batch._replace(args=(front(batch.args[0]),)), 3)
+    engine.synchronize()
+    devices.check(front.weight.grad, plain_front.weight.grad, bitwise=False)

@@ -1,6 +1,7 @@
 """Layers that are more than a stateless function of trained weights: frozen, buffered, shared, cast."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -238,3 +239,68 @@ def test_freezing_between_steps_takes_effect(engines: Engines) -> None:
         network[4].requires_grad_(False)
     both(mlp_batch(rows=6, seed=1), engine)
     TWO.check(engine_weights(engine), weights_of(plain))
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ModelExecutePlan([range(i, i + 1) for i in range(4)], [range(i, i + 1) for i in range(4, -1, -1)]),
+        ModelExecutePlan([range(3)], [range(3, 5), range(1, 3), range(1)]),
+        ModelExecutePlan([range(1)], [range(1, 5), range(1)]),
+        ModelExecutePlan([], [range(5)]),
+    ],
+    ids=["staged", "crossing", "starting in place", "fused"],
+)
+def test_layers_that_write_to_their_input(
+    plan: ModelExecutePlan, grain: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """`inplace=True` must not spoil what recompute starts from, nor be handed a leaf that requires grad."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+    )
+    batch = mlp_batch(rows=6)
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    for _ in range(2):  # The second call knows what the first one learnt about the layers.
+        engine.zero_grad()
+        devices.check(run_batch(engine, batch, 3, execute_plan=plan, recompute_grain=grain), expected.loss)
+        devices.check(engine_gradients(engine), expected.gradients)
+
+
+class Recurrent(nn.Module):
+    """A module that holds its parameters in a list of its own as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(MLP_WIDTH, MLP_WIDTH, batch_first=True)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.lstm(rows[:, None])[0][:, 0]
+
+
+@pytest.mark.parametrize(
+    "first",
+    [Recurrent, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(MLP_WIDTH, MLP_WIDTH))],
+    ids=["recurrent", "parametrized"],
+)
+def test_modules_that_reach_their_parameters_in_other_ways(
+    first: Callable[[], nn.Module], devices: DeviceSet, engines: Engines
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(first(), nn.Linear(MLP_WIDTH, MLP_WIDTH))
+    batches = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
+    reference = Reference(model, sgd)
+    engine = engines(model, devices)
+    optimizer = sgd(engine.optim_parameters())
+    for batch in batches:
+        reference.forward_backward(batch.split(2), batch.loss_fn)
+        reference.step()
+        run_batch(engine, batch, 2)
+        engine.step(optimizer.step, is_async=False)
+    devices.check(engine_weights(engine), reference.weights, bitwise=False)

@@ -1,0 +1,46 @@
+"""The same parity where the plain Trainer runs on a GPU and ours sends its stages there."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf.trainers import MODELS, assert_same, token_rows, train_both, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        torch.cuda.device_count() != 1, reason="the plain Trainer's batch grows with the number of GPUs"
+    ),
+]
+ON_GPU: dict[str, Any] = {"use_cpu": False, "devices": None}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("kind", MODELS)
+def test_same_as_plain(kind: str, accumulation: int) -> None:
+    rows = token_rows(20)
+    pair = train_both(
+        MODELS[kind],
+        rows,
+        eval_dataset=rows[:5],
+        eval_strategy="epoch",
+        gradient_accumulation_steps=accumulation,
+        **ON_GPU,
+    )
+    assert_same(pair, atol=1e-3)
+    assert all(parameter.device.type == "cpu" for parameter in pair.ours.model.parameters())
+
+
+def test_autocast() -> None:
+    assert_same(train_both(MODELS["full"], token_rows(20), bf16=True, **ON_GPU), atol=2e-2)
+
+
+def test_bf16_weights_with_fp32_masters() -> None:
+    """What the documentation recommends; the plain Trainer has no masters, so only the first loss is compared."""
+    pair = train_both(
+        lambda: MODELS["full"]().bfloat16(), token_rows(20), label_smoothing_factor=0.1, max_steps=3, **ON_GPU
+    )
+    ours, plain = (trainer.state.log_history[0]["loss"] for trainer in pair)
+    assert ours == pytest.approx(plain, abs=2e-2)
+    assert all(bool(weight.isfinite().all()) for weight in weights(pair.ours).values())
