@@ -1,6 +1,5 @@
 """What users touch: a model whose state lives on the host and whose layers run on devices in turn."""
 
-import logging
 import sys
 import threading
 import weakref
@@ -14,29 +13,30 @@ from .config import RoundPipeRunConfig
 from .device import Device
 from .device.choose import DeviceSpec, choose_devices
 from .errors import ClosedError, ConfigError
+from .forwarding import ForwardingModule
 from .memory.pinning import HostMemory, PinMode
 from .microbatch import Microbatches, merge, split
 from .optim import context
 from .optim.hyperparameters import know_master, know_working
-from .optim.step_thread import StepHandle, StepThread
+from .optim.step_thread import StepHandle, StepThread, leave_cores_for
 from .params.copies import Masters
 from .params.gradients import GradientBuffers, GradientRules, GradientWindow
 from .params.store import ParameterStore
-from .plan.execute_plan import ModelExecutePlan, RunType, plan_for
-from .plan.partition import LayerCosts
+from .plan.execute_plan import ModelExecutePlan
 from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
+from .planner import Planner
 from .runtime.autograd import Gradients, attach
 from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline, deliver
-from .runtime.recompute import AmbientState, RandomStreams
+from .runtime.recompute import AmbientState
+from .runtime.results import backward_into, input_gradients, sum_losses, wanted, write_buffers
 from .runtime.transfer import Boundary, BoundaryGradient, user_boundary
 from .runtime.worker import Worker
 
-_log = logging.getLogger("roundpipe")
 _UNSET = RoundPipeRunConfig()
 
 
-class RoundPipe(nn.Module):
+class RoundPipe(ForwardingModule):
     """Runs and trains ``model`` with its state in host memory and its layers visiting devices in turn.
 
     Args:
@@ -96,6 +96,8 @@ class RoundPipe(nn.Module):
         self._masters = Masters(self._store, self._rules)
         store, rules, buffers = self._store, self._rules, self._buffers_pool
         self._step_worker = Worker("roundpipe-optimizer")
+        if self._memory.is_accelerated:
+            self._step_worker.submit(leave_cores_for(len(chosen)))
         self._steps = StepThread(
             self._step_worker,
             self._condition,
@@ -106,7 +108,7 @@ class RoundPipe(nn.Module):
         self._pipeline = Pipeline(
             layers, chosen, store, rules, buffers, self._condition, self._steps.is_published, compile=compile
         )
-        self._plans: dict[tuple[RunType, int], ModelExecutePlan] = {}
+        self._planner = Planner(store, chosen)
         for parameter in store.parameters:
             know_working(parameter)
         # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
@@ -114,19 +116,6 @@ class RoundPipe(nn.Module):
         self._is_closed = False
         self.set_original_model(model)
         self._own = frozenset(self.__dict__)
-
-    # The model and its attributes.
-
-    def _hold(self, **modules: nn.Module) -> None:
-        """Keeps modules without registering them: their names and keys must stay those of the user's model."""
-        for name, module in modules.items():
-            self.__dict__[f"_{name}"] = module
-
-    @property
-    def model(self) -> nn.Module:
-        """The module the user passed. Its parameters are up to date after ``synchronize()``."""
-        original: nn.Module = self.__dict__["_original"]
-        return original
 
     def set_original_model(self, model: nn.Module) -> None:
         """Names parameters as in ``model`` and forwards attributes to it; its parameters must be the layers' own.
@@ -145,67 +134,11 @@ class RoundPipe(nn.Module):
             found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
             self._pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
 
-    def __getattr__(self, name: str) -> Any:
-        own = self.__dict__
-        if "_original" not in own or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        value = getattr(own["_original"], name)
-        if callable(value) and getattr(value, "__self__", None) is own["_original"]:
-            return _flushing(self, value)
-        return value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__.get("_own")
-        if name == "forward":
-            raise ConfigError("assigning RoundPipe.forward would bypass the pipeline; change the layers and wrap again")
-        if not own or name in own or isinstance(getattr(type(self), name, None), property):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.model, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.model, name)
-
     def __repr__(self) -> str:
         if self._is_closed:
             return f"RoundPipe({self._name}, closed)"
         devices = ", ".join(device.name for device in self._pipeline.devices)
         return f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, {self._steps!r})"
-
-    def __deepcopy__(self, memo: Any) -> "RoundPipe":
-        raise ConfigError("a RoundPipe cannot be copied; copy .model after synchronize() and wrap the copy")
-
-    def __reduce__(self) -> Any:
-        raise ConfigError("a RoundPipe cannot be pickled; save .model or state_dict() instead")
-
-    @property
-    def training(self) -> bool:
-        return self.model.training if "_original" in self.__dict__ else True
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_original" in self.__dict__:
-            self.model.training = mode
-
-    def train(self, mode: bool = True) -> "RoundPipe":
-        self.__dict__["_sequence"].train(mode)
-        self.model.train(mode)
-        return self
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        yield from self.model.named_modules(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from self.model.named_children()
-
-    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Does nothing: the engine recomputes by itself."""
-        _log.info("%s: gradient_checkpointing_enable does nothing, the engine recomputes by itself", self._name)
-
-    def _apply(self, *_: Any, **__: Any) -> "RoundPipe":
-        raise ConfigError(
-            "a RoundPipe cannot be moved or cast: its weights stay on the host; convert the model, then wrap it"
-        )
 
     # Weights: masters, working copies, gradients.
 
@@ -219,7 +152,7 @@ class RoundPipe(nn.Module):
 
     def optim_named_parameters(self, prefix: str = "", remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
         """Names (as in the original model) and masters of all trainable parameters; tied weights once."""
-        named = []
+        named: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
             if parameter.requires_grad:
                 master = self._masters.of(parameter)
@@ -235,8 +168,8 @@ class RoundPipe(nn.Module):
         """Waits for everything, publishes the newest weights, puts copies of accumulated gradients into ``.grad``."""
         self._flush("synchronize()")
         for parameter in self._store.parameters:
-            gradient = self._steps.window.gradient(parameter, parameter.dtype) if parameter.requires_grad else None
-            parameter.grad = None if gradient is None else gradient.clone()
+            gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's state dict, every update in it."""
@@ -270,9 +203,11 @@ class RoundPipe(nn.Module):
             self._masters.follow(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients not yet stepped."""
+        """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them."""
         self._begin("zero_grad()")
         self._steps.zero_grad()
+        for parameter in self._store.parameters:
+            parameter.grad = None
 
     def _flush(self, what: str) -> None:
         self._begin(what)
@@ -293,7 +228,7 @@ class RoundPipe(nn.Module):
             self._steps.flush()
         parts = self._split(args, kwargs, None, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._plan("train" if with_grad else "infer", len(boundaries), config)
+        plan = self._planner.plan("train" if with_grad else "infer", len(boundaries), config.execute_plan)
         first_trained = self._first_trained(boundaries)
         backward = backward_passes(plan.bwd_plan, first_trained) if with_grad else []
         settings = self._settings(
@@ -304,14 +239,14 @@ class RoundPipe(nn.Module):
             saved_layers=saved_layers(backward),
         )
         call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries)
-        with _owning_generators(call.streams):
+        with call.streams.owned():
             call.wait_results()
             call.wait_finished()
-        _write_buffers(call)
+        write_buffers(call)
         target = torch.device(config.output_device or "cpu")
         outputs = [deliver(call.outputs[m], target) for m in range(len(boundaries))]
         if with_grad:
-            values = attach(outputs, _wanted(boundaries), self._backward_round(call, backward, boundaries))
+            values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
         else:
             values = [output.value for output in outputs]
         return merge(values, parts.rows, _merge_rule(config))
@@ -343,8 +278,9 @@ class RoundPipe(nn.Module):
         config = run_config.over(self._config)
         parts = self._given(input_args, input_kwargs, label, microbatches, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._plan("fused", len(boundaries), config)
+        plan = self._planner.plan("fused", len(boundaries), config.execute_plan)
         first_trained = self._first_trained(boundaries)
+        _refuse_hooks(self._store)
         passes = fused_passes(plan, first_trained)
         settings = self._settings(
             config,
@@ -357,16 +293,16 @@ class RoundPipe(nn.Module):
             keeps_outputs=return_outputs,
         )
         call = self._run(passes, settings, config, boundaries)
-        wanted = _wanted(boundaries)
-        with _owning_generators(call.streams):
+        tensors = wanted(boundaries)
+        with call.streams.owned():
             call.wait_results()
-            if call.streams.drawn or wanted:
+            if call.streams.drawn or tensors:
                 call.wait_finished()
-        _write_buffers(call)
+        write_buffers(call)
         self._steps.commit(call)
-        if wanted:
-            _backward_into(wanted, _input_gradients(call, boundaries))
-        loss = _sum_losses(call)
+        if tensors:
+            backward_into(tensors, input_gradients(call, boundaries))
+        loss = sum_losses(call)
         if not return_outputs:
             return loss
         target = torch.device(config.output_device or "cpu")
@@ -483,14 +419,14 @@ class RoundPipe(nn.Module):
                 posts["g", forward.settings.num_layers, m] = BoundaryGradient(leaves, None, None)
             forward.streams.take_over()
             call = self._pipeline.submit(backward, forward.settings, forward.streams, posts=posts, saved=forward.saved)
-            with _owning_generators(forward.streams, advance=False):
+            with forward.streams.owned(advance=False):
                 call.wait_finished()
             self._steps.commit(call)
-            return _input_gradients(call, boundaries)
+            return input_gradients(call, boundaries)
 
         return run
 
-    # Planning.
+    # What is going on.
 
     @property
     def devices(self) -> list[Device]:
@@ -498,46 +434,19 @@ class RoundPipe(nn.Module):
         return list(self._pipeline.devices)
 
     @property
+    def planner(self) -> Planner:
+        """Costs and limits that plans are made from."""
+        return self._planner
+
+    @property
     def default_num_microbatch(self) -> int:
         """Microbatches per call where nothing is set: the number of devices + 1."""
         return self._config.num_microbatch or len(self._pipeline.devices) + 1
 
     @property
-    def layer_costs(self) -> LayerCosts:
-        """What plans balance: weight bytes, with recompute and backward three times a forward."""
-        sizes = tuple(layer.num_bytes for layer in self._store.layers)
-        return LayerCosts(
-            forward=tuple(size + 1.0 for size in sizes),
-            backward=tuple(3.0 * size + 3.0 for size in sizes),
-            weight_bytes=sizes,
-        )
-
-    @property
-    def stage_byte_limit(self) -> float:
-        """Largest weight bytes of one stage: a quarter of the smallest device's budget, as two stages share it."""
-        return min(device.budget_bytes() for device in self._pipeline.devices) / 4
-
-    @property
     def execute_plan(self) -> ModelExecutePlan:
         """The plan ``forward_backward`` uses by default."""
-        return self._plan("fused", self.default_num_microbatch, self._config)
-
-    def _plan(self, run_type: RunType, num_microbatches: int, config: RoundPipeRunConfig) -> ModelExecutePlan:
-        if config.execute_plan is not None:
-            plan = config.execute_plan.for_run(run_type)
-            plan.check(run_type, len(self._store.layers))
-            return plan
-        key = (run_type, num_microbatches)
-        if key not in self._plans:
-            self._plans[key] = plan_for(
-                run_type,
-                self.layer_costs,
-                num_devices=len(self._pipeline.devices),
-                num_microbatches=num_microbatches,
-                min_stages=None,
-                max_stage_bytes=self.stage_byte_limit,
-            )
-        return self._plans[key]
+        return self._planner.plan("fused", self.default_num_microbatch, self._config.execute_plan)
 
     def statistics(self) -> dict[str, Any]:
         """What the engine holds now: bytes per kind of copy, slots per device, steps."""
@@ -588,14 +497,14 @@ def _fingerprint(model: nn.Module) -> list[tuple[int, torch.dtype, torch.Size]]:
     return [(id(parameter), parameter.dtype, parameter.shape) for parameter in model.parameters()]
 
 
-def _flushing(engine: RoundPipe, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the original model that sees every update."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        engine._flush(method.__name__)
-        return method(*args, **kwargs)
-
-    return call
+def _refuse_hooks(store: ParameterStore) -> None:
+    """Devices compute with resident copies, so a hook on the user's own parameter would silently never run."""
+    for parameter in store.parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: gradients are "
+                "complete only in step_fn; change master.grad there"
+            )
 
 
 def _stop(workers: list[Worker]) -> None:
@@ -616,74 +525,3 @@ def _merge_rule(config: RoundPipeRunConfig) -> Any:
     if config.merge_output is False:
         raise NotImplementedError("merge_output=False is not there yet; leave it unset or give a function")
     return config.merge_output
-
-
-def _wanted(boundaries: list[Boundary]) -> list[torch.Tensor]:
-    """The caller's tensors that want a gradient, microbatch by microbatch."""
-    return [leaf for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True) if carried]
-
-
-def _input_gradients(call: Call, boundaries: list[Boundary]) -> list[torch.Tensor | None]:
-    """Gradients for ``_wanted(boundaries)``, each on its tensor's device."""
-    gradients: list[torch.Tensor | None] = []
-    for m, boundary in enumerate(boundaries):
-        received = call.input_gradients.get(m)
-        if not any(boundary.carries):
-            continue
-        leaves = received.leaves if received is not None else (None,) * len(boundary.leaves)
-        if received is not None and received.ready is not None:
-            received.ready.wait()
-        for leaf, carried, gradient in zip(boundary.leaves, boundary.carries, leaves, strict=True):
-            if carried:
-                gradients.append(None if gradient is None else gradient.to(leaf.device))
-    return gradients
-
-
-def _backward_into(wanted: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
-    flowing = [(tensor, gradient) for tensor, gradient in zip(wanted, gradients, strict=True) if gradient is not None]
-    torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
-
-
-def _sum_losses(call: Call) -> Any:
-    totals: list[torch.Tensor] = []
-    for m in range(call.settings.num_microbatches):
-        parts = [part.cpu() for part in call.losses[m].parts]
-        totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
-    for total in totals:
-        # Because a tensor without a graph would only say that it has none.
-        setattr(total, "backward", _already_run)  # noqa: B010
-    return totals if call.losses[0].is_sequence else totals[0]
-
-
-def _already_run(*_: Any, **__: Any) -> None:
-    raise RuntimeError("backward was already run by forward_backward(); use forward() to call backward() yourself")
-
-
-def _write_buffers(call: Call) -> None:
-    """Buffers that forwards changed go to their owners, now that the call has succeeded."""
-    for owner, name, value, source, ready in call.buffer_updates:
-        ready.wait()
-        original = owner._buffers.get(name)
-        if value is None:
-            owner._buffers[name] = None
-            continue
-        source.lend_to_caller(value)
-        with torch.no_grad():
-            if original is not None and original.shape == value.shape and original.dtype == value.dtype:
-                original.copy_(value)
-            else:
-                owner._buffers[name] = value.detach().to("cpu", copy=True)
-
-
-class _owning_generators:
-    """While the caller waits for a call, its generators are the call's; a failure leaves them as they were."""
-
-    def __init__(self, streams: RandomStreams, *, advance: bool = True) -> None:
-        self._streams = streams
-        self._advance = advance
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        self._streams.restore(advance=self._advance and kind is None)

@@ -17,7 +17,7 @@ GROUPS = [
     {"device", "memory"},
     {"params", "plan", "microbatch"},
     {"runtime", "optim"},
-    {"config", "model", "wrap", "presets", "checkpoint"},
+    {"config", "forwarding", "planner", "model", "wrap", "presets", "checkpoint"},
     {"roundpipe"},  # the public names, in its __init__.py
     {"roundpipe_hf"},
 ]

@@ -108,12 +108,6 @@ def test_an_optimizer_over_working_weights_is_refused(which: str, is_async: bool
     assert not torch.equal(engine_weights(engine)["0.weight"], weights["0.weight"])
 
 
-def test_torch_clipping_outside_step_fn_is_refused(engine: RoundPipe) -> None:
-    """There is no gradient there: torch would return a norm of 0 and clip nothing."""
-    with nothing_changes(engine), pytest.raises(RoundPipeError, match="step_fn|step"):
-        torch.nn.utils.clip_grad_norm_(engine.optim_parameters(), 1.0)
-
-
 def test_roundpipes_clipping_outside_step_fn_is_refused(engine: RoundPipe) -> None:
     with nothing_changes(engine), pytest.raises(RoundPipeError, match="step_fn|step"):
         roundpipe.clip_grad_norm_(engine, 1.0)

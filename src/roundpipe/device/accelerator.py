@@ -89,6 +89,9 @@ class AcceleratorDevice:
         available = min(free + reusable, allowed)
         return available if self._max_bytes is None else min(available, self._max_bytes)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.torch_device
+
     def rng_state(self) -> torch.Tensor:
         return self._generator.get_state()
 

@@ -56,6 +56,10 @@ class Device(Protocol):
         """Bytes the engine may use on this device."""
         ...
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is on this device already, so that it needs no copy."""
+        ...
+
     def rng_state(self) -> torch.Tensor:
         """State of the generator that random operations on this device draw from."""
         ...

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
+from .protocol import Lane
+
 _CPU = torch.device("cpu")
 
 
@@ -48,13 +50,19 @@ class VirtualDevice:
         self.name = f"virtual:{index}"
         self.torch_device = _CPU
         self._num_bytes = num_bytes
-        self.compute = self.up = self.down = VirtualLane()
+        lane = VirtualLane()
+        self.compute: Lane = lane
+        self.up: Lane = lane
+        self.down: Lane = lane
 
     def __repr__(self) -> str:
         return self.name
 
     def budget_bytes(self) -> int:
         return self._num_bytes if self._num_bytes is not None else 1 << 62
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.torch_device
 
     def rng_state(self) -> torch.Tensor:
         return torch.get_rng_state()

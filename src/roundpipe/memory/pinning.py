@@ -61,6 +61,7 @@ class HostMemory:
     def __init__(self, mode: PinMode, *, accelerated: bool) -> None:
         if mode not in ("alloc", "register", "off"):
             raise ConfigError(f"pin_model is {mode!r}; use 'alloc', 'register' or 'off'")
+        self.is_accelerated = accelerated
         self.rehomes = mode == "alloc" and accelerated
         self._locks_in_place = mode == "register" and accelerated
         self._locks_buffers = mode != "off" and accelerated

@@ -1,16 +1,21 @@
 """Clipping by the global norm of the whole model, inside ``step_fn``."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..errors import ConfigError
+from ..params.copies import Master
 from . import context
+from .chunks import ChunkBuffer
 
 
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most ``max_norm``.
+
+    Gradients are read as they landed and are not written: the factor is applied when an optimizer reads them.
 
     Args:
         optimizer_or_model: an optimizer over masters, or the engine.
@@ -24,7 +29,16 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """
     if context.current_step() is None:
         raise ConfigError("clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside")
-    return torch.nn.utils.clip_grad_norm_(_masters_of(optimizer_or_model), max_norm)
+    masters = list(_masters_of(optimizer_or_model))
+    buffer = ChunkBuffer()
+    total = math.fsum(_square(master, buffer) for master in masters)
+    norm = math.sqrt(total) if total >= 0 else total
+    # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite stays visible.
+    factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else max_norm / (norm + 1e-6)
+    if factor != 1.0:
+        for master in masters:
+            _scale(master, factor)
+    return torch.tensor(norm)
 
 
 def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
@@ -32,3 +46,17 @@ def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
         return [parameter for group in optimizer_or_model.param_groups for parameter in group["params"]]
     masters: Iterable[torch.Tensor] = optimizer_or_model.optim_parameters()
     return masters
+
+
+def _square(master: torch.Tensor, buffer: ChunkBuffer) -> float:
+    if isinstance(master, Master):
+        parts = master.landed()
+        return buffer.sum_of_squares(parts) * master.scale**2 if parts else 0.0
+    return 0.0 if master.grad is None else float(master.grad.double().square().sum())
+
+
+def _scale(master: torch.Tensor, factor: float) -> None:
+    if isinstance(master, Master):
+        master.scale *= factor
+    elif master.grad is not None:
+        master.grad.mul_(factor)

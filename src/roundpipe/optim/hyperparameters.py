@@ -5,8 +5,9 @@ torch tells of every optimizer step through a global pre-hook, which may also re
 param groups of its own. The optimizer's own groups belong to the caller's thread alone and are never written late.
 """
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..errors import ConfigError
 from . import context
 
 Hyperparameters = list[dict[str, Any]]
+_BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step
 
 _masters: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
 _working: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
@@ -34,6 +36,16 @@ class LearntOptimizers:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def find(self, masters: Iterable[torch.Tensor]) -> None:
+        """Learns every optimizer alive that holds one of the masters, before any has been seen to step."""
+        wanted = {id(master) for master in masters}
+        for candidate in gc.get_objects():
+            # Not isinstance: it asks the object for its class, and objects such as dead proxies raise when asked.
+            if issubclass(type(candidate), Optimizer):
+                groups = candidate.__dict__.get("param_groups", [])
+                if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
+                    self.learn(candidate)
 
     def learn(self, optimizer: Optimizer) -> None:
         self._known.setdefault(id(optimizer), weakref.ref(optimizer))
@@ -51,14 +63,14 @@ class LearntOptimizers:
 
 
 class StepOptimizers:
-    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told of each step's start."""
+    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a step begins."""
 
     def __init__(
         self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]
     ) -> None:
+        self._on_enter = on_enter
         self._learnt = learnt
         self._taken = taken
-        self._on_enter = on_enter
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         self._learnt.learn(optimizer)
@@ -73,12 +85,12 @@ class StepOptimizers:
             {**hypers, **{name: group[name] for name in own if name in group}, "params": group["params"]}
             for hypers, group in zip(taken, optimizer.param_groups, strict=False)
         ]
-        other.__dict__["_roundpipe_before"] = [dict(group) for group in other.param_groups]
+        other.__dict__[_BEFORE] = ([dict(group) for group in other.param_groups], dict(optimizer.__dict__))
         return other
 
     def take_back(self, optimizer: Optimizer, other: Optimizer) -> None:
         """What the step itself wrote (counters in its groups, attributes) goes to the caller's optimizer."""
-        before = other.__dict__.pop("_roundpipe_before")
+        before, attributes = other.__dict__.pop(_BEFORE)
         own = self._learnt.self_written.setdefault(id(optimizer), set())
         for group, stepped, old in zip(optimizer.param_groups, other.param_groups, before, strict=False):
             for name, value in stepped.items():
@@ -86,7 +98,7 @@ class StepOptimizers:
                     own.add(name)
                     group[name] = value
         for name, value in other.__dict__.items():
-            if name != "param_groups":
+            if name != "param_groups" and attributes.get(name) is not value:
                 optimizer.__dict__[name] = value
 
 
@@ -118,6 +130,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
                 "make it over RoundPipe.optim_parameters()"
             )
     step = context.current_step()
+    if step is not None and _BEFORE in optimizer.__dict__:
+        return None  # a stand-in already: its step calls the step of the class above
     if step is not None:
         return (step.stand_in(optimizer), *args[1:]), kwargs
     for parameter in parameters:

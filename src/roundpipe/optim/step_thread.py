@@ -5,15 +5,19 @@ being the last step before a flush. Step t's job first publishes W_(t-1), layer 
 write working copies because every call that read older ones was committed by a job queued before it.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from .. import trace
 from ..params.copies import Masters
 from ..params.gradients import GradientWindow
 from ..params.store import ParameterStore
 from ..runtime.call import Call
-from ..runtime.worker import Worker
+from ..runtime.worker import Job, Worker
 from . import context
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 
@@ -73,6 +77,23 @@ class StepHandle:
             self._condition.notify_all()
 
 
+def leave_cores_for(num_devices: int) -> Job:
+    """A job that limits the intra-op threads of the thread it runs on.
+
+    Each device's worker issues work from a core of its own and the caller needs one; an update that takes all cores
+    is several times slower than one that leaves a quarter of them, because its threads then wait for each other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
+
+    def limit() -> None:
+        torch.set_num_threads(count)
+        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        torch.get_num_threads()
+
+    return limit
+
+
 class StepThread:
     """Owns masters and windows while jobs run. All public methods but ``is_published`` are for the caller's thread."""
 
@@ -95,6 +116,7 @@ class StepThread:
         self._jobs_left = 0
         self._flushed = 0
         self._late_error: BaseException | None = None
+        self._publish_error: BaseException | None = None
         self.num_steps = 0
         hook_optimizers()
         context.register(self)
@@ -113,15 +135,30 @@ class StepThread:
         return self._window
 
     def is_published(self, layer: int, version: int) -> bool:
-        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition."""
-        return self._published[layer] >= version
+        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
+
+        Raises what keeps them from ever holding it.
+        """
+        if self._published[layer] >= version:
+            return True
+        if self._publish_error is not None:
+            if self._late_error is self._publish_error:
+                self._late_error = None  # because the call that waits here delivers it
+            raise self._publish_error
+        return False
 
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
         with self._condition:
             error, self._late_error = self._late_error, None
+            if error is not None:
+                # The caller knows now that these gradients are gone: what it steps next is not to be cancelled.
+                self._window.error = None
+            is_behind = self._jobs_left == 0 and min(self._published) < self.version
         if error is not None:
             raise error
+        if is_behind:
+            self._publish_all()  # because publishing failed, which the caller was told
 
     def commit(self, call: Call) -> None:
         """Queues adding a call's gradients to the current window; that job waits for its late backward visits."""
@@ -136,11 +173,13 @@ class StepThread:
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
-        optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         is_first = len(self._learnt) == 0
+        if is_first:
+            self._learnt.find(master for _, master in self._masters.existing())
+        optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         self._submit(lambda: self._step(handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)))
         if is_async and is_first:
-            # Nobody knows yet which optimizer step_fn steps, so its hyper-parameters cannot have been copied above.
+            # An optimizer made inside step_fn could not be found above: its hyper-parameters are read when it steps.
             handle.wait_entered()
         if not is_async:
             self._flushed = number
@@ -160,7 +199,14 @@ class StepThread:
         """A synchronisation point: waits for all jobs and publishes the newest weights."""
         self.wait_idle()
         self.raise_late_error()
-        self._publish(self.num_steps)
+        self._publish_all()
+
+    def _publish_all(self) -> None:
+        try:
+            self._publish(self.num_steps)
+        except BaseException as error:
+            self._forget_late_error(error)
+            raise
         self._flushed = self.num_steps
 
     def wait_idle(self) -> None:
@@ -173,12 +219,16 @@ class StepThread:
             self._jobs_left += 1
 
         def counted() -> None:
+            failure: BaseException | None = None
             try:
                 job()
-            finally:
-                with self._condition:
-                    self._jobs_left -= 1
-                    self._condition.notify_all()
+            except BaseException as error:
+                failure = error  # because an error that ended this thread would leave its waiters waiting
+            with self._condition:
+                if failure is not None:
+                    self._fail_late(failure)
+                self._jobs_left -= 1
+                self._condition.notify_all()
 
         self._worker.submit(counted)
 
@@ -186,8 +236,10 @@ class StepThread:
 
     def _commit(self, call: Call, window: GradientWindow) -> None:
         try:
-            call.wait_finished()
-            window.commit(call.landed)
+            with trace.span("wait_landed"):
+                call.wait_finished()
+            with trace.span("commit", layers=len(call.landed)):
+                window.commit(call.landed)
         except BaseException as error:
             window.error = error
             self._fail_late(error)
@@ -208,29 +260,41 @@ class StepThread:
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)
-            with context.running_step(optimizers):
+            with trace.span("step_fn", step=number), context.running_step(optimizers):
                 result = step_fn()
             self._masters.mark_ahead()
-            if not is_async:
-                self._publish(number)
         except BaseException as raised:
             error = raised
-            if window.error is None:
-                error.add_note(f"RoundPipe: step_fn of step {number}, on the optimizer thread")
+            if error is not self._publish_error:
+                if error is not window.error:
+                    error.add_note(f"RoundPipe: step_fn of step {number}, on the optimizer thread")
+                self._advance(number - 1 if is_async else number)
+            if error is not window.error:
                 self._fail_late(error)
-            self._advance(number - 1 if is_async else number)
         finally:
             self._masters.take_gradients()
             window.release()
         handle._finish(result, error)
+        if error is None and not is_async:
+            # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
+            self._publish(number)
 
     def _publish(self, version: int) -> None:
         """Shallow layers first, because the next call's forward needs them first."""
-        for layer in self._store.layers:
-            self._masters.publish(layer)
+        try:
+            for layer in self._store.layers:
+                with trace.span("publish", layer=layer.layer):
+                    self._masters.publish(layer)
+                with self._condition:
+                    self._published[layer.layer] = max(self._published[layer.layer], version)
+                    self._condition.notify_all()
+            self._publish_error = None
+        except BaseException as error:
+            error.add_note(f"RoundPipe: publishing the weights after step {version}")
             with self._condition:
-                self._published[layer.layer] = max(self._published[layer.layer], version)
-                self._condition.notify_all()
+                self._fail_late(error)
+                self._publish_error = error  # for the calls that wait for this version
+            raise
 
     def _advance(self, version: int) -> None:
         """After a failure nothing is published, yet calls that wait for the version must go on."""
@@ -240,7 +304,7 @@ class StepThread:
 
     def _fail_late(self, error: BaseException) -> None:
         with self._condition:
-            if self._late_error is None:
+            if self._late_error is None and error is not self._publish_error:  # or a waiting call has raised it
                 self._late_error = error
             self._condition.notify_all()
 

@@ -1,5 +1,6 @@
 """The optimizer's own copies: masters are made on first use, follow loaded weights, and are published."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,61 @@ from .gradients import GradientRules, GradientWindow
 from .store import LayerParameters, ParameterStore
 
 
+class Master(nn.Parameter):
+    """A trainable parameter's copy for the optimizer.
+
+    During a step its gradient first is what landed, in the landed dtype and not yet scaled by clipping; RoundPipe's own
+    optimizers read that directly. ``.grad`` in the master's dtype is made when somebody else first reads it. Only the
+    optimizer thread sees the gradient: a ``zero_grad`` of the caller's must not reach into a step under way.
+    """
+
+    _window: GradientWindow | None = None
+    _working: nn.Parameter | None = None
+    _made: torch.Tensor | None = None
+    _thread: int | None = None
+    scale: float = 1.0
+
+    def open(self, window: GradientWindow, working: nn.Parameter) -> None:
+        """The calling thread's step owns the gradient from here on."""
+        self._window, self._working, self._made, self.scale = window, working, None, 1.0
+        self._thread = threading.get_ident()
+
+    def close(self) -> None:
+        self._window = self._working = self._made = self._thread = None
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._thread is not None and self._thread != threading.get_ident()
+
+    def landed(self) -> tuple[torch.Tensor, ...]:
+        """The gradient before ``scale`` is applied, as parts to be added, in whatever dtypes; empty if none arrived.
+
+        Valid until the step ends; not to be written.
+        """
+        if self._window is not None and self._working is not None:
+            return self._window.parts(self._working)
+        return () if self._made is None else (self._made,)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if self._is_elsewhere:
+            return None
+        if self._window is not None and self._working is not None:
+            gradient = self._window.gradient(self._working)
+            self._made = None if gradient is None else gradient.to(self.dtype)
+            self._window = self._working = None
+        if self._made is not None and self.scale != 1.0:
+            self._made.mul_(self.scale)
+        self.scale = 1.0
+        return self._made
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if not self._is_elsewhere:
+            self._window = self._working = None
+            self._made, self.scale = gradient, 1.0
+
+
 class Masters:
     """One master per trainable parameter, tied weights once.
 
@@ -20,26 +76,26 @@ class Masters:
     def __init__(self, store: ParameterStore, rules: GradientRules) -> None:
         self._store = store
         self._rules = rules
-        self._masters: dict[int, nn.Parameter] = {}
+        self._masters: dict[int, Master] = {}
         self._is_ahead: set[int] = set()
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def of(self, parameter: nn.Parameter) -> Master:
         """The master of a trainable parameter, made from its working copy on first use."""
         master = self._masters.get(id(parameter))
         if master is None:
             dtype = self._rules.master(parameter)
-            master = nn.Parameter(parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
+            master = Master(parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
             self._masters[id(parameter)] = master
         return master
 
-    def existing(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def existing(self) -> Iterator[tuple[nn.Parameter, Master]]:
         """Pairs of working parameter and master."""
         for parameter in self._store.parameters:
             if id(parameter) in self._masters:
                 yield parameter, self._masters[id(parameter)]
 
     def give_gradients(self, window: GradientWindow) -> None:
-        """Sets every master's ``.grad`` in the master's dtype, None where no gradient arrived.
+        """Opens every master's gradient to the step that begins.
 
         Raises:
             ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has no master yet.
@@ -48,17 +104,16 @@ class Masters:
         for parameter in self._store.parameters:
             if not parameter.requires_grad:
                 continue
-            gradient = window.gradient(parameter, self._rules.master(parameter))
-            if handed_out and gradient is not None and id(parameter) not in self._masters:
+            if handed_out and id(parameter) not in self._masters and window.parts(parameter):
                 raise ConfigError(
                     f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made and "
                     "would get no update; make the optimizer again over optim_parameters()"
                 )
-            self.of(parameter).grad = gradient
+            self.of(parameter).open(window, parameter)
 
     def take_gradients(self) -> None:
         for _, master in self.existing():
-            master.grad = None
+            master.close()
 
     def mark_ahead(self) -> None:
         """Masters were (or may have been) updated: working copies are behind until published."""
@@ -69,8 +124,8 @@ class Masters:
         with torch.no_grad():
             for use in layer.uses:
                 if id(use.parameter) in self._is_ahead:
-                    self._is_ahead.discard(id(use.parameter))
                     use.parameter.data.copy_(self._masters[id(use.parameter)])
+                    self._is_ahead.discard(id(use.parameter))  # only now, as an interrupt may come before
 
     def follow(self, parameter: nn.Parameter, value: torch.Tensor | None = None) -> None:
         """Makes the master equal to ``value`` (default: the working copy), at the value's precision."""

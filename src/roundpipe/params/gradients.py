@@ -167,22 +167,23 @@ class GradientWindow:
             else:
                 self._buffers.give_back(layer, buffer)
 
-    def gradient(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-        """The parameter's gradient in ``dtype``: a tied weight's uses added in layer order. None if nothing reached it.
+    def parts(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
+        """What reached the parameter: one tensor for each use, in layer order, to be added in the dtype of sums.
 
-        May be the window's own memory: valid until ``release``.
+        They are the window's own memory: not to be written, valid until ``release``.
         """
-        parts = [
-            self._sums[use.layer, use.place]
-            for use in self._store.uses[id(parameter)]
-            if (use.layer, use.place) in self._sums
-        ]
+        keys = [(use.layer, use.place) for use in self._store.uses[id(parameter)]]
+        return tuple(self._sums[key] for key in keys if key in self._sums)
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum of ``parts``; None if nothing reached the parameter."""
+        parts = self.parts(parameter)
         if not parts:
             return None
         total = parts[0]
         for part in parts[1:]:
             total = total.to(self._rules.dtypes(parameter).summed) + part
-        return total.to(dtype)
+        return total
 
     def release(self) -> None:
         """Forgets all sums and gives the memory back for the next call."""

@@ -12,6 +12,9 @@ class Pass(Enum):
     BACKWARD = "B"
 
 
+Passes = list[tuple[Pass, range]]  # the visits of a round in order, before they have devices
+
+
 class Op(Enum):
     """One kind of action. Drawn by its letter; compute is drawn by the letter of its pass."""
 

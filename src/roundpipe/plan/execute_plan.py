@@ -1,11 +1,16 @@
 """The plan a user can read, write and check: which consecutive layers form a stage in each direction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import PlanError
-from .partition import LayerCosts, partition_layers, plan_fused
+from .actions import Pass, Passes
+from .costs import LayerCosts, Round
+from .one_way import plan_one_way
+from .schedule import backward_passes, forward_passes, fused_passes
+from .search import plan_fused
+from .together import Part, plan_together
 
 if TYPE_CHECKING:
     from ..model import RoundPipe
@@ -36,18 +41,17 @@ class ModelExecutePlan:
         object.__setattr__(self, "bwd_plan", tuple(self.bwd_plan))
 
     def __repr__(self) -> str:
-        return f"ModelExecutePlan({' | '.join(self._describe())})"
+        return f"ModelExecutePlan({' | '.join(f'{pass_.value} {_span(stage)}' for pass_, stage in self._visits())})"
 
     def __str__(self) -> str:
-        rows = (f"{kind:>4}  {layers}" for kind, layers in (row.split(" ") for row in self._describe()))
-        return "\n".join(["pass  layers", *rows])
+        rows = [(str(n), pass_.name.lower(), _span(stage)) for n, (pass_, stage) in enumerate(self._visits())]
+        return "\n".join(f"{n:>5}  {name:8}  {layers}" for n, name, layers in [("visit", "pass", "layers"), *rows])
 
-    def _describe(self) -> list[str]:
+    def _visits(self) -> Passes:
+        """In order. The first backward stage is fused if the forward stages end where it begins."""
         fused = bool(self.bwd_plan) and not (self.fwd_plan and self.fwd_plan[-1].stop >= self.bwd_plan[0].stop)
-        rows = [f"F {_span(stage)}" for stage in self.fwd_plan]
-        for position, stage in enumerate(self.bwd_plan):
-            rows.append(f"{'X' if fused and position == 0 else 'B'} {_span(stage)}")
-        return rows
+        backward = [Pass.FUSED if fused else Pass.BACKWARD, *[Pass.BACKWARD] * len(self.bwd_plan)]
+        return [*forward_passes(self.fwd_plan), *zip(backward, self.bwd_plan, strict=False)]
 
     def check(self, run_type: RunType, num_layers: int) -> None:
         """Raises PlanError, naming the layer, unless this plan is valid for ``run_type`` on ``num_layers`` layers."""
@@ -72,62 +76,86 @@ class ModelExecutePlan:
         complete = self.fwd_plan if len(forward) < len(self.fwd_plan) else [*forward, self.bwd_plan[0]]
         return ModelExecutePlan(complete, self.bwd_plan if run_type == "train" else ())
 
+    def rounds(self, run_type: RunType, first_trained: int = 0) -> list[Passes]:
+        """The visits of each round that ``run_type`` takes: two for "train", with the user's own graph between them."""
+        if run_type == "fused":
+            return [fused_passes(self, first_trained)]
+        forward = forward_passes(self.fwd_plan)
+        return [forward] if run_type == "infer" else [forward, backward_passes(self.bwd_plan, first_trained)]
+
     @classmethod
     def auto(
         cls,
         run_type: RunType,
         *models: "RoundPipe",
-        min_stages: int | None = None,
+        min_stages: int = 1,
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
     ) -> "ModelExecutePlan | list[ModelExecutePlan]":
-        """A plan for one model, or a list of plans for several.
+        """A plan for one model, or a list of plans for several that run one after another.
 
         Args:
-            run_type: what the plan is for.
-            models: the engines to plan for.
-            min_stages: at least so many stages; default the number of devices.
-            upper_threshold: how far above the balanced stage cost a stage may go before it is cut once more.
-            model_memory_limit: largest weight bytes of one stage; default a quarter of a device's budget.
+            run_type: "infer"; "train" for ``forward`` and ``backward``; "fused" for ``forward_backward``.
+            models: the engines to plan for. Costs are measured while they run; before that they are estimated.
+            min_stages: at least so many stages (of all models together), while there are layers for them.
+            upper_threshold: several models share one target for their slowest stage; how far above it a stage may go
+                before it is cut once more.
+            model_memory_limit: bytes that weights, activations and gradients may take on one device; default what the
+                engine may use of it.
+
+        Raises:
+            PlanError: no plan fits into the limit.
         """
-        plans = []
+        parts = []
         for model in models:
-            limit = model_memory_limit if model_memory_limit is not None else model.stage_byte_limit
-            plans.append(
-                plan_for(
-                    run_type,
-                    model.layer_costs,
-                    num_devices=len(model.devices),
-                    num_microbatches=model.default_num_microbatch,
-                    min_stages=min_stages,
-                    max_stage_bytes=limit * upper_threshold if model_memory_limit is None else limit,
-                )
-            )
-        return plans[0] if len(plans) == 1 else plans
+            costs, round_ = model.planner.problem(run_type, model.default_num_microbatch)
+            budget = round_.budget_bytes if model_memory_limit is None else model_memory_limit
+            parts.append((costs, replace(round_, budget_bytes=budget, min_stages=min_stages)))
+        if len(parts) == 1:
+            return plan_for(run_type, *parts[0])
+        return plans_for(run_type, parts, min_stages=min_stages, upper_threshold=upper_threshold)
 
 
-def plan_for(
-    run_type: RunType,
-    costs: LayerCosts,
-    *,
-    num_devices: int,
-    num_microbatches: int,
-    min_stages: int | None,
-    max_stage_bytes: float,
-) -> ModelExecutePlan:
-    """The best plan for ``run_type`` under a limit on the weight bytes of one stage."""
-    wanted = num_devices if min_stages is None else min_stages
+def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecutePlan:
+    """The plan with the shortest predicted rounds that fits into memory.
+
+    Raises:
+        PlanError: nothing fits; says what the smallest plan needs.
+    """
+    if run_type == "fused":
+        stages = plan_fused(costs, round_)
+        return ModelExecutePlan(stages.forward, stages.backward)
+    forward = plan_one_way(Pass.FORWARD, costs, round_)
     if run_type == "infer":
-        by_bytes = -(-sum(costs.weight_bytes) // max(1, int(max_stage_bytes)))
-        return ModelExecutePlan(partition_layers(costs.forward, max(wanted, by_bytes)))
-    stages = plan_fused(
-        costs,
-        num_devices=num_devices,
-        num_microbatches=num_microbatches,
-        min_stages=wanted,
-        max_stage_bytes=max_stage_bytes,
+        return ModelExecutePlan(forward)
+    backward = plan_one_way(Pass.BACKWARD, costs, round_, before=forward_passes(forward))
+    return ModelExecutePlan(forward, _complete(backward))
+
+
+def plans_for(
+    run_type: RunType, parts: Sequence[tuple[LayerCosts, Round]], *, min_stages: int, upper_threshold: float
+) -> list[ModelExecutePlan]:
+    """Plans for models that run one after another, see ``plan_together``."""
+    together = plan_together(
+        [Part(costs, round_, run_type != "infer", run_type == "fused") for costs, round_ in parts],
+        min_stages=min_stages,
+        upper_threshold=upper_threshold,
     )
-    return ModelExecutePlan(stages.forward, stages.backward).for_run(run_type)
+    plans = []
+    for passes in together:
+        forward = [layers for pass_, layers in passes if pass_ is Pass.FORWARD]
+        backward = [layers for pass_, layers in passes if pass_ is not Pass.FORWARD]
+        plans.append(ModelExecutePlan(forward, _complete(backward)))
+    return plans
+
+
+def _complete(backward: Sequence[range]) -> list[range]:
+    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that is not fused."""
+    if not backward or backward[-1].start == 0:
+        return list(backward)
+    if len(backward) == 1:
+        return [*backward, range(backward[0].start)]
+    return [*backward[:-1], range(backward[-1].stop)]
 
 
 def _span(stage: range) -> str:

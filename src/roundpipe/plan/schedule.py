@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .actions import Action, Op, Pass, Visit
-from .execute_plan import ModelExecutePlan
+from .actions import Passes as Passes
 
-Passes = list[tuple[Pass, range]]
+if TYPE_CHECKING:
+    from .execute_plan import ModelExecutePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Schedule:
     next_device: int
 
 
-def fused_passes(plan: ModelExecutePlan, first_trained: int) -> Passes:
+def fused_passes(plan: "ModelExecutePlan", first_trained: int) -> Passes:
     """Forward stages, the fused stage, then backward stages."""
     fused, *rest = plan.bwd_plan
     return [*forward_passes(plan.fwd_plan), (Pass.FUSED, fused), *backward_passes(rest, first_trained)]

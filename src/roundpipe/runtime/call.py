@@ -11,6 +11,7 @@ from torch import nn
 from ..device import Device, Event
 from ..params.gradients import LandedLayer
 from ..plan.actions import Visit
+from ..plan.measure import ShapeMeasurements
 from ..plan.schedule import Schedule
 from .board import Board, Cancelled
 from .recompute import AmbientState, RandomStreams
@@ -53,6 +54,7 @@ class CallSettings:
     labels: tuple[Any, ...]
     version: int
     ambient: AmbientState
+    measured: ShapeMeasurements | None = None
 
 
 @dataclass(kw_only=True)

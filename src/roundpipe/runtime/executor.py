@@ -4,7 +4,7 @@
 ``saved[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that backward visit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from ..device import Device
 from ..errors import ConfigError
 from ..params.gradients import GradientBuffers, land
 from ..plan.actions import Action, Op, Pass, Visit
+from ..plan.measure import GraphBytes
 from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
 from .stage import Stage, StageLoader
@@ -121,20 +122,19 @@ class Executor:
             lane.record().wait()
 
     def _upload(self, call: Call, action: Action) -> None:
-        visit = action.visit
-        version = call.settings.version
-        call.board.wait_until(lambda: all(self._is_published(layer, version) for layer in visit.layers))
-        self._stages[visit] = self._loader.upload(visit)
+        stage = self._stages[action.visit] = Stage(action.visit)
+        for layer in action.visit.layers:
+            # Layer by layer, because deeper layers may still be being published while these already go up.
+            call.board.wait_until(lambda layer=layer: self._is_published(layer, call.settings.version))  # type: ignore[misc]
+            self._loader.upload(stage, layer)
 
     def _compute(self, call: Call, action: Action) -> None:
         stage, device = self._stages[action.visit], self.device
         with device.compute.work():
-            if not stage.modules:
-                self._loader.open(stage)
             self._passes[action.visit.pass_](call, stage, action.microbatch)
 
     def _land(self, call: Call, action: Action) -> None:
-        for accumulator in reversed(self._stages[action.visit].accumulators):
+        for accumulator in reversed(self._stages[action.visit].accumulators.values()):
             if accumulator.sums:
                 call.landed.append(land(accumulator, self._buffers, self.device))
 
@@ -248,7 +248,8 @@ class Executor:
 
     def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
         """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on what."""
-        with self._entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(_forget, _forgotten):
+        graph = GraphBytes(self._loader.module(stage, layer).parameters())
+        with self._entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten):
             flags = zip(boundary.leaves, boundary.carries, strict=True)
             given = [copied(leaf.detach().requires_grad_() if carried else leaf) for leaf, carried in flags]
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
@@ -257,6 +258,7 @@ class Executor:
         writes = any(isinstance(t, torch.Tensor) and t._version != v for t, v in zip(given, versions, strict=True))
         carries = tuple(_tracked(leaf) for leaf in pytree.tree_leaves(output))
         self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
+        self._report(call, layer, graph, boundary.leaves)
         return boundary_of(pytree.tree_map(_detached, output), self.device, None, carries)
 
     def _run_with_grad(
@@ -276,12 +278,13 @@ class Executor:
             given = [copied(leaf) if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
             for layer in layers:
-                value = self._run_layer(call, stage, layer, microbatch, value, again)
+                with self._counted(call, layer, value, self._loader.module(stage, layer).parameters()):
+                    value = self._run_layer(call, stage, layer, microbatch, value, again)
         return leaves, value
 
     def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
         self._layer = self._layer_names[layer]
-        module = stage.modules[layer]
+        module = self._loader.module(stage, layer)
         with call.streams.layer(self.device, layer, microbatch, again=again):
             if layer == 0:
                 args, kwargs = value
@@ -293,7 +296,8 @@ class Executor:
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
         with self._entered(call, grad=True), call.streams.layer(self.device, settings.num_layers, microbatch):
-            loss: Any = settings.loss_fn(output, label)
+            with self._counted(call, settings.num_layers, output, ()):
+                loss: Any = settings.loss_fn(output, label)
         parts: list[Any] = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         for part in parts:
             if not isinstance(part, torch.Tensor):
@@ -305,6 +309,23 @@ class Executor:
         call.losses[microbatch] = MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
         call.announce()
         return parts
+
+    @contextmanager
+    def _counted(self, call: Call, layer: int, value: Any, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Reports what autograd keeps of a layer (past the last one: of the loss), the first time."""
+        if call.settings.measured is None or call.settings.measured.knows_graph(layer):
+            yield
+            return
+        graph = GraphBytes(parameters)
+        with torch.autograd.graph.saved_tensors_hooks(graph.pack, _detached):
+            yield
+        self._report(call, layer, graph, pytree.tree_leaves(value))
+
+    def _report(self, call: Call, layer: int, graph: GraphBytes, inputs: Iterable[Any]) -> None:
+        if call.settings.measured is not None:
+            call.settings.measured.record_saved_bytes(layer, graph.num_bytes)
+            num_bytes = sum(leaf.nbytes for leaf in inputs if isinstance(leaf, torch.Tensor))
+            call.settings.measured.record_input_bytes(layer, num_bytes)
 
     def _post_gradients(
         self, call: Call, layer: int, microbatch: int, leaves: Sequence[Any], *, are_gradients: bool = False
@@ -328,10 +349,6 @@ def _tracked(leaf: Any) -> bool:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _forgotten(nothing: None) -> torch.Tensor:

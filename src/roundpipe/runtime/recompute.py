@@ -47,8 +47,20 @@ class RandomStreams:
         self._before = torch.get_rng_state()
         self._device_states = [device.rng_state() for device in self._devices] if self.enabled else []
 
-    def restore(self, *, advance: bool) -> None:
-        """Gives the generators back to the caller: as before, or one draw on if a layer drew and ``advance``."""
+    @contextmanager
+    def owned(self, *, advance: bool = True) -> Iterator[None]:
+        """Gives the generators back to the caller at the end: as before, or one draw on if a layer drew.
+
+        After a failure they are always as before.
+        """
+        try:
+            yield
+        except BaseException:
+            self._restore(advance=False)
+            raise
+        self._restore(advance=advance)
+
+    def _restore(self, *, advance: bool) -> None:
         if not self.enabled:
             return
         for device, state in zip(self._devices, self._device_states, strict=True):

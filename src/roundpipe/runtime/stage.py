@@ -96,17 +96,17 @@ class BufferCache:
 
 
 class Stage:
-    """One visit's stage. Made by ``StageLoader.upload``; used and released by the same worker.
+    """One visit's stage. Filled by ``StageLoader``; used and released by the same worker.
 
     ``modes``: per layer, whether it trains and which of its parameters do; what a layer's behaviour may depend on.
     """
 
-    def __init__(self, visit: Visit, uploaded: list[UploadedLayer]) -> None:
+    def __init__(self, visit: Visit) -> None:
         self.visit = visit
-        self.uploaded = uploaded
-        self.modules: dict[int, nn.Module] = {}
+        self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
-        self.accumulators: list[Accumulator] = []
+        self.modules: dict[int, nn.Module] = {}
+        self.accumulators: dict[int, Accumulator] = {}
 
 
 class StageLoader:
@@ -129,45 +129,47 @@ class StageLoader:
         self.slots = SlotPool(device)
         self.buffers = BufferCache(device, silent)
 
-    def upload(self, visit: Visit) -> Stage:
-        """Queues the stage's weights on the up lane; returns at once.
+    def upload(self, stage: Stage, index: int) -> None:
+        """Queues a layer's weights on the up lane; returns at once.
 
         The working copies must not be written until the lane has read them: publishing waits for the visit's results.
         """
-        return Stage(visit, [self._upload_layer(self._store.layers[layer]) for layer in visit.layers])
-
-    def _upload_layer(self, layer: LayerParameters) -> UploadedLayer:
+        layer = self._store.layers[index]
         slot = self.slots.take(layer.num_bytes)
+        # Noted before anything can fail, so that ``release`` gives the slot back in any case.
+        stage.uploaded[index] = UploadedLayer(layer, slot, slot.free)
         self._device.up.wait(slot.free)
         image = self._store.image_of(layer)
         if image is not None:
             self._device.up.copy_(slot.buffer[: image.numel()], image)
         else:
             for use in layer.uses:
-                parameter = use.parameter
-                self._device.up.copy_(_view(slot.buffer, use.offset, parameter), parameter.detach())
-        return UploadedLayer(layer, slot, self._device.up.record())
+                self._device.up.copy_(_view(slot.buffer, use.offset, use.parameter), use.parameter.detach())
+        stage.uploaded[index] = UploadedLayer(layer, slot, self._device.up.record())
+        stage.modes[index] = (self._layers[index].training, *(use.parameter.requires_grad for use in layer.uses))
 
-    def open(self, stage: Stage) -> None:
-        """Makes the replicas, on the compute lane, before the first microbatch."""
-        for uploaded in stage.uploaded:
-            self._device.compute.wait(uploaded.ready)
-            accumulator = Accumulator(uploaded.layer, self._rules)
-            residents: dict[int, nn.Parameter] = {}
-            for use in uploaded.layer.uses:
-                view = _view(uploaded.slot.buffer, use.offset, use.parameter)
-                trains = use.parameter.requires_grad and stage.visit.pass_ is not Pass.FORWARD
-                resident = nn.Parameter(view, requires_grad=use.parameter.requires_grad)
-                if trains:
-                    accumulator.attach(use, resident)
-                residents[id(use.parameter)] = resident
-            index = uploaded.layer.layer
-            module = replicate(self._layers[index], residents, self.buffers.place)
-            if self._compiler is not None:
-                self._compiler.apply(module)
-            stage.modules[index] = module
-            stage.modes[index] = (module.training, *(use.parameter.requires_grad for use in uploaded.layer.uses))
-            stage.accumulators.append(accumulator)
+    def module(self, stage: Stage, index: int) -> nn.Module:
+        """The layer's replica, made when it is first asked for. To be called on the compute lane."""
+        if index not in stage.modules:
+            self._open(stage, index)
+        return stage.modules[index]
+
+    def _open(self, stage: Stage, index: int) -> None:
+        layer, slot, ready = stage.uploaded[index]
+        self._device.compute.wait(ready)
+        accumulator = Accumulator(layer, self._rules)
+        residents: dict[int, nn.Parameter] = {}
+        for use in layer.uses:
+            view = _view(slot.buffer, use.offset, use.parameter)
+            resident = nn.Parameter(view, requires_grad=use.parameter.requires_grad)
+            if use.parameter.requires_grad and stage.visit.pass_ is not Pass.FORWARD:
+                accumulator.attach(use, resident)
+            residents[id(use.parameter)] = resident
+        replica = replicate(self._layers[index], residents, self.buffers.place)
+        if self._compiler is not None:
+            self._compiler.apply(replica)
+        stage.modules[index] = replica
+        stage.accumulators[index] = accumulator
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         """The buffers that the visit's forwards changed."""
@@ -184,7 +186,7 @@ class StageLoader:
         stage.modules.clear()
         stage.accumulators.clear()
         free = self._device.compute.record()
-        for uploaded in stage.uploaded:
+        for uploaded in stage.uploaded.values():
             self.slots.give_back(uploaded.slot.buffer, free)
         stage.uploaded.clear()
 

@@ -60,7 +60,7 @@ def bring(leaves: Sequence[Any], source: Device | None, ready: Event | None, dev
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             arrived.append(leaf)
-        elif leaf.device == device.torch_device:
+        elif device.holds(leaf):
             arrived.append(leaf.detach())
         else:
             arrived.append(_copy(leaf.detach(), source, ready, device))

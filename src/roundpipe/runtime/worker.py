@@ -1,7 +1,9 @@
 """A thread that runs jobs in order. Holds no reference to the engine that owns it, so that engine can be collected."""
 
+import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 Job = Callable[[], None]
@@ -13,6 +15,21 @@ def in_worker() -> bool:
     return getattr(_here, "is_worker", False)
 
 
+_SECONDS_AT_EXIT = 10.0
+_alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread still inside torch when the interpreter goes away would abort the process. One that hangs must not
+    keep it either."""
+    workers = list(_alive)
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.join(_SECONDS_AT_EXIT)
+
+
 class Worker:
     """One named daemon thread. Jobs must not raise: they report their errors to whoever waits for them."""
 
@@ -20,6 +37,7 @@ class Worker:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
+        _alive.add(self)
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "stopped"
@@ -37,9 +55,9 @@ class Worker:
         """Ends the thread after the jobs already queued. Does not wait, so a finalizer may call it."""
         self._jobs.put(None)
 
-    def join(self) -> None:
-        """Waits for the thread to end. Called by the engine's ``close()`` only."""
-        self._thread.join()
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end, at most ``timeout`` seconds. Called by ``close()`` and at exit only."""
+        self._thread.join(timeout)
 
 
 def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:

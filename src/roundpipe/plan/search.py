@@ -1,0 +1,306 @@
+"""Looks for the cut with the shortest predicted round that fits into memory. Pure, and bounded by work, not by time.
+
+What it exploits, for N devices in round robin and M microbatches, N <= M:
+
+* A round that stands alone (sync) loses what devices wait for their first visit and after their last. Both shrink if
+  the first N forward stages grow one by one and the last N backward stages shrink likewise: *ramps*.
+* Rounds that overlap (async) lose only imbalance, and M > N leaves slack between visits that absorbs it, as round robin
+  sends a slow stage to another device each time (if the numbers of stages and devices share no factor).
+* Every layer in the fused stage saves its recompute, until that stage holds up the others.
+
+So: greedy packing described by six numbers (``_Shape``) on a coarse grid, improved one number at a time, then layer by
+layer (hill climbing, as in kernel autotuners: cheap, deterministic, and stopped at any time it has a valid answer).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, product
+from math import inf
+from typing import Any, NamedTuple
+
+from ..errors import PlanError
+from .actions import Pass, Passes
+from .costs import LayerCosts, Round, StageSums
+from .memory import PeakBytes, predicted_peak, readable, stage_limits, stage_needs
+from .partition import even_limits, pack_within
+from .predict import least_period_ms, period_ms, round_ms, visits_in_period
+from .stages import Sizes, Stages
+
+# Visits that one search may time, each in about half a microsecond: some 40 ms.
+MAX_VISITS_TIMED = 60_000
+_GRID, _GRID_TIMED, _DESCENTS, _CLIMBS, _FINALISTS = 6, 30, 3, 3, 8
+# A visit more has to gain this share of a round, because it costs the host something that no lane shows.
+VISIT_TAX = 1e-6
+# Between the time of the mean visit and that of the slowest: where overlapping rounds tend to end up.
+_IMBALANCE_FELT = 0.2
+
+
+def plan_fused(costs: LayerCosts, round_: Round) -> Stages:
+    """The best cut found for a fused round.
+
+    One device and enough memory give one fused stage, in which nothing is recomputed; less memory a smaller one.
+
+    Raises:
+        PlanError: no cut fits into the budget.
+    """
+    search = Search(costs, round_)
+    search.run()
+    return search.best
+
+
+def predicted_ms(passes: Passes, stages: StageSums, round_: Round) -> float:
+    """Time from round to round."""
+    visits_ms = [stages.visit_ms(*visit, round_.num_microbatches) for visit in passes]
+    if not round_.overlaps:
+        return round_ms(visits_ms, round_)
+    announced = next((i for i, (pass_, _) in enumerate(passes) if pass_ is not Pass.FORWARD), len(passes) - 1)
+    return period_ms(visits_ms, announced, round_)
+
+
+class _Shape(NamedTuple):
+    """A cut in six numbers.
+
+    Stages are packed up to ``forward_ms`` and ``backward_ms`` per microbatch, the n-th forward stage and the n-th last
+    backward stage up to n / ramp of it, and none over ``stage_bytes`` of what it alone needs.
+    """
+
+    fused_layers: int
+    forward_ms: float
+    backward_ms: float
+    forward_ramp: int
+    backward_ramp: int
+    stage_bytes: float
+
+
+_Ladders = dict[str, Sequence[Any]]
+
+
+class Search:
+    """One search. ``best_ms`` is the best so far, ``visits_timed`` the work done."""
+
+    def __init__(self, costs: LayerCosts, round_: Round) -> None:
+        self._round = round_
+        self._sums = StageSums(costs)
+        self._needs = stage_needs(costs, round_)
+        self._num_layers = costs.num_layers
+        self._lowest = min(round_.first_trained, costs.num_layers - 1)
+        self._least_visits = min(round_.min_stages, 2 * costs.num_layers - 1 - self._lowest)
+        self._is_ample = _most_bytes(costs, round_) <= round_.budget_bytes
+        self._packed: dict[tuple[Pass, int, int, float, int, float], tuple[int, ...]] = {}
+        self._known: dict[Sizes, float] = {}
+        self._least_peak: PeakBytes | None = None
+        self._best: Sizes | None = None
+        self.best_ms = inf
+        self.visits_timed = 0
+
+    @property
+    def best(self) -> Stages:
+        if self._best is None:
+            raise self._nothing_fits()
+        return self._best.stages(self._num_layers, self._lowest)
+
+    def run(self) -> None:
+        """Three widths of look: a coarse grid, from its best one number at a time, from the best of all by layer."""
+        ladders = self._ladders()
+        for shape in self._grid(ladders):
+            self._descend(shape, ladders)
+        for sizes in sorted(self._known, key=self._known.__getitem__)[:_CLIMBS]:
+            self._climb(sizes)
+        if self._round.overlaps:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Times the best again, now for long enough."""
+        finalists = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
+        settled = {
+            sizes: period_ms(self._visits_ms(sizes), len(sizes.forward), self._round)
+            for sizes in finalists
+            if self._known[sizes] < inf
+        }
+        if settled:
+            self._best = min(settled, key=settled.__getitem__)
+            self.best_ms = settled[self._best]
+
+    # By shape.
+
+    def _ladders(self) -> _Ladders:
+        """The values to try for each number of a shape."""
+        devices, shares = self._round.num_devices, stage_limits(self._round)
+        ramps = sorted({0, devices // 2, devices}) if devices > 1 else [0]
+        return {
+            "fused_layers": self._fused_ladder(shares),
+            "forward_ms": even_limits(self._sums.forward),
+            "backward_ms": even_limits(self._sums.again),
+            "forward_ramp": ramps,
+            "backward_ramp": ramps,
+            "stage_bytes": shares,
+        }
+
+    def _fused_ladder(self, shares: Sequence[float]) -> list[int]:
+        """From one layer to the most that fit: that alone on one device, else no more than a device's share of work."""
+        low, high = 1, self._num_layers
+        while low < high:
+            middle = (low + high + 1) // 2
+            if any(self._fits(self._sizes(_Shape(middle, inf, inf, 0, 0, share))) for share in shares):
+                low = middle
+            else:
+                high = middle - 1
+        if self._round.num_devices == 1:
+            return [low]
+        share = (self._sums.forward[-1] + self._sums.again[-1]) / self._round.num_devices
+        fused = self._sums.fused
+        return [n for n in range(1, low + 1) if n == 1 or fused[-1] - fused[-1 - n] <= share]
+
+    def _grid(self, ladders: _Ladders) -> list[_Shape]:
+        """The best of a coarse grid, under the loosest limit on stages with which anything fits."""
+        axes = [_thinned(ladders[name], _GRID) for name in ("fused_layers", "forward_ms", "backward_ms")]
+        ramps = [0] if self._round.overlaps else ladders["forward_ramp"][:: len(ladders["forward_ramp"]) - 1 or 1]
+        timed: dict[_Shape, float] = {}
+        for share in ladders["stage_bytes"]:
+            cuts: dict[Sizes, _Shape] = {}
+            for ramp, (fused, ahead, back) in product(ramps, product(*axes)):
+                shape = _Shape(fused, ahead, back, ramp, ramp, share)
+                cuts.setdefault(self._sizes(shape), shape)
+            for tried, sizes in enumerate(sorted(cuts, key=self._promise)):
+                if self._round.overlaps and tried >= _GRID_TIMED and self._best is not None:
+                    break
+                timed[cuts[sizes]] = self._try(sizes, inf)
+            if self._best is not None:
+                break
+        else:
+            shape = _Shape(1, 0.0, 0.0, 0, 0, inf)  # one layer in every stage, the last resort
+            timed[shape] = self._try(self._sizes(shape), inf)
+        return sorted(timed, key=timed.__getitem__)[:_DESCENTS]
+
+    def _descend(self, shape: _Shape, ladders: _Ladders) -> None:
+        """One number at a time to its best value, until none gets better."""
+        reached = self._try(self._sizes(shape), inf)
+        improved = reached < inf
+        while improved:
+            improved = False
+            for name, values in ladders.items():
+                for other in [shape._replace(**{name: value}) for value in values]:
+                    ms = self._try(self._sizes(other), reached)
+                    if ms < reached:
+                        shape, reached, improved = other, ms, True
+
+    def _sizes(self, shape: _Shape) -> Sizes:
+        fused_start = self._num_layers - shape.fused_layers
+        _, forward_ms, backward_ms, ramp_up, ramp_down, share = shape
+        forward = self._pack(Pass.FORWARD, 0, fused_start, forward_ms, ramp_up, share)
+        backward = self._pack(Pass.BACKWARD, self._lowest, fused_start, backward_ms, ramp_down, share)
+        return Sizes(forward, shape.fused_layers, backward)
+
+    def _pack(self, pass_: Pass, start: int, stop: int, limit: float, ramp: int, share: float) -> tuple[int, ...]:
+        key = pass_, start, stop, limit, ramp, share
+        if key not in self._packed:
+            times = self._sums.forward if pass_ is Pass.FORWARD else self._sums.again
+            grown = (times, lambda n: limit * min(1.0, (n + 1) / ramp) if ramp else limit)
+            self._packed[key] = tuple(
+                map(len, pack_within([grown, (self._needs[pass_], lambda _: share)], start, stop))
+            )
+        return self._packed[key]
+
+    # By layer.
+
+    def _climb(self, sizes: Sizes) -> None:
+        """Moves one layer from any stage to any other, as long as that makes a better cut."""
+        improved: Sizes | None = sizes
+        while improved is not None:
+            sizes, reached, improved = improved, self._known[improved], None
+            for moved in sizes.neighbours():
+                if self.visits_timed > MAX_VISITS_TIMED:
+                    return
+                if self._try(moved, reached) < reached:
+                    improved = moved
+                    break
+
+    # What a cut costs.
+
+    def _try(self, sizes: Sizes, bar: float) -> float:
+        """The cut's time if that is below ``bar``; infinite if it does not fit or has too few visits."""
+        if sizes not in self._known:
+            if self.visits_timed > MAX_VISITS_TIMED and self._best is not None:
+                return inf
+            ms = self._time(sizes, bar)
+            if ms is None:
+                return inf
+            self._known[sizes] = ms
+            if ms < self.best_ms:
+                self._best, self.best_ms = sizes, ms
+        return self._known[sizes]
+
+    def _time(self, sizes: Sizes, bar: float) -> float | None:
+        """None: provably not below ``bar``."""
+        visits_ms = self._visits_ms(sizes)
+        self.visits_timed += len(visits_ms)
+        if len(visits_ms) < self._least_visits or (bar == inf and not self._fits(sizes)):
+            return inf
+        tax = 1 + VISIT_TAX * len(visits_ms)
+        if least_period_ms(visits_ms, self._round) * tax >= bar:
+            return None
+        if self._round.overlaps:
+            self.visits_timed += visits_in_period(len(visits_ms), self._round)
+            ms = period_ms(visits_ms, len(sizes.forward), self._round, settled=False) * tax
+        else:
+            ms = round_ms(visits_ms, self._round) * tax
+        if ms >= bar:
+            return None
+        return ms if bar == inf or self._fits(sizes) else inf
+
+    def _promise(self, sizes: Sizes) -> float:
+        visits_ms = self._visits_ms(sizes)
+        self.visits_timed += len(visits_ms)
+        least = least_period_ms(visits_ms, self._round)
+        most = max(visits_ms) * len(visits_ms) * self._round.num_microbatches / self._round.num_devices
+        return least + _IMBALANCE_FELT * (most - least)
+
+    def _visits_ms(self, sizes: Sizes) -> list[float]:
+        """``StageSums.visit_ms`` of every visit, but where copies are free without making the visits."""
+        totals, fused_start = self._sums, self._num_layers - sizes.fused
+        if totals.costs.copy_ms_per_byte:
+            passes = sizes.stages(self._num_layers, self._lowest).passes(self._lowest)
+            return [totals.visit_ms(*visit, self._round.num_microbatches) for visit in passes]
+        forward = accumulate(sizes.forward, initial=0)
+        backward = list(accumulate(sizes.backward, initial=self._lowest))[::-1]
+        ahead, again = totals.forward, totals.again
+        return [
+            *(ahead[b] - ahead[a] for a, b in pairwise(forward)),
+            totals.fused[-1] - totals.fused[fused_start],
+            *(again[b] - again[a] for b, a in pairwise(backward)),
+        ]
+
+    def _fits(self, sizes: Sizes) -> bool:
+        if self._is_ample:
+            return True
+        passes = sizes.stages(self._num_layers, self._lowest).passes(self._lowest)
+        peak = predicted_peak(passes, self._sums, self._round)
+        if self._least_peak is None or peak.total < self._least_peak.total:
+            self._least_peak = peak
+        return peak.total <= self._round.budget_bytes
+
+    def _nothing_fits(self) -> PlanError:
+        """Names the layer that is too large by itself, else says what the smallest plan tried needs."""
+        costs, budget = self._sums.costs, self._round.budget_bytes
+        alone = [w + g + s for w, g, s in zip(costs.weight_bytes, costs.gradient_bytes, costs.saved_bytes, strict=True)]
+        layer = max(range(self._num_layers), key=alone.__getitem__)
+        remedy = "use smaller microbatches or raise max_gpu_memory"
+        if alone[layer] > budget:
+            weights = readable(costs.weight_bytes[layer])
+            return PlanError(
+                f"layer {layer} alone needs {readable(alone[layer])} on a device (weights {weights}, "
+                f"the rest activations and gradients), {readable(budget)} is allowed; {remedy}"
+            )
+        return PlanError(
+            f"the smallest plan tried needs {self._least_peak} on a device, {readable(budget)} is allowed; {remedy}"
+        )
+
+
+def _most_bytes(costs: LayerCosts, round_: Round) -> float:
+    """More than any plan can need, so that ample memory costs the search nothing."""
+    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes) + 2 * sum(costs.gradient_bytes)
+    return stages + (1 + 3 * round_.num_microbatches) * sum(costs.input_bytes)
+
+
+def _thinned(values: Sequence[Any], count: int) -> Sequence[Any]:
+    """At most ``count`` of the values, evenly, the first among them."""
+    return values[:: -(-len(values) // count)]

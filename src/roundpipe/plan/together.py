@@ -1,0 +1,118 @@
+"""Cuts for several models that run one after another on the same devices, with stages about equally slow."""
+
+from collections.abc import Sequence
+from itertools import product
+from math import inf
+from typing import NamedTuple
+
+from ..errors import PlanError
+from .actions import Pass, Passes
+from .costs import LayerCosts, Round, StageSums
+from .memory import predicted_peak, readable, stage_limits, stage_needs
+from .partition import even_limits, pack_within, partition_layers
+
+
+class Part(NamedTuple):
+    """One of the models. ``has_backward``: it is visited backward too; ``is_fused``: its last layers in one visit."""
+
+    costs: LayerCosts
+    round_: Round
+    has_backward: bool
+    is_fused: bool
+
+
+class _Cut(NamedTuple):
+    """Layers per stage from the first layer up; ``fused`` is 0 where there is no fused stage."""
+
+    forward: list[range]
+    fused: int
+    backward: list[range]
+
+    def passes(self, num_layers: int) -> Passes:
+        fused = [(Pass.FUSED, range(num_layers - self.fused, num_layers))] if self.fused else []
+        backward = [(Pass.BACKWARD, stage) for stage in reversed(self.backward)]
+        return [*((Pass.FORWARD, stage) for stage in self.forward), *fused, *backward]
+
+
+def plan_together(parts: Sequence[Part], *, min_stages: int, upper_threshold: float) -> list[Passes]:
+    """Every model's visits.
+
+    The target is the slowest stage that makes ``(M * S + N * (N - 1)) * slowest`` smallest, S counting the stages of
+    all models, because one slow stage anywhere holds up all others. A model gets as many stages as it needs when they
+    may be ``upper_threshold`` times as slow as the target, as equal as they can be.
+
+    Raises:
+        PlanError: a model does not fit into its budget.
+    """
+    totals = [StageSums(part.costs) for part in parts]
+    limits = {limit for total in totals for times in (total.forward, total.again) for limit in even_limits(times)}
+    _, target, limit = min((*_together_ms(parts, totals, limit, min_stages), limit) for limit in {*limits, 0.0})
+    evened = [_evened(part, total, target * upper_threshold) for part, total in zip(parts, totals, strict=True)]
+    if sum(map(len, evened)) < min_stages:
+        evened = [_evened(part, total, limit) for part, total in zip(parts, totals, strict=True)]
+    return evened
+
+
+def _together_ms(
+    parts: Sequence[Part], totals: Sequence[StageSums], limit: float, min_stages: int
+) -> tuple[float, float]:
+    """The predicted time, infinite with too few stages, and the slowest stage."""
+    work, slowest, num_visits, num_devices = 0, 0.0, 0, 1
+    for part, total in zip(parts, totals, strict=True):
+        visits = _cut(part, total, limit).passes(part.costs.num_layers)
+        num_visits += len(visits)
+        num_devices = max(num_devices, part.round_.num_devices)
+        work += part.round_.num_microbatches * len(visits)
+        slowest = max(slowest, *(total.visit_ms(*visit, part.round_.num_microbatches) for visit in visits))
+    is_enough = num_visits >= min_stages or limit == 0
+    return ((work + num_devices * (num_devices - 1)) * slowest if is_enough else inf), slowest
+
+
+def _cut(part: Part, total: StageSums, limit: float) -> _Cut:
+    num_layers = part.costs.num_layers
+    fused = 0
+    if part.is_fused:
+        whole = total.fused[num_layers]
+        fused = max(n for n in range(1, num_layers + 1) if n == 1 or whole - total.fused[num_layers - n] <= limit)
+    start = min(part.round_.first_trained, num_layers - 1)
+    return _Cut(
+        forward=pack_within([(total.forward, lambda _: limit)], 0, num_layers - fused),
+        fused=fused,
+        backward=pack_within([(total.again, lambda _: limit)], start, num_layers - fused) if part.has_backward else [],
+    )
+
+
+def _evened(part: Part, total: StageSums, limit: float) -> Passes:
+    """As many stages as ``limit`` asks for, evened out, and cut further as far as memory asks for it."""
+    cut, round_, num_layers = _cut(part, total, limit), part.round_, part.costs.num_layers
+    start = min(round_.first_trained, num_layers - 1)
+    again = [r + b for r, b in zip(part.costs.recompute, part.costs.backward, strict=True)]
+    needs = stage_needs(part.costs, round_)
+    smallest = inf
+    for fused, stage_bytes in product(range(cut.fused, min(cut.fused, 1) - 1, -1), stage_limits(round_)):
+        forward = _even(part.costs.forward, 0, num_layers - fused, len(cut.forward))
+        backward = _even(again, start, num_layers - fused, len(cut.backward)) if part.has_backward else []
+        passes = _Cut(
+            forward=_within(needs[Pass.FORWARD], stage_bytes, forward),
+            fused=fused,
+            backward=_within(needs[Pass.BACKWARD], stage_bytes, backward),
+        ).passes(num_layers)
+        peak = predicted_peak(passes, total, round_)
+        smallest = min(smallest, peak.total)
+        if peak.total <= round_.budget_bytes:
+            return passes
+    raise PlanError(
+        f"the smallest plan tried needs {readable(smallest)} on a device, {readable(round_.budget_bytes)} is allowed; "
+        "use smaller microbatches or raise max_gpu_memory"
+    )
+
+
+def _even(costs: Sequence[float], start: int, stop: int, num_stages: int) -> list[range]:
+    stages = partition_layers(costs[start:stop], max(num_stages, 1))
+    return [range(start + stage.start, start + stage.stop) for stage in stages]
+
+
+def _within(needs: Sequence[float], stage_bytes: float, stages: list[range]) -> list[range]:
+    return [
+        piece for stage in stages for piece in pack_within([(needs, lambda _: stage_bytes)], stage.start, stage.stop)
+    ]

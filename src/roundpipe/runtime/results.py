@@ -1,0 +1,65 @@
+"""What a finished call leaves for the caller: summed losses, input gradients, written buffers."""
+
+from typing import Any
+
+import torch
+
+from .call import Call
+from .transfer import Boundary
+
+
+def wanted(boundaries: list[Boundary]) -> list[torch.Tensor]:
+    """The caller's tensors that want a gradient, microbatch by microbatch."""
+    return [leaf for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True) if carried]
+
+
+def input_gradients(call: Call, boundaries: list[Boundary]) -> list[torch.Tensor | None]:
+    """Gradients for ``wanted(boundaries)``, each on its tensor's device."""
+    gradients: list[torch.Tensor | None] = []
+    for m, boundary in enumerate(boundaries):
+        received = call.input_gradients.get(m)
+        if not any(boundary.carries):
+            continue
+        leaves = received.leaves if received is not None else (None,) * len(boundary.leaves)
+        if received is not None and received.ready is not None:
+            received.ready.wait()
+        for leaf, carried, gradient in zip(boundary.leaves, boundary.carries, leaves, strict=True):
+            if carried:
+                gradients.append(None if gradient is None else gradient.to(leaf.device))
+    return gradients
+
+
+def backward_into(tensors: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    flowing = [(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None]
+    torch.autograd.backward([tensor for tensor, _ in flowing], [gradient for _, gradient in flowing])
+
+
+def sum_losses(call: Call) -> Any:
+    totals: list[torch.Tensor] = []
+    for m in range(call.settings.num_microbatches):
+        parts = [part.cpu() for part in call.losses[m].parts]
+        totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
+    for total in totals:
+        # Because a tensor without a graph would only say that it has none.
+        setattr(total, "backward", _already_run)  # noqa: B010
+    return totals if call.losses[0].is_sequence else totals[0]
+
+
+def _already_run(*_: Any, **__: Any) -> None:
+    raise RuntimeError("backward was already run by forward_backward(); use forward() to call backward() yourself")
+
+
+def write_buffers(call: Call) -> None:
+    """Buffers that forwards changed go to their owners, now that the call has succeeded."""
+    for owner, name, value, source, ready in call.buffer_updates:
+        ready.wait()
+        original = owner._buffers.get(name)
+        if value is None:
+            owner._buffers[name] = None
+            continue
+        source.lend_to_caller(value)
+        with torch.no_grad():
+            if original is not None and original.shape == value.shape and original.dtype == value.dtype:
+                original.copy_(value)
+            else:
+                owner._buffers[name] = value.detach().to("cpu", copy=True)

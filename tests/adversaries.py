@@ -1,0 +1,18 @@
+"""Adversarial devices for tests: made in sets, and asked afterwards whether anything was done without a wait."""
+
+from roundpipe.device.adversarial import AdversarialDevice
+
+
+class Adversaries:
+    """Some adversarial devices with one seed; stands where a `DeviceSet` gives the `devices` argument."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.count = count
+        self.argument = [AdversarialDevice(index, seed=seed) for index in range(count)]
+
+    def __str__(self) -> str:
+        return f"adversarial{self.count}"
+
+    @property
+    def faults(self) -> list[str]:
+        return [fault for device in self.argument for fault in device.faults]

@@ -1,0 +1,243 @@
+"""Makes an engine fail, or hang, at one chosen action: a model and devices with a hook at every kind of action."""
+
+import gc
+import signal
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from engines import engine_gradients, engine_weights, run_batch
+from models import MLP_WIDTH, Batch, mlp_batch
+from optimizers import PATIENCE_S
+from reference import buffers_of
+from roundpipe import ModelExecutePlan, RoundPipe
+from roundpipe.device.adversarial import AdversarialDevice, AdversarialLane
+from roundpipe.memory.pinning import HostArena
+
+PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)])
+MICROBATCHES = 3
+SITES = ["upload", "forward", "fused", "loss", "fused backward", "recompute", "backward", "landing"]
+LATE_SITES = ["recompute", "backward", "landing"]
+"""What may still be to come when a call that draws nothing has returned."""
+
+
+class Boom(Exception):
+    """The injected error."""
+
+
+class Injection:
+    """Where something is to happen once, and what. Global to the tests, so that any copy of a layer finds it."""
+
+    def __init__(self) -> None:
+        self._site: str | None = None
+        self._left = 0
+        self._action: Callable[[], None] = lambda: None
+
+    @property
+    def is_armed(self) -> bool:
+        return self._site is not None
+
+    def arm(self, site: str, action: Callable[[], None], *, at: int = 2) -> None:
+        """``action`` runs when ``site`` is reached for the ``at``-th time from now."""
+        self._site, self._left, self._action = site, at, action
+
+    def disarm(self) -> None:
+        self._site = None
+
+    def reach(self, site: str) -> None:
+        if site != self._site:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self.disarm()
+            self._action()
+
+
+INJECTION = Injection()
+
+
+class HookedDevice(AdversarialDevice):
+    """Reports every copy the engine queues by itself: weights going up, gradients going down."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        _report(self.up, "upload")
+        _report(self.down, "landing")
+
+
+def _report(lane: AdversarialLane, site: str) -> None:
+    copy_ = lane.copy_
+
+    def reported(target: Tensor, source: Tensor) -> None:
+        INJECTION.reach(site)
+        copy_(target, source)
+
+    lane.copy_ = reported  # type: ignore[method-assign]
+
+
+class HookedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: "HookedBackward", hidden: Tensor, site: str) -> Tensor:
+        ctx.site = site
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: "HookedBackward", gradient: Tensor) -> tuple[Tensor, None]:
+        INJECTION.reach(ctx.site)
+        return gradient, None
+
+
+class Hooked(nn.Module):
+    """A linear layer that reports what it does."""
+
+    def __init__(self, *, is_fused: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self._is_fused = is_fused
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # The engine has learnt the layer in an earlier call: in the forward pass it runs without grad.
+        again = "recompute" if torch.is_grad_enabled() else "forward"
+        INJECTION.reach("fused" if self._is_fused else again)
+        return HookedBackward.apply(self.linear(hidden), "fused backward" if self._is_fused else "backward")
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer: a half-done call would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        return hidden * 1.0
+
+
+def make_hooked_model(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+        Counting(),
+        Hooked(is_fused=False),
+        nn.Dropout(dropout),
+        nn.BatchNorm1d(MLP_WIDTH),
+        Hooked(is_fused=True),
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+    )
+
+
+def hooked_batch() -> Batch:
+    batch = mlp_batch(rows=6)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        INJECTION.reach("loss")
+        loss: Tensor = batch.loss_fn(output, target)
+        return loss
+
+    return batch._replace(loss_fn=loss_fn)
+
+
+BATCH = hooked_batch()
+
+
+class HookedDevices:
+    """Stands where a `DeviceSet` gives the `devices` argument."""
+
+    def __init__(self, count: int) -> None:
+        self.argument = [HookedDevice(index) for index in range(count)]
+
+    def check(self) -> None:
+        """Nothing was done without a wait."""
+        assert [fault for device in self.argument for fault in device.faults] == []
+
+
+def call_only(engine: RoundPipe) -> None:
+    """A call, which may return before its late part."""
+    run_batch(engine, BATCH, MICROBATCHES, execute_plan=PLAN)
+
+
+def call(engine: RoundPipe) -> None:
+    """A call, its late part included."""
+    call_only(engine)
+    engine.synchronize()
+
+
+def raise_boom() -> None:
+    raise Boom("injected")
+
+
+class Interruption:
+    """Ctrl-C for the main thread while another one hangs in user code.
+
+    The hang ends when the interrupt has reached the main thread. Whichever of them then goes on first: both are right.
+    """
+
+    def __init__(self) -> None:
+        self._hangs, self._arrived = threading.Event(), threading.Event()
+        self.is_over = False
+
+    def hang(self) -> None:
+        self._hangs.set()
+        if not self._arrived.wait(PATIENCE_S):
+            raise TimeoutError("the interrupt never reached the main thread")
+        self.is_over = True
+
+    def __enter__(self) -> "Interruption":
+        self._handler = signal.signal(signal.SIGINT, self._interrupt)
+        self._sender = threading.Thread(target=self._send)
+        self._sender.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hangs.set()
+        self._sender.join()
+        signal.signal(signal.SIGINT, self._handler)
+
+    def _send(self) -> None:
+        self._hangs.wait(PATIENCE_S)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def _interrupt(self, *_: object) -> None:
+        if not self._arrived.is_set():
+            self._arrived.set()
+            raise KeyboardInterrupt
+
+
+class State:
+    """Everything that a failed call must leave alone, the memory it may have used included."""
+
+    def __init__(self, engine: RoundPipe) -> None:
+        engine.synchronize()
+        self.weights = engine_weights(engine)
+        self.gradients = engine_gradients(engine)
+        self.buffers = buffers_of(engine.model)
+        self.generator = torch.get_rng_state()
+        self.threads = set(threading.enumerate())
+
+
+Held = dict[str, int]
+
+
+def held(engine: RoundPipe) -> Held:
+    """What an idle engine keeps: slots by device, and all tensors and gradient memory of the process."""
+    gc.collect()
+    kinds = [type(thing) for thing in gc.get_objects()]
+    return {
+        **engine.statistics()["slot_bytes"],
+        "arenas": sum(issubclass(kind, HostArena) for kind in kinds),
+        "tensors": sum(issubclass(kind, Tensor) for kind in kinds),
+    }
+
+
+def check_held(engine: RoundPipe, before: Held) -> None:
+    """The engine holds no more than before. Its threads may take a moment to let go of their last job."""
+    for _ in range(20):
+        now = held(engine)
+        if all(now[name] <= count for name, count in before.items()):
+            return
+    assert now == before

@@ -1,0 +1,81 @@
+"""Drawings of what each device is told to do. ``F3.1@0``: forward, stage 3, microbatch 1, device 0."""
+
+import pytest
+
+from roundpipe import ModelExecutePlan
+from roundpipe.plan.schedule import Schedule, fused_passes, round_robin, saved_layers
+
+PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(3, 4), range(3)])
+
+# U uploads the stage's weights, L lands its gradients, R releases its slots; X is the fused stage. Each device uploads
+# its next stage as soon as it has queued the computes of the one before.
+DRAWINGS = {
+    1: [
+        "UF0@0 F0.0@0 F0.1@0 UF1@0 RF0@0 F1.0@0 F1.1@0 UX2@0 RF1@0 X2.0@0 X2.1@0 UB3@0 LX2@0 RX2@0 "
+        "B3.0@0 B3.1@0 UB4@0 LB3@0 RB3@0 B4.0@0 B4.1@0 LB4@0 RB4@0"
+    ],
+    2: [
+        "UF0@0 F0.0@0 F0.1@0 UX2@0 RF0@0 X2.0@0 X2.1@0 UB4@0 LX2@0 RX2@0 B4.0@0 B4.1@0 LB4@0 RB4@0",
+        "UF1@1 F1.0@1 F1.1@1 UB3@1 RF1@1 B3.0@1 B3.1@1 LB3@1 RB3@1",
+    ],
+    3: [
+        "UF0@0 F0.0@0 F0.1@0 UB3@0 RF0@0 B3.0@0 B3.1@0 LB3@0 RB3@0",
+        "UF1@1 F1.0@1 F1.1@1 UB4@1 RF1@1 B4.0@1 B4.1@1 LB4@1 RB4@1",
+        "UX2@2 X2.0@2 X2.1@2 LX2@2 RX2@2",
+    ],
+    8: [
+        "UF0@0 F0.0@0 F0.1@0 RF0@0",
+        "UF1@1 F1.0@1 F1.1@1 RF1@1",
+        "UX2@2 X2.0@2 X2.1@2 LX2@2 RX2@2",
+        "UB3@3 B3.0@3 B3.1@3 LB3@3 RB3@3",
+        "UB4@4 B4.0@4 B4.1@4 LB4@4 RB4@4",
+        "",
+        "",
+        "",
+    ],
+}
+
+
+def schedule(num_devices: int, first_device: int = 0, first_trained: int = 0) -> Schedule:
+    passes = fused_passes(PLAN, first_trained)
+    return round_robin(passes, num_devices=num_devices, num_microbatches=2, first_device=first_device)
+
+
+def draw(drawn: Schedule) -> list[str]:
+    return [" ".join(map(repr, actions)) for actions in drawn.actions]
+
+
+@pytest.mark.parametrize("num_devices", DRAWINGS)
+def test_drawing(num_devices: int) -> None:
+    assert draw(schedule(num_devices)) == DRAWINGS[num_devices]
+
+
+@pytest.mark.parametrize(("num_devices", "after"), [(1, [0, 0, 0]), (2, [1, 0, 1]), (3, [2, 1, 0]), (8, [5, 2, 7])])
+def test_round_robin_carries_on_across_calls(num_devices: int, after: list[int]) -> None:
+    """Five visits a call: the next call's first visit goes where this call's sixth would have gone."""
+    position, positions = 0, []
+    for _ in range(3):
+        drawn = schedule(num_devices, position)
+        assert drawn.visits[0].device == position
+        position = drawn.next_device
+        positions.append(position)
+    assert positions == after
+
+
+def test_a_later_call_is_the_same_drawing_on_other_devices() -> None:
+    assert draw(schedule(3, first_device=2)) == [
+        "UF1@0 F1.0@0 F1.1@0 UB4@0 RF1@0 B4.0@0 B4.1@0 LB4@0 RB4@0",
+        "UX2@1 X2.0@1 X2.1@1 LX2@1 RX2@1",
+        "UF0@2 F0.0@2 F0.1@2 UB3@2 RF0@2 B3.0@2 B3.1@2 LB3@2 RB3@2",
+    ]
+
+
+def test_nothing_below_the_first_trained_layer_is_visited_backward() -> None:
+    """Layers 0 to 2 are frozen: the last backward stage is gone, and no forward visit keeps an input for it."""
+    assert draw(schedule(3, first_trained=3)) == [
+        "UF0@0 F0.0@0 F0.1@0 UB3@0 RF0@0 B3.0@0 B3.1@0 LB3@0 RB3@0",
+        "UF1@1 F1.0@1 F1.1@1 RF1@1",
+        "UX2@2 X2.0@2 X2.1@2 LX2@2 RX2@2",
+    ]
+    assert saved_layers(fused_passes(PLAN, 3)) == {3}
+    assert fused_passes(PLAN, 1)[-1][1] == range(1, 3)

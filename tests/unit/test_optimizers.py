@@ -1,0 +1,190 @@
+"""roundpipe.optim against torch.optim: the same weights after 50 steps over the same gradients."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.optim import SGD, Adam, AdamW, chunks
+
+STEPS = 50
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "decay": {"weight_decay": 0.1},
+    "betas": {"betas": (0.5, 0.9), "eps": 1e-4},
+    "maximize": {"maximize": True, "weight_decay": 0.01},
+    "amsgrad": {"amsgrad": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tiny weights of these tests take several chunks, the last one short."""
+    monkeypatch.setattr(chunks, "_CHUNK", 100)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+
+
+def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((outputs - target) ** 2).sum() / 64
+
+
+def train(
+    make: Callable[[Any], torch.optim.Optimizer], clip: Callable[[Any], torch.Tensor] | None = None
+) -> tuple[nn.Module, list[float]]:
+    """Through the engine, sync."""
+    model = make_model()
+    norms: list[float] = []
+    with RoundPipe(model, devices=2) as engine:
+        optimizer = make(engine.optim_parameters())
+
+        def update() -> None:
+            if clip is not None:
+                norms.append(float(clip(optimizer)))
+            optimizer.step()
+
+        for x, y in batches():
+            engine.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1))
+            engine.step(update, is_async=False)
+    return model, norms
+
+
+def train_plain(
+    make: Callable[[Any], torch.optim.Optimizer], max_norm: float | None = None
+) -> tuple[nn.Module, list[float]]:
+    model = make_model()
+    optimizer = make(model.parameters())
+    norms: list[float] = []
+    for x, y in batches():
+        loss_fn(model(x), y).backward()
+        if max_norm is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(STEPS)]
+
+
+def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
+    for (name, a), e in zip(actual.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_adam_family_equals_torch(kind: str, options: dict[str, Any]) -> None:
+    ours = {"Adam": Adam, "AdamW": AdamW}[kind]
+    model, _ = train(lambda params: ours(params, lr=1e-2, **options))
+    expected, _ = train_plain(lambda params: getattr(torch.optim, kind)(params, lr=1e-2, **options))
+    assert_same_weights(model, expected)
+
+
+def test_sgd_equals_torch() -> None:
+    model, _ = train(lambda params: SGD(params, lr=1e-2, momentum=0.9))
+    expected, _ = train_plain(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9))
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW], ids=["ours", "torch's"])
+def test_clipping_equals_torch(make: Any) -> None:
+    """The factor is applied when the gradient is read, by whichever optimizer."""
+    model, norms = train(
+        lambda params: make(params, lr=1e-2), lambda optimizer: roundpipe.clip_grad_norm_(optimizer, 0.05)
+    )
+    expected, expected_norms = train_plain(lambda params: torch.optim.AdamW(params, lr=1e-2), 0.05)
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
+    assert min(expected_norms) > 0.05, "nothing was clipped"
+    assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("gradient", [float("inf"), float("nan")])
+def test_clipping_a_gradient_that_is_not_finite_does_what_torch_does(gradient: float) -> None:
+    seen = []
+
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(g, gradient)
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    plain = copy.deepcopy(model)
+    x = torch.ones(2, 4)
+    with RoundPipe(model, devices=1) as engine:
+        optimizer = SGD(engine.optim_parameters(), lr=1.0)
+        engine.forward_backward((x,), loss_fn=lambda outputs, _: Poison.apply(outputs).sum())
+
+        def update() -> None:
+            seen.append(roundpipe.clip_grad_norm_(optimizer, 1.0))
+            optimizer.step()
+
+        engine.step(update, is_async=False)
+    Poison.apply(plain(x)).sum().backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    torch.testing.assert_close(seen[0], expected, equal_nan=True)
+    torch.testing.assert_close(model[0].weight, plain[0].weight, equal_nan=True)
+
+
+def test_state_dict_is_torchs() -> None:
+    """State saved by one loads into the other and training goes on as if nothing had happened."""
+    parameters = [p.detach().clone().requires_grad_() for p in make_model().parameters()]
+    theirs = torch.optim.AdamW(parameters, lr=1e-2)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    theirs.step()
+    with RoundPipe(make_model(), devices=1) as engine:
+        ours = AdamW(engine.optim_parameters(), lr=1e-2)
+        ours.load_state_dict(theirs.state_dict())
+        x, y = batches()[0]
+        engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+        engine.step(ours.step, is_async=False)
+        state = ours.state_dict()["state"]
+    assert {key: sorted(value) for key, value in state.items()} == {
+        key: sorted(value) for key, value in theirs.state_dict()["state"].items()
+    }
+    assert all(float(value["step"]) == 2.0 for value in state.values())
+
+
+def test_the_callers_zero_grad_does_not_reach_into_a_step_under_way() -> None:
+    """A habit from plain loops: the step is still running on the optimizer thread when the caller zeroes gradients."""
+    import threading
+
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Held(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            entered.set()
+            assert go_on.wait(20)
+            return super().step(closure)
+
+    model = make_model()
+    start = copy.deepcopy(model)
+    with RoundPipe(model, devices=1) as engine:
+        optimizer = Held(engine.optim_parameters(), lr=0.1)
+        x, y = batches()[0]
+        go_on.set()
+        engine.step(optimizer.step, is_async=False)  # the very first step would wait for the end
+        entered.clear()
+        go_on.clear()
+        engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+        engine.step(optimizer.step)
+        assert entered.wait(20)
+        optimizer.zero_grad()
+        go_on.set()
+    assert not torch.equal(model[0].weight, start[0].weight)

@@ -1,0 +1,92 @@
+"""What a plan is predicted to hold at most, see [Note: device memory] in plan/memory.py."""
+
+import pytest
+
+from roundpipe.plan.actions import Pass, Passes
+from roundpipe.plan.costs import LayerCosts, Round, StageSums
+from roundpipe.plan.memory import PeakBytes, predicted_peak, predicted_peak_bytes, readable
+
+F, X, B = Pass.FORWARD, Pass.FUSED, Pass.BACKWARD
+
+# Powers of ten and digits, so that a sum says what is in it.
+COSTS = LayerCosts(
+    forward=(1.0,) * 4,
+    backward=(2.0,) * 4,
+    weight_bytes=(10, 10, 10, 10),
+    gradient_bytes=(100, 200, 300, 400),
+    saved_bytes=(1000, 2000, 3000, 4000),
+    input_bytes=(1, 2, 3, 4),
+)
+
+
+def peak(passes: Passes, num_devices: int = 1, **more: int | str) -> PeakBytes:
+    round_ = Round(num_devices=num_devices, num_microbatches=5, **more)  # type: ignore[arg-type]
+    found = predicted_peak(passes, StageSums(COSTS), round_)
+    assert predicted_peak_bytes(passes, COSTS, round_) == found.total
+    return found
+
+
+def test_one_fused_stage() -> None:
+    """All weights, all graphs of one microbatch, all sums; its input comes from the host, one microbatch at a time."""
+    assert peak([(X, range(4))]) == PeakBytes(slots=40, graph=10_000, sums=1000, boundaries=1)
+
+
+def test_the_next_stage_is_on_its_way_up() -> None:
+    """Two layers run and one prefetched: three slots, though no stage has more than two layers."""
+    assert peak([(F, range(2)), (X, range(2, 3))]).slots == 30
+    assert peak([(F, range(1)), (F, range(1, 2)), (F, range(2, 4))]).slots == 30
+
+
+def test_slots_of_different_sizes_do_not_stand_in_for_each_other() -> None:
+    costs = LayerCosts(forward=(1.0,) * 3, backward=(1.0,) * 3, weight_bytes=(10, 7, 10))
+    visits: Passes = [(F, range(1)), (F, range(1, 2)), (F, range(2, 3))]
+    found = predicted_peak(visits, StageSums(costs), Round(num_devices=1, num_microbatches=1))
+    assert found.slots == 17
+
+
+def test_gradients_still_landing_beside_those_of_the_next_visit() -> None:
+    assert peak([(F, range(2)), (X, range(2, 4)), (B, range(2))]).sums == 700
+    assert peak([(F, range(3)), (X, range(3, 4)), (B, range(3))]).sums == 1000
+
+
+@pytest.mark.parametrize(("grain", "graph"), [("stage", 6000), ("layer", 3000 + 2 + 3)])
+def test_recompute_by_layer_holds_the_largest_graph_and_the_inputs_of_the_others(grain: str, graph: int) -> None:
+    """The input of the stage's first layer is the saved one, counted with the boundaries."""
+    found = peak([(F, range(3)), (B, range(3))], grain=grain)
+    assert found.graph == graph
+
+
+def test_frozen_layers_keep_no_graph() -> None:
+    assert peak([(X, range(4))], first_trained=2).graph == 7000
+
+
+def test_one_device_keeps_inputs_for_backward_visits_and_what_moves_on() -> None:
+    """Five microbatches each: inputs of layers 0 and 2, then what the last forward visit made, the input of layer 3."""
+    visits: Passes = [(F, range(2)), (F, range(2, 3)), (X, range(3, 4)), (B, range(2, 3)), (B, range(2))]
+    backward_of_2 = 5 * 1 + 5 * 3 + 5 * 4
+    assert peak(visits).boundaries == backward_of_2
+    assert peak(visits[:2]).boundaries == 3 + 5 * 4
+
+
+def test_several_devices_share_the_kept_inputs() -> None:
+    costs = LayerCosts(forward=(1.0,) * 4, backward=(2.0,) * 4, input_bytes=(0, 7, 7, 7))
+    visits: Passes = [
+        *((F, range(i, i + 1)) for i in range(3)),
+        (X, range(3, 4)),
+        *((B, range(i, i + 1)) for i in (2, 1, 0)),
+    ]
+    alone, shared = (
+        predicted_peak_bytes(visits, costs, Round(num_devices=devices, num_microbatches=6)) for devices in (1, 3)
+    )
+    assert shared < alone
+
+
+def test_numbers_for_people() -> None:
+    assert [readable(n) for n in (0, 999, 1536, 20 * 2**20, 3 * 2**30)] == [
+        "0 B",
+        "999 B",
+        "1.5 KiB",
+        "20 MiB",
+        "3 GiB",
+    ]
+    assert str(PeakBytes(2**20, 0, 0, 2**20)) == "2 MiB (slots 1 MiB, graph 0 B, sums 0 B, boundaries 1 MiB)"
