@@ -175,32 +175,50 @@ class Interruption:
     The hang ends when the interrupt has reached the main thread. Whichever of them then goes on first: both are right.
     """
 
-    def __init__(self) -> None:
-        self._hangs, self._arrived = threading.Event(), threading.Event()
-        self.is_over = False
+    def __init__(self, *, is_allowed: bool = True) -> None:
+        self._hangs, self._allowed, self._arrived = threading.Event(), threading.Event(), threading.Event()
+        if is_allowed:
+            self._allowed.set()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._arrived.is_set()
 
     def hang(self) -> None:
         self._hangs.set()
         if not self._arrived.wait(PATIENCE_S):
             raise TimeoutError("the interrupt never reached the main thread")
-        self.is_over = True
+
+    def allow(self) -> None:
+        """The interrupt may come from now on."""
+        self._allowed.set()
 
     def __enter__(self) -> "Interruption":
+        self._is_left = False
         self._handler = signal.signal(signal.SIGINT, self._interrupt)
         self._sender = threading.Thread(target=self._send)
         self._sender.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_left = True
         self._hangs.set()
+        self._allowed.set()
         self._sender.join()
         signal.signal(signal.SIGINT, self._handler)
 
     def _send(self) -> None:
-        self._hangs.wait(PATIENCE_S)
+        self._hangs.wait()
+        self._allowed.wait()
+        if self._is_left:
+            return
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGINT)
+        # A signal that comes just before a thread begins to wait wakes nobody, so it is sent until it has arrived.
+        while True:
+            signal.pthread_kill(main, signal.SIGINT)
+            if self._arrived.wait(0.1) or self._is_left:
+                return
 
     def _interrupt(self, *_: object) -> None:
         if not self._arrived.is_set():

@@ -518,7 +518,8 @@ def _caller() -> str:
 
 
 def _outputs_as_loss(outputs: Any, _: Any) -> Any:
-    return outputs
+    """The outputs are the loss, or carry it as Hugging Face models' do."""
+    return getattr(outputs, "loss", outputs)
 
 
 def _merge_rule(config: RoundPipeRunConfig) -> Any:

@@ -12,7 +12,7 @@ from .params.gradients import GradientRules
 from .params.store import LayerParameters, ParameterStore
 from .plan.costs import Grain, LayerCosts, Round, StageSums
 from .plan.execute_plan import ModelExecutePlan, RunType, plan_for
-from .plan.measure import LayerSize, Measurements, ShapeMeasurements, prior_costs
+from .plan.measure import LayerSize, Measurements, ShapeMeasurements, prior_costs, with_guessed_graphs
 from .plan.memory import predicted_peak
 from .plan.search import predicted_ms
 
@@ -113,7 +113,7 @@ class Planner:
         key = (run_type, num_microbatches, grain, shapes, self._overlaps, self._store.first_trainable_layer())
         kept = self._kept.get(key)
         if kept is None:
-            plan = plan_for(run_type, *self.problem(run_type, num_microbatches, shapes, grain))
+            plan = self._first_plan(run_type, *self.problem(run_type, num_microbatches, shapes, grain), measured)
             kept = self._kept[key] = _Kept(plan, measured.version)
         elif kept.version != measured.version:
             kept.waited += 1
@@ -122,6 +122,18 @@ class Planner:
                 plan = _better(run_type, kept.plan, *problem)
                 self._kept[key] = _Kept(plan, measured.version, 2 * kept.patience)
         return self._kept[key].plan
+
+    def _first_plan(
+        self, run_type: RunType, costs: LayerCosts, round_: Round, measured: ShapeMeasurements
+    ) -> ModelExecutePlan:
+        """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
+        if not measured.knows_graphs:
+            try:
+                sizes = [self._size(layer) for layer in self._store.layers]
+                return plan_for(run_type, with_guessed_graphs(costs, sizes), round_)
+            except PlanError:
+                pass
+        return plan_for(run_type, costs, round_)
 
     def _budget_bytes(self) -> float:
         """Of the smallest device. Asked for once, because later the engine's own use would count against it."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights, run_batch, train_steps
@@ -304,3 +305,31 @@ def test_modules_that_reach_their_parameters_in_other_ways(
         run_batch(engine, batch, 2)
         engine.step(optimizer.step, is_async=False)
     devices.check(engine_weights(engine), reference.weights, bitwise=False)
+
+
+class TwiceCheckpointed(nn.Module):
+    """Its backward runs two more backwards inside itself, each of which finishes a gradient of the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.linear, hidden, use_reentrant=True).tanh()
+        return checkpoint(self.linear, hidden, use_reentrant=True)
+
+
+@pytest.mark.parametrize("fused_start", [0, 2])
+def test_gradients_that_come_in_several_parts_all_count(fused_start: int, devices: DeviceSet, engines: Engines) -> None:
+    """A layer sends its gradients down when it has them all; a part that comes later must not be left behind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), TwiceCheckpointed(), nn.Linear(MLP_WIDTH, MLP_WIDTH))
+    batch = mlp_batch(rows=6)
+    expected = plain_call(copy.deepcopy(model), batch.split(2), batch.loss_fn)
+    engine = engines(model, devices)
+    plan = ModelExecutePlan(
+        fwd_plan=[range(fused_start)] if fused_start else [],
+        bwd_plan=[range(fused_start, 3), *([range(fused_start)] if fused_start else [])],
+    )
+    run_batch(engine, batch, 2, execute_plan=plan)
+    devices.check(engine_gradients(engine), expected.gradients, bitwise=False)

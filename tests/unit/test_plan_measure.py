@@ -12,7 +12,14 @@ from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.store import ParameterStore
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.execute_plan import ModelExecutePlan
-from roundpipe.plan.measure import GraphBytes, LayerSize, Measurements, ShapeMeasurements, prior_costs
+from roundpipe.plan.measure import (
+    GraphBytes,
+    LayerSize,
+    Measurements,
+    ShapeMeasurements,
+    prior_costs,
+    with_guessed_graphs,
+)
 from roundpipe.planner import Planner
 
 MIB = 2**20
@@ -41,6 +48,16 @@ def test_prior_counts_two_operations_per_weight_and_as_many_for_each_gradient() 
 
 def test_prior_has_no_backward_below_the_first_trained_layer() -> None:
     assert prior_costs([size(MIB, trains=False), size(MIB)], 1).backward[0] == 0
+
+
+def test_guessed_graphs_are_those_of_a_transformer_block_of_that_size() -> None:
+    """Twelve times 2048 squared weights, 8,192 tokens: 34 bytes for each of 8,192 x 2048."""
+    block = LayerSize(24 * 2048**2, 48 * 2048**2, 12 * 2048**2, True)
+    costs = with_guessed_graphs(
+        prior_costs([block, size(MIB, multiplied=False)], 0), [block, size(MIB, multiplied=False)]
+    )
+    assert costs.saved_bytes == (34 * 8192 * 2048, 0)
+    assert costs.input_bytes == (2 * 8192 * 2048, 0)
 
 
 # Times.
@@ -120,8 +137,9 @@ def test_saved_bytes_stand_for_layers_of_the_same_size() -> None:
 def test_what_the_loss_keeps_counts_with_the_last_layer() -> None:
     measured = measurements(100, 200)
     measured.record_saved_bytes(1, 7000)
-    measured.record_saved_bytes(2, 500)
+    measured.record_saved_bytes(2, 500, 400)
     assert measured.costs().saved_bytes == (0, 7500)
+    assert measured.costs().passing_bytes == (0, 400)
     assert [measured.knows_graph(layer) for layer in range(3)] == [False, True, True]
 
 
@@ -132,6 +150,7 @@ def test_graph_bytes_count_each_storage_once_and_no_parameters() -> None:
     with torch.autograd.graph.saved_tensors_hooks(graph.pack, lambda tensor: tensor):
         output = layer(torch.ones(5, 8))
     assert graph.num_bytes == 4 * 5 * (8 + 16)
+    assert graph.largest_bytes == 4 * 5 * 16
     output.sum().backward()
     assert layer[0].weight.grad is not None
 
@@ -187,6 +206,14 @@ def test_measured_graphs_change_the_fused_stage() -> None:
     changed = planner.plan("fused", 2, None)
     assert 1 <= fused_layers(changed) < 8
     assert planner.plan("fused", 2, None) is changed
+
+
+def test_the_first_plan_leaves_room_for_activations_nobody_has_seen() -> None:
+    """A guess makes it careful; a guess that leaves nothing possible is not believed."""
+    careful, ample = make_planner(num_bytes=40_000_000), make_planner(num_bytes=1_000_000_000)
+    assert 1 <= fused_layers(careful.plan("fused", 2, None)) < 8
+    assert fused_layers(ample.plan("fused", 2, None)) == 8
+    assert fused_layers(make_planner(num_bytes=100_000).plan("fused", 2, None)) == 8
 
 
 def test_small_gains_do_not_change_a_plan() -> None:

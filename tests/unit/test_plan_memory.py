@@ -1,5 +1,7 @@
 """What a plan is predicted to hold at most, see [Note: device memory] in plan/memory.py."""
 
+from dataclasses import replace
+
 import pytest
 
 from roundpipe.plan.actions import Pass, Passes
@@ -54,6 +56,12 @@ def test_recompute_by_layer_holds_the_largest_graph_and_the_inputs_of_the_others
     """The input of the stage's first layer is the saved one, counted with the boundaries."""
     found = peak([(F, range(3)), (B, range(3))], grain=grain)
     assert found.graph == graph
+
+
+def test_the_largest_gradient_passes_through_one_layer_at_a_time() -> None:
+    costs = replace(COSTS, passing_bytes=(500, 900, 100, 700))
+    found = predicted_peak([(X, range(4))], StageSums(costs), Round(num_devices=1, num_microbatches=5))
+    assert found.graph == 10_000 + 900
 
 
 def test_frozen_layers_keep_no_graph() -> None:

@@ -1,7 +1,7 @@
 """Gradients on their way to the optimizer: summed on the device, landed on the host, added up per step."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,12 +39,25 @@ class GradientRules:
 
 
 class Accumulator:
-    """Sums one layer's gradients over the microbatches of a visit, on the device."""
+    """Sums one layer's gradients over the microbatches of a visit, on the device.
+
+    During the visit's last microbatch it lands them by itself as soon as all are there, so that they go down while
+    shallower layers are still in their backward. ``landed`` is what it has sent; a gradient that comes after that
+    (a layer may run backward inside its own backward) takes it back.
+    """
 
     def __init__(self, layer: LayerParameters, rules: GradientRules) -> None:
         self.layer = layer
-        self._rules = rules
         self.sums: dict[int, torch.Tensor] = {}
+        self.landed: LandedLayer | None = None
+        self._rules = rules
+        self._missing = {use.place for use in layer.trainable}
+        self._outdated: list[LandedLayer] = []  # because their copies may still be under way
+        self._land: Callable[[Accumulator], LandedLayer] | None = None
+
+    def land_when_complete(self, land: Callable[["Accumulator"], "LandedLayer"]) -> None:
+        """The visit's last microbatch begins. ``land`` is called on whichever thread runs its backward."""
+        self._land = land
 
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
@@ -61,8 +74,19 @@ class Accumulator:
                 self.sums[use.place].add_(gradient)
             else:
                 self.sums[use.place] = gradient.to(summed)
+            self._came(use.place)
 
         resident.register_post_accumulate_grad_hook(take)
+
+    def _came(self, place: int) -> None:
+        if self._land is None:
+            return
+        if self.landed is not None:
+            self._outdated.append(self.landed)
+            self.landed = None
+        self._missing.discard(place)
+        if not self._missing:
+            self.landed = self._land(self)
 
 
 class LandedLayer(NamedTuple):

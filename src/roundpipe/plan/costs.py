@@ -20,6 +20,7 @@ class LayerCosts:
         weight_bytes: what an upload moves and a slot holds.
         gradient_bytes: its accumulators on the device.
         saved_bytes: what autograd keeps of its forward.
+        passing_bytes: the largest gradient inside it, alive only while its backward runs.
         input_bytes: the boundary that goes into it.
         copy_ms_per_byte: of weights up and gradients down, over a lane of their own.
     """
@@ -30,12 +31,13 @@ class LayerCosts:
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
     saved_bytes: tuple[int, ...] = ()
+    passing_bytes: tuple[int, ...] = ()
     input_bytes: tuple[int, ...] = ()
     copy_ms_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", self.recompute or self.forward)
-        for name in ("weight_bytes", "gradient_bytes", "saved_bytes", "input_bytes"):
+        for name in ("weight_bytes", "gradient_bytes", "saved_bytes", "passing_bytes", "input_bytes"):
             object.__setattr__(self, name, getattr(self, name) or (0,) * self.num_layers)
         lengths = {f.name: len(getattr(self, f.name)) for f in fields(self) if f.name != "copy_ms_per_byte"}
         assert set(lengths.values()) == {self.num_layers}, lengths

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ _NEW, _EARLY = 0.3, 3
 # A smaller relative change is no reason to plan again.
 _NOTABLE = 0.05
 # Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate, copy rate, and what
-# any layer costs. They make uploads and computes equally long where 4,096 tokens and PCIe gen4 do.
-_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS = 4096, 1e14, 25e6, 0.01
+# any layer costs. 16-bit weights then take as long to go up over PCIe gen4 as to run forward.
+_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS = 8192, 2e14, 25e6, 0.01
 
 # What a pass runs of a layer.
 _PARTS = {
@@ -50,6 +51,19 @@ def prior_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     )
 
 
+def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize]) -> LayerCosts:
+    """Activations of each layer as if it were a transformer block with as many weights; for a first call to be careful.
+
+    34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention scores, which fused
+    kernels do not keep); 12 weights per unit of width squared.
+    """
+    widths = [sqrt(layer.matmul_elements / 12) for layer in layers]
+    guesses = {"saved_bytes": 34, "passing_bytes": 8, "input_bytes": 2}
+    return replace(
+        costs, **{name: tuple(int(each * _TOKENS * width) for width in widths) for name, each in guesses.items()}
+    )
+
+
 class GraphBytes:
     """Counts what autograd keeps of a layer. ``pack`` and ``count`` are made for ``saved_tensors_hooks``.
 
@@ -64,6 +78,11 @@ class GraphBytes:
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self._kept.values())
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest single one: the gradient of something that large passes through the layer's backward."""
+        return max((storage.nbytes() for storage in self._kept.values()), default=0)
 
     def count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -91,6 +110,7 @@ class ShapeMeasurements:
         self._ms: dict[tuple[str, int], float] = {}
         self._times_seen: Counter[tuple[Pass, range]] = Counter()
         self._saved: dict[int, int] = {}
+        self._passing: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
         self._version = 0
 
@@ -125,8 +145,10 @@ class ShapeMeasurements:
             if is_new or abs(surprise) * weight > _NOTABLE:
                 self._version += 1
 
-    def record_saved_bytes(self, layer: int, num_bytes: int) -> None:
+    def record_saved_bytes(self, layer: int, num_bytes: int, largest_bytes: int = 0) -> None:
         """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for the loss."""
+        with self._lock:
+            self._passing[layer] = largest_bytes
         self._record(self._saved, layer, num_bytes)
 
     def knows_graph(self, layer: int) -> bool:
@@ -142,12 +164,13 @@ class ShapeMeasurements:
         layers = range(self._costs.num_layers)
         with self._lock:
             times: dict[str, Any] = {part: tuple(self._estimate(part, i) for i in layers) for part in _ALL_PARTS}
-            saved = self._alike(self._saved)
-            loss = self._saved.get(self._costs.num_layers, 0)
+            past_last = self._costs.num_layers
+            saved, passing = self._alike(self._saved), self._alike(self._passing)
             return replace(
                 self._costs,
                 **times,
-                saved_bytes=(*saved[:-1], saved[-1] + loss),
+                saved_bytes=(*saved[:-1], saved[-1] + self._saved.get(past_last, 0)),
+                passing_bytes=(*passing[:-1], max(passing[-1], self._passing.get(past_last, 0))),
                 input_bytes=self._alike(self._inputs),
             )
 

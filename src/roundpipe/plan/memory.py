@@ -1,11 +1,11 @@
-"""What a plan needs at most on one device. Counts what the engine holds; temporaries inside a layer are not known here.
+"""What a plan needs at most on one device. Counts what the engine holds; workspace of kernels is not known here.
 
 [Note: device memory] Four things share a device:
 
 * *slots*: the weights of the visit that runs and of the device's next one, already on its way up. Slots are kept by
   size (memory/slots.py), so a size counts with the most layers of it ever held at once.
 * *graph*: what autograd keeps of one microbatch, for the layers whose backward runs at once: the whole stage, or with
-  grain "layer" one layer, beside the inputs of the others.
+  grain "layer" one layer, beside the inputs of the others. And the largest gradient that passes through a layer.
 * *sums*: gradient accumulators of the visit, and of the device's visit before it, which are still going down.
 * *boundaries*: inputs kept for backward visits, and tensors on their way to the next visit, for all microbatches.
 """
@@ -72,10 +72,11 @@ def graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) ->
     start = max(layers.start, min(round_.first_trained, layers.stop))
     if pass_ is Pass.FORWARD or start == layers.stop:
         return 0
+    passing = max(stages.costs.passing_bytes[start : layers.stop])
     if pass_ is Pass.BACKWARD and round_.grain == "layer":
         inner = stages.inputs[layers.stop] - stages.inputs[start + 1]
-        return int(max(stages.costs.saved_bytes[start : layers.stop]) + inner)
-    return int(stages.saved[layers.stop] - stages.saved[start])
+        return int(max(stages.costs.saved_bytes[start : layers.stop]) + inner) + passing
+    return int(stages.saved[layers.stop] - stages.saved[start]) + passing
 
 
 def _sums(visit: tuple[Pass, range], stages: StageSums, round_: Round) -> int:

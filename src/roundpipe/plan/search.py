@@ -281,7 +281,8 @@ class Search:
     def _nothing_fits(self) -> PlanError:
         """Names the layer that is too large by itself, else says what the smallest plan tried needs."""
         costs, budget = self._sums.costs, self._round.budget_bytes
-        alone = [w + g + s for w, g, s in zip(costs.weight_bytes, costs.gradient_bytes, costs.saved_bytes, strict=True)]
+        kinds = (costs.weight_bytes, costs.gradient_bytes, costs.saved_bytes, costs.passing_bytes)
+        alone = [sum(parts) for parts in zip(*kinds, strict=True)]
         layer = max(range(self._num_layers), key=alone.__getitem__)
         remedy = "use smaller microbatches or raise max_gpu_memory"
         if alone[layer] > budget:
@@ -297,7 +298,7 @@ class Search:
 
 def _most_bytes(costs: LayerCosts, round_: Round) -> float:
     """More than any plan can need, so that ample memory costs the search nothing."""
-    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes) + 2 * sum(costs.gradient_bytes)
+    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes + costs.passing_bytes) + 2 * sum(costs.gradient_bytes)
     return stages + (1 + 3 * round_.num_microbatches) * sum(costs.input_bytes)
 
 

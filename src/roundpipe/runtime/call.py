@@ -129,6 +129,8 @@ class Call:
     def _drain(self) -> None:
         with self.condition:
             self.condition.wait_for(lambda: self.is_finished)
+        for layer in self.landed:
+            layer.ready.wait()  # because the memory that gradients are copied to goes with this call
         self.board.clear()
         self.saved.clear()
 

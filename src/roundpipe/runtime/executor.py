@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .. import trace
 from ..device import Device
 from ..errors import ConfigError
-from ..params.gradients import GradientBuffers, land
+from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
 from ..plan.actions import Action, Op, Pass, Visit
 from ..plan.measure import GraphBytes
 from .board import Cancelled
@@ -130,13 +130,18 @@ class Executor:
 
     def _compute(self, call: Call, action: Action) -> None:
         stage, device = self._stages[action.visit], self.device
+        if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[-1]:
+            stage.land_when_complete(self._land_layer)
         with device.compute.work():
             self._passes[action.visit.pass_](call, stage, action.microbatch)
 
     def _land(self, call: Call, action: Action) -> None:
         for accumulator in reversed(self._stages[action.visit].accumulators.values()):
             if accumulator.sums:
-                call.landed.append(land(accumulator, self._buffers, self.device))
+                call.landed.append(accumulator.landed or self._land_layer(accumulator))
+
+    def _land_layer(self, accumulator: Accumulator) -> LandedLayer:
+        return land(accumulator, self._buffers, self.device)
 
     def _release(self, call: Call, action: Action) -> None:
         self._loader.release(self._stages.pop(action.visit))
@@ -248,7 +253,7 @@ class Executor:
 
     def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
         """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on what."""
-        graph = GraphBytes(self._loader.module(stage, layer).parameters())
+        graph = self._graph(stage, layer, boundary.leaves)
         with self._entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten):
             flags = zip(boundary.leaves, boundary.carries, strict=True)
             given = [copied(leaf.detach().requires_grad_() if carried else leaf) for leaf, carried in flags]
@@ -278,7 +283,7 @@ class Executor:
             given = [copied(leaf) if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
             for layer in layers:
-                with self._counted(call, layer, value, self._loader.module(stage, layer).parameters()):
+                with self._counted(call, stage, layer, value):
                     value = self._run_layer(call, stage, layer, microbatch, value, again)
         return leaves, value
 
@@ -295,9 +300,13 @@ class Executor:
         settings = call.settings
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
-        with self._entered(call, grad=True), call.streams.layer(self.device, settings.num_layers, microbatch):
-            with self._counted(call, settings.num_layers, output, ()):
-                loss: Any = settings.loss_fn(output, label)
+        past_last = settings.num_layers
+        with (
+            self._entered(call, grad=True),
+            call.streams.layer(self.device, past_last, microbatch),
+            self._counted(call, None, past_last, output),
+        ):
+            loss: Any = settings.loss_fn(output, label)
         parts: list[Any] = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         for part in parts:
             if not isinstance(part, torch.Tensor):
@@ -311,19 +320,25 @@ class Executor:
         return parts
 
     @contextmanager
-    def _counted(self, call: Call, layer: int, value: Any, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    def _counted(self, call: Call, stage: Stage | None, layer: int, value: Any) -> Iterator[None]:
         """Reports what autograd keeps of a layer (past the last one: of the loss), the first time."""
         if call.settings.measured is None or call.settings.measured.knows_graph(layer):
             yield
             return
-        graph = GraphBytes(parameters)
+        inputs = pytree.tree_leaves(value)
+        graph = self._graph(stage, layer, inputs)
         with torch.autograd.graph.saved_tensors_hooks(graph.pack, _detached):
             yield
-        self._report(call, layer, graph, pytree.tree_leaves(value))
+        self._report(call, layer, graph, inputs)
+
+    def _graph(self, stage: Stage | None, layer: int, inputs: Sequence[Any]) -> GraphBytes:
+        parameters = self._loader.module(stage, layer).parameters() if stage is not None else ()
+        # The caller's own inputs may be views of a whole batch; they count as the boundary that they are.
+        return GraphBytes([*parameters, *(t for t in inputs if layer == 0 and isinstance(t, torch.Tensor))])
 
     def _report(self, call: Call, layer: int, graph: GraphBytes, inputs: Iterable[Any]) -> None:
         if call.settings.measured is not None:
-            call.settings.measured.record_saved_bytes(layer, graph.num_bytes)
+            call.settings.measured.record_saved_bytes(layer, graph.num_bytes, graph.largest_bytes)
             num_bytes = sum(leaf.nbytes for leaf in inputs if isinstance(leaf, torch.Tensor))
             call.settings.measured.record_input_bytes(layer, num_bytes)
 

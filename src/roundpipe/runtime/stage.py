@@ -10,7 +10,7 @@ from torch import nn
 
 from ..device import Device, Event
 from ..memory.slots import Slot, SlotPool
-from ..params.gradients import Accumulator, GradientRules
+from ..params.gradients import Accumulator, GradientRules, LandedLayer
 from ..params.store import LayerParameters, ParameterStore
 from ..plan.actions import Pass, Visit
 from .call import BufferUpdate
@@ -107,6 +107,18 @@ class Stage:
         self.modes: dict[int, tuple[bool, ...]] = {}
         self.modules: dict[int, nn.Module] = {}
         self.accumulators: dict[int, Accumulator] = {}
+        self._land: Callable[[Accumulator], LandedLayer] | None = None
+
+    def land_when_complete(self, land: Callable[[Accumulator], LandedLayer]) -> None:
+        """The last microbatch begins: layers send their gradients down as soon as they have all."""
+        self._land = land
+        for accumulator in self.accumulators.values():
+            accumulator.land_when_complete(land)
+
+    def add_accumulator(self, accumulator: Accumulator) -> None:
+        self.accumulators[accumulator.layer.layer] = accumulator
+        if self._land is not None:
+            accumulator.land_when_complete(self._land)
 
 
 class StageLoader:
@@ -169,7 +181,7 @@ class StageLoader:
         if self._compiler is not None:
             self._compiler.apply(replica)
         stage.modules[index] = replica
-        stage.accumulators[index] = accumulator
+        stage.add_accumulator(accumulator)
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         """The buffers that the visit's forwards changed."""
