@@ -186,6 +186,7 @@ class RoundPipe(ForwardingModule):
             raise ConfigError("load_state_dict(assign=True) would replace the engine's weights; use assign=False")
         self._flush("load_state_dict()")
         self._steps.zero_grad()
+        self._steps.num_loads += 1
         result = self.model.load_state_dict(state_dict, strict=strict)
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in state_dict:
@@ -199,6 +200,7 @@ class RoundPipe(ForwardingModule):
         self._begin("reload_parameters()")
         self._steps.wait_idle()
         self._steps.zero_grad()
+        self._steps.num_loads += 1
         for parameter, _ in self._masters.existing():
             self._masters.follow(parameter)
 
@@ -239,17 +241,17 @@ class RoundPipe(ForwardingModule):
             saved_layers=saved_layers(backward),
         )
         call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries)
-        with call.streams.owned():
+        with call.awaited():
             call.wait_results()
             call.wait_finished()
+            outputs = self._delivered(call, config)
+            if with_grad:
+                values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
+            else:
+                values = [output.value for output in outputs]
+            merged = merge(values, parts.rows, _merge_rule(config))
         write_buffers(call)
-        target = torch.device(config.output_device or "cpu")
-        outputs = [deliver(call.outputs[m], target) for m in range(len(boundaries))]
-        if with_grad:
-            values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
-        else:
-            values = [output.value for output in outputs]
-        return merge(values, parts.rows, _merge_rule(config))
+        return merged
 
     def forward_backward(
         self,
@@ -294,20 +296,19 @@ class RoundPipe(ForwardingModule):
         )
         call = self._run(passes, settings, config, boundaries)
         tensors = wanted(boundaries)
-        with call.streams.owned():
+        with call.awaited():
             call.wait_results()
             if call.streams.drawn or tensors:
                 call.wait_finished()
+            result = loss = sum_losses(call)
+            if return_outputs:
+                outputs = [output.value for output in self._delivered(call, config)]
+                result = loss, merge(outputs, parts.rows, _merge_rule(config))
+            if tensors:
+                backward_into(tensors, input_gradients(call, boundaries))
         write_buffers(call)
         self._steps.commit(call)
-        if tensors:
-            backward_into(tensors, input_gradients(call, boundaries))
-        loss = sum_losses(call)
-        if not return_outputs:
-            return loss
-        target = torch.device(config.output_device or "cpu")
-        outputs = [deliver(call.outputs[m], target).value for m in range(len(boundaries))]
-        return loss, merge(outputs, parts.rows, _merge_rule(config))
+        return result
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
         """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated gradients from here on.
@@ -399,17 +400,21 @@ class RoundPipe(ForwardingModule):
         posts = {("x", 0, m): boundary for m, boundary in enumerate(boundaries)}
         return self._pipeline.submit(passes, settings, streams, posts=posts)
 
+    def _delivered(self, call: Call, config: RoundPipeRunConfig) -> list[Boundary]:
+        target = torch.device(config.output_device or "cpu")
+        return [deliver(call.outputs[m], target) for m in range(call.settings.num_microbatches)]
+
     def _backward_round(
         self, forward: Call, backward: Passes, boundaries: list[Boundary]
     ) -> Callable[[list[Gradients]], Gradients]:
-        made_after = self._steps.num_steps
+        made_at = self._steps.weights
 
         def run(gradients: list[Gradients]) -> Gradients:
             self._begin("backward()")
-            if self._steps.num_steps != made_after:
+            if self._steps.weights != made_at:
                 raise RuntimeError(
-                    "step() ran between this forward and its backward, so the weights are no longer those of the "
-                    "forward; call backward() before step()"
+                    "step(), a flush or a load ran between this forward and its backward, so the weights are no longer "
+                    "those of the forward; call backward() first"
                 )
             posts = {}
             for m, given in enumerate(gradients):
@@ -419,7 +424,7 @@ class RoundPipe(ForwardingModule):
                 posts["g", forward.settings.num_layers, m] = BoundaryGradient(leaves, None, None)
             forward.streams.take_over()
             call = self._pipeline.submit(backward, forward.settings, forward.streams, posts=posts, saved=forward.saved)
-            with forward.streams.owned(advance=False):
+            with call.awaited(advance=False):
                 call.wait_finished()
             self._steps.commit(call)
             return input_gradients(call, boundaries)

@@ -1,7 +1,9 @@
 """Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import log2
+from typing import Any
 
 import torch
 from torch import nn
@@ -153,6 +155,16 @@ class Planner:
 
     def _summed_bytes(self, parameter: nn.Parameter) -> int:
         return max(4, parameter.itemsize) if self._rules is None else self._rules.dtypes(parameter).summed.itemsize
+
+
+def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
+    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a quarter of an octave.
+
+    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few plans.
+    """
+    tensors = ([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches)
+    largest = max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
+    return round(4 * log2(max(largest, 1)))
 
 
 def _better(run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round) -> ModelExecutePlan:

@@ -24,7 +24,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 ROWS, LENGTH, WIDTH, VOCABULARY = 12, 2, 8, 11
 NUM_LAYERS = 7  # embedding, blocks, head
 LEARNING_RATE = 0.05
-DEFAULT_EXAMPLES, LONG_EXAMPLES = 60, 220
+DEFAULT_EXAMPLES, LONG_EXAMPLES = 40, 220
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +180,7 @@ FIXED = settings(
 )
 
 
+@pytest.mark.timeout(180)
 @FIXED
 @given(case=CASES)
 def test_a_drawn_plan_gives_the_bits_of_one_stage_on_one_device(case: Case) -> None:

@@ -20,7 +20,7 @@ from roundpipe.plan.measure import (
     prior_costs,
     with_guessed_graphs,
 )
-from roundpipe.planner import Planner
+from roundpipe.planner import Planner, size_class
 
 MIB = 2**20
 
@@ -210,7 +210,7 @@ def test_measured_graphs_change_the_fused_stage() -> None:
 
 def test_the_first_plan_leaves_room_for_activations_nobody_has_seen() -> None:
     """A guess makes it careful; a guess that leaves nothing possible is not believed."""
-    careful, ample = make_planner(num_bytes=40_000_000), make_planner(num_bytes=1_000_000_000)
+    careful, ample = make_planner(num_bytes=10_000_000), make_planner(num_bytes=1_000_000_000)
     assert 1 <= fused_layers(careful.plan("fused", 2, None)) < 8
     assert fused_layers(ample.plan("fused", 2, None)) == 8
     assert fused_layers(make_planner(num_bytes=100_000).plan("fused", 2, None)) == 8
@@ -257,6 +257,13 @@ def test_a_plan_that_has_run_is_kept_when_nothing_is_predicted_to_fit() -> None:
     plan = planner.plan("fused", 2, None)
     planner.measured().record_saved_bytes(3, 10_000_000)
     assert planner.plan("fused", 2, None) is plan
+
+
+def test_microbatches_of_about_the_same_size_share_their_measurements() -> None:
+    """Else batches without padding, each of its own length, would be planned for again and again."""
+    sizes = [size_class([(torch.empty(1, length),), (torch.empty(1, 3), "text")]) for length in (1000, 1040, 2000)]
+    assert sizes[0] == sizes[1] < sizes[2]
+    assert size_class([()]) == 0
 
 
 def test_what_trains_and_how_steps_are_taken_have_plans_of_their_own() -> None:

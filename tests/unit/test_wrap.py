@@ -175,8 +175,8 @@ def test_sequential_and_single_layer(wrap: Any, caplog: pytest.LogCaptureFixture
         sequential = wrap(make_mlp())
         assert not caplog.records
         single = wrap(Scale(), name="mine")
-    assert len(sequential.layer_costs.forward) == 7
-    assert len(single.layer_costs.forward) == 1
+    assert len(sequential.planner.layer_costs.forward) == 7
+    assert len(single.planner.layer_costs.forward) == 1
     (record,) = caplog.records
     assert record.getMessage().startswith("mine: Scale has no preset")
     x = torch.randn(3, 4)
@@ -196,7 +196,7 @@ def test_preset_insisted_on_or_not_wanted(wrap: Any) -> None:
     with pytest.raises(NotImplementedError, match="no preset for Scale"):
         wrap(Scale(), use_sequential_preset=True)
     engine = wrap(make_llama(tied=False), use_sequential_preset=False)
-    assert len(engine.layer_costs.forward) == 1
+    assert len(engine.planner.layer_costs.forward) == 1
 
 
 def test_default_name_is_where_the_user_called() -> None:

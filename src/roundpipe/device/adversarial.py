@@ -42,9 +42,21 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.lanes: list[AdversarialLane] = []  # whose ``work`` it is in, the innermost last
+        self.is_copying = False  # its operations are the adversary's own, also inside ``work``
 
 
 _here = _Here()
+
+
+@contextmanager
+def _own_operations() -> Iterator[None]:
+    """Holds the lock and keeps what is done inside from being taken for work on a lane."""
+    with _lock:
+        before, _here.is_copying = _here.is_copying, True
+        try:
+            yield
+        finally:
+            _here.is_copying = before
 
 
 class AdversarialEvent:
@@ -60,7 +72,7 @@ class AdversarialEvent:
         return self.lane.num_done >= self.position
 
     def wait(self) -> None:
-        with _lock:
+        with _own_operations():
             _advance(self.lane, self.position)
             _learn(_over, self.known)
 
@@ -141,7 +153,7 @@ class AdversarialLane:
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._give_way()
-        with _lock:
+        with _own_operations():
             self._queue_copy(target, source)
 
     def record(self) -> AdversarialEvent:
@@ -290,6 +302,8 @@ class _Interception(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _here.is_copying:
+            return operation(*args, **(kwargs or {}))
         return _here.lanes[-1].intercept(operation, args, kwargs or {})
 
 
@@ -325,7 +339,7 @@ class AdversarialDevice(VirtualDevice):
 
     def lend_to_caller(self, tensor: torch.Tensor) -> None:
         """The calling thread must have waited for whatever wrote ``tensor``. It is the host's from then on."""
-        with _lock:
+        with _own_operations():
             memory = _ledger.of(tensor)
             memory.home = None
             if not memory.reaches(_over):

@@ -118,6 +118,7 @@ class StepThread:
         self._late_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self.num_steps = 0
+        self.num_loads = 0
         hook_optimizers()
         context.register(self)
 
@@ -128,6 +129,11 @@ class StepThread:
     def version(self) -> int:
         """The version of the weights that a call made now computes with. See [Note: versions]."""
         return max(self.num_steps - 1, self._flushed)
+
+    @property
+    def weights(self) -> tuple[int, int, int]:
+        """Tells whether two calls would compute with the same working weights: equal if so."""
+        return self.num_steps, self.version, self.num_loads
 
     @property
     def window(self) -> GradientWindow:

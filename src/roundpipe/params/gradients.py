@@ -52,7 +52,7 @@ class Accumulator:
         self.landed: LandedLayer | None = None
         self._rules = rules
         self._missing = {use.place for use in layer.trainable}
-        self._outdated: list[LandedLayer] = []  # because their copies may still be under way
+        self.buffer: GradientBuffer | None = None  # landing again writes to the same one: the lane keeps the order
         self._land: Callable[[Accumulator], LandedLayer] | None = None
 
     def land_when_complete(self, land: Callable[["Accumulator"], "LandedLayer"]) -> None:
@@ -81,9 +81,7 @@ class Accumulator:
     def _came(self, place: int) -> None:
         if self._land is None:
             return
-        if self.landed is not None:
-            self._outdated.append(self.landed)
-            self.landed = None
+        self.landed = None
         self._missing.discard(place)
         if not self._missing:
             self.landed = self._land(self)
@@ -145,7 +143,9 @@ def land(accumulator: Accumulator, buffers: GradientBuffers, device: Device) -> 
     Called by the device's worker after it queued the last backward of the visit; returns at once. The sums stay alive
     through ``borrow`` until the copies are done.
     """
-    buffer = buffers.take(accumulator.layer)
+    if accumulator.buffer is None:
+        accumulator.buffer = buffers.take(accumulator.layer)
+    buffer = accumulator.buffer
     device.down.wait(device.compute.record())
     gradients = {}
     for index, summed in accumulator.sums.items():

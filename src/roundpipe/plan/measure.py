@@ -57,10 +57,12 @@ def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize]) -> Layer
     34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention scores, which fused
     kernels do not keep); 12 weights per unit of width squared.
     """
-    widths = [sqrt(layer.matmul_elements / 12) for layer in layers]
-    guesses = {"saved_bytes": 34, "passing_bytes": 8, "input_bytes": 2}
+    token_widths = [_TOKENS * sqrt(layer.matmul_elements / 12) for layer in layers]
     return replace(
-        costs, **{name: tuple(int(each * _TOKENS * width) for width in widths) for name, each in guesses.items()}
+        costs,
+        saved_bytes=tuple(int(34 * width) for width in token_widths),
+        passing_bytes=tuple(int(8 * width) for width in token_widths),
+        input_bytes=tuple(int(2 * width) for width in token_widths),
     )
 
 

@@ -1,7 +1,8 @@
 """One call's shared state: what goes in, what its workers hand each other, what comes out, and whether it failed."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,6 +102,17 @@ class Call:
         """Something that ``wait_results`` waits for was added."""
         with self.condition:
             self.condition.notify_all()
+
+    @contextmanager
+    def awaited(self, *, advance: bool = True) -> Iterator[None]:
+        """The caller waits inside. Whatever ends that early, an interrupt between two waits too, ends the call."""
+        with self.streams.owned(advance=advance):
+            try:
+                yield
+            except BaseException as error:
+                self.board.fail(error)
+                self._drain()
+                raise
 
     def wait_results(self) -> None:
         """Blocks the caller until every loss (or output) is known. Raises the call's first error, after it drained."""

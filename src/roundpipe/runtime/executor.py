@@ -44,7 +44,9 @@ class LayerKnowledge:
 
 
 def _structure(stage: Stage, layer: int, boundary: Boundary) -> Any:
-    return layer, stage.modes[layer], boundary.spec, boundary.carries
+    """What a layer's behaviour may depend on, but for the values of tensors."""
+    constants = tuple(leaf for leaf in boundary.leaves if isinstance(leaf, (bool, int, float, str, bytes, type(None))))
+    return layer, stage.modes[layer], boundary.spec, boundary.carries, constants
 
 
 class Executor:
@@ -114,12 +116,12 @@ class Executor:
     def _drop_stages(self) -> None:
         if not self._stages:
             return
-        for stage in list(self._stages.values()):
-            self._loader.release(stage)
-        self._stages.clear()
-        # After a failure nobody may still read working copies or write to buffers that go back to the caller.
+        # After a failure nobody may still read working copies, or write to gradient memory that stages let go of.
         for lane in (self.device.up, self.device.compute, self.device.down):
             lane.record().wait()
+        for stage in self._stages.values():
+            self._loader.release(stage)
+        self._stages.clear()
 
     def _upload(self, call: Call, action: Action) -> None:
         stage = self._stages[action.visit] = Stage(action.visit)
@@ -153,7 +155,7 @@ class Executor:
         boundary = self._run_forward(call, stage, stage.visit.layers, microbatch, boundary)
         self._note_buffers(call, stage, microbatch)
         stop = stage.visit.layers.stop
-        boundary = boundary._replace(source=self.device, ready=self.device.compute.record())
+        boundary = stage.let_go(boundary)._replace(source=self.device, ready=self.device.compute.record())
         if stop == call.settings.num_layers:
             call.outputs[microbatch] = boundary
             call.announce()
@@ -168,10 +170,10 @@ class Executor:
         leaves, output = self._run_with_grad(call, stage, range(trained, layers.stop), microbatch, boundary)
         self._note_buffers(call, stage, microbatch)
         if settings.keeps_outputs:
-            ready = self.device.compute.record()
-            call.outputs[microbatch] = boundary_of(pytree.tree_map(_detached, output), self.device, ready)
+            made = stage.let_go(boundary_of(pytree.tree_map(_detached, output), self.device, None))
+            call.outputs[microbatch] = made._replace(ready=self.device.compute.record())
         self._layer = "loss_fn"
-        losses = self._loss(call, microbatch, output)
+        losses = self._loss(call, stage, microbatch, output)
         self._layer = None
         torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradients(call, trained, microbatch, leaves)
@@ -239,16 +241,21 @@ class Executor:
             saves = keep or (not again and layer in call.settings.saved_layers)
             if saves and not again:
                 ready = self.device.compute.record()
-                call.saved[layer, microbatch] = boundary._replace(source=self.device, ready=ready)
+                call.saved[layer, microbatch] = stage.let_go(boundary)._replace(source=self.device, ready=ready)
             facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
             if facts is None:
                 boundary = self._learn(call, stage, layer, microbatch, boundary)
                 continue
-            if saves and facts.writes_input:
-                boundary = boundary._replace(leaves=tuple(map(copied, boundary.leaves)))
+            given = boundary.leaves
+            if facts.writes_input and (keep or call.settings.saved_layers):
+                given = tuple(map(copied, given))  # because an input kept before may be the same memory
             with self._entered(call, grad=False):
-                output = self._run_layer(call, stage, layer, microbatch, boundary.value, again)
-            boundary = boundary_of(output, self.device, None, facts.carries)
+                value = pytree.tree_unflatten(given, boundary.spec)
+                output = self._run_layer(call, stage, layer, microbatch, value, again)
+            made = boundary_of(output, self.device, None, facts.carries)
+            if call.settings.needs_grad and len(made.carries) != len(made.leaves):
+                made = self._learn(call, stage, layer, microbatch, boundary)  # it returned another structure this time
+            boundary = made
         return boundary
 
     def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
@@ -278,9 +285,10 @@ class Executor:
         with self._entered(call, grad=True):
             flags = zip(boundary.leaves, carries, strict=True)
             leaves = [leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags]
-            # A layer that writes to its input must not be given a leaf of the graph.
-            copies = facts is None or facts.writes_input
-            given = [copied(leaf) if c and copies else leaf for leaf, c in zip(leaves, carries, strict=True)]
+            # Leaves of the graph are copied because this layer, or a later one handed the same memory, may write to its
+            # input; other tensors only unless this layer is known not to.
+            writes = facts is None or facts.writes_input
+            given = [copied(leaf) if c or writes else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
             for layer in layers:
                 with self._counted(call, stage, layer, value):
@@ -296,7 +304,7 @@ class Executor:
                 return module(*args, **kwargs)
             return module(value)
 
-    def _loss(self, call: Call, microbatch: int, output: Any) -> list[torch.Tensor]:
+    def _loss(self, call: Call, stage: Stage, microbatch: int, output: Any) -> list[torch.Tensor]:
         settings = call.settings
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
@@ -313,7 +321,7 @@ class Executor:
                 raise ConfigError(
                     f"loss_fn returned {type(part).__name__}; it must return a tensor or a sequence of them"
                 )
-        detached = tuple(part.detach() for part in parts)
+        detached = tuple(copied(part.detach()) if stage.holds(part) else part.detach() for part in parts)
         ready = self.device.compute.record()
         call.losses[microbatch] = MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
         call.announce()

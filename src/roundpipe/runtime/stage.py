@@ -15,6 +15,7 @@ from ..params.store import LayerParameters, ParameterStore
 from ..plan.actions import Pass, Visit
 from .call import BufferUpdate
 from .replica import buffers_with_owners, replicate
+from .transfer import Boundary, copied
 
 
 class UploadedLayer(NamedTuple):
@@ -108,6 +109,17 @@ class Stage:
         self.modules: dict[int, nn.Module] = {}
         self.accumulators: dict[int, Accumulator] = {}
         self._land: Callable[[Accumulator], LandedLayer] | None = None
+
+    def holds(self, leaf: Any) -> bool:
+        """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a layer has returned."""
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return False
+        address = leaf.untyped_storage().data_ptr()
+        return any(uploaded.slot.buffer.untyped_storage().data_ptr() == address for uploaded in self.uploaded.values())
+
+    def let_go(self, boundary: Boundary) -> Boundary:
+        """The boundary without memory of slots, which will hold other weights when somebody reads it."""
+        return boundary._replace(leaves=tuple(copied(leaf) if self.holds(leaf) else leaf for leaf in boundary.leaves))
 
     def land_when_complete(self, land: Callable[[Accumulator], LandedLayer]) -> None:
         """The last microbatch begins: layers send their gradients down as soon as they have all."""
