@@ -4,6 +4,7 @@ import gc
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,12 +80,12 @@ def _report(lane: AdversarialLane, site: str) -> None:
 
 class HookedBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: "HookedBackward", hidden: Tensor, site: str) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, site: str) -> Tensor:
         ctx.site = site
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: "HookedBackward", gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         INJECTION.reach(ctx.site)
         return gradient, None
 
@@ -101,11 +102,14 @@ class Hooked(nn.Module):
         # The engine has learnt the layer in an earlier call: in the forward pass it runs without grad.
         again = "recompute" if torch.is_grad_enabled() else "forward"
         INJECTION.reach("fused" if self._is_fused else again)
-        return HookedBackward.apply(self.linear(hidden), "fused backward" if self._is_fused else "backward")
+        hooked: Tensor = HookedBackward.apply(self.linear(hidden), "fused backward" if self._is_fused else "backward")
+        return hooked
 
 
 class Counting(nn.Module):
     """Counts its forwards in a buffer: a half-done call would show."""
+
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .config import RoundPipeRunConfig
 from .device import Device
@@ -22,13 +23,14 @@ from .optim.step_thread import StepHandle, StepThread, leave_cores_for
 from .params.copies import Masters
 from .params.gradients import GradientBuffers, GradientRules, GradientWindow
 from .params.store import ParameterStore
-from .plan.execute_plan import ModelExecutePlan
+from .plan.execute_plan import ModelExecutePlan, RunType
 from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
-from .planner import Planner
+from .planner import Planner, size_class
 from .runtime.autograd import Gradients, attach
 from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline, deliver
 from .runtime.recompute import AmbientState
+from .runtime.replica import Modes
 from .runtime.results import backward_into, input_gradients, sum_losses, wanted, write_buffers
 from .runtime.transfer import Boundary, BoundaryGradient, user_boundary
 from .runtime.worker import Worker
@@ -108,7 +110,7 @@ class RoundPipe(ForwardingModule):
         self._pipeline = Pipeline(
             layers, chosen, store, rules, buffers, self._condition, self._steps.is_published, compile=compile
         )
-        self._planner = Planner(store, chosen)
+        self._planner = Planner(store, chosen, layers=layers, rules=rules)
         for parameter in store.parameters:
             know_working(parameter)
         # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
@@ -187,18 +189,23 @@ class RoundPipe(ForwardingModule):
         self._flush("load_state_dict()")
         self._steps.zero_grad()
         self._steps.num_loads += 1
-        result = self.model.load_state_dict(state_dict, strict=strict)
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name in state_dict:
-                if parameter.requires_grad:
-                    self._masters.of(parameter)  # because only a master can hold what the working dtype rounds away
-                self._masters.follow(parameter, state_dict[name])
-        return result
+        try:
+            return self.model.load_state_dict(state_dict, strict=strict)
+        finally:
+            # Also after an error, which torch raises with part of the weights loaded, and whatever became of the keys.
+            for name, parameter in self.model.named_parameters(remove_duplicate=False):
+                self._masters.follow_load(parameter, state_dict.get(name))
 
     def reload_parameters(self) -> None:
         """Makes the masters follow the model's parameters after those were changed in place."""
         self._begin("reload_parameters()")
         self._steps.wait_idle()
+        self._steps.raise_late_error()
+        if self._masters.are_ahead:
+            raise ConfigError(
+                "an update was still to be published when the parameters were changed; call synchronize() before "
+                "changing them, then reload_parameters()"
+            )
         self._steps.zero_grad()
         self._steps.num_loads += 1
         for parameter, _ in self._masters.existing():
@@ -230,8 +237,10 @@ class RoundPipe(ForwardingModule):
             self._steps.flush()
         parts = self._split(args, kwargs, None, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._planner.plan("train" if with_grad else "infer", len(boundaries), config.execute_plan)
+        plan = self._plan("train" if with_grad else "infer", boundaries, config)
         first_trained = self._first_trained(boundaries)
+        if with_grad:
+            _refuse_hooks(self._store)
         backward = backward_passes(plan.bwd_plan, first_trained) if with_grad else []
         settings = self._settings(
             config,
@@ -244,12 +253,16 @@ class RoundPipe(ForwardingModule):
         with call.awaited():
             call.wait_results()
             call.wait_finished()
-            outputs = self._delivered(call, config)
+            target = torch.device(config.output_device or "cpu")
             if with_grad:
+                # Joined on the CPU: there backward runs on the caller's thread, which may wait for devices' backwards.
+                outputs = self._delivered(call, torch.device("cpu"))
                 values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
             else:
-                values = [output.value for output in outputs]
+                values = [output.value for output in self._delivered(call, target)]
             merged = merge(values, parts.rows, _merge_rule(config))
+            if with_grad and target.type != "cpu":
+                merged = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), merged)
         write_buffers(call)
         return merged
 
@@ -280,7 +293,7 @@ class RoundPipe(ForwardingModule):
         config = run_config.over(self._config)
         parts = self._given(input_args, input_kwargs, label, microbatches, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._planner.plan("fused", len(boundaries), config.execute_plan)
+        plan = self._plan("fused", boundaries, config)
         first_trained = self._first_trained(boundaries)
         _refuse_hooks(self._store)
         passes = fused_passes(plan, first_trained)
@@ -302,7 +315,8 @@ class RoundPipe(ForwardingModule):
                 call.wait_finished()
             result = loss = sum_losses(call)
             if return_outputs:
-                outputs = [output.value for output in self._delivered(call, config)]
+                target = torch.device(config.output_device or "cpu")
+                outputs = [output.value for output in self._delivered(call, target, is_shared=True)]
                 result = loss, merge(outputs, parts.rows, _merge_rule(config))
             if tensors:
                 backward_into(tensors, input_gradients(call, boundaries))
@@ -321,6 +335,7 @@ class RoundPipe(ForwardingModule):
             What ``step_fn`` raised, here if sync, else at the next engine call.
         """
         self._begin("step()")
+        self._planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
 
     def _begin(self, what: str) -> None:
@@ -391,6 +406,17 @@ class RoundPipe(ForwardingModule):
             labels=labels,
             version=self._steps.version,
             ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
+            modes=Modes.of(_layers_of(self.__dict__["_sequence"])),
+            measured=self._planner.measured(size_class(boundary.leaves for boundary in boundaries)),
+        )
+
+    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> ModelExecutePlan:
+        return self._planner.plan(
+            run_type,
+            len(boundaries),
+            config.execute_plan,
+            shapes=size_class(boundary.leaves for boundary in boundaries),
+            grain=config.recompute_grain or "stage",
         )
 
     def _run(
@@ -400,9 +426,9 @@ class RoundPipe(ForwardingModule):
         posts = {("x", 0, m): boundary for m, boundary in enumerate(boundaries)}
         return self._pipeline.submit(passes, settings, streams, posts=posts)
 
-    def _delivered(self, call: Call, config: RoundPipeRunConfig) -> list[Boundary]:
-        target = torch.device(config.output_device or "cpu")
-        return [deliver(call.outputs[m], target) for m in range(call.settings.num_microbatches)]
+    def _delivered(self, call: Call, target: torch.device, *, is_shared: bool = False) -> list[Boundary]:
+        count = call.settings.num_microbatches
+        return [deliver(call.outputs[m], target, is_shared=is_shared) for m in range(count)]
 
     def _backward_round(
         self, forward: Call, backward: Passes, boundaries: list[Boundary]

@@ -56,6 +56,7 @@ class Planner:
         self._rules = rules
         self._budget: float | None = None
         self._kept: dict[Hashable, _Kept] = {}
+        self._latest: Hashable = None
         self.measurements = Measurements()
         self._overlaps = True
 
@@ -73,7 +74,8 @@ class Planner:
         self._overlaps = is_async
 
     def measured(self, shapes: Hashable = None) -> ShapeMeasurements:
-        """Where workers record the costs of microbatches with these shapes."""
+        """Where workers record the costs of microbatches with these shapes; by default those of the latest call."""
+        self._latest = shapes = self._latest if shapes is None else shapes
         prior = self.layer_costs
         # What trains decides what a backward does, so times measured otherwise say nothing.
         return self.measurements.of((shapes, prior.backward), prior)
@@ -112,7 +114,7 @@ class Planner:
             plan.check(run_type, len(self._store.layers))
             return plan
         measured = self.measured(shapes)
-        key = (run_type, num_microbatches, grain, shapes, self._overlaps, self._store.first_trainable_layer())
+        key = (run_type, num_microbatches, grain, self._latest, self._overlaps, self._store.first_trainable_layer())
         kept = self._kept.get(key)
         if kept is None:
             plan = self._first_plan(run_type, *self.problem(run_type, num_microbatches, shapes, grain), measured)

@@ -164,7 +164,6 @@ def failing_to_publish(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
     with monkeypatch.context() as patch:
         patch.setattr(Masters, "publish", failing)
-        INJECTION.arm("publish", raise_boom, at=1)
         yield
         assert not INJECTION.is_armed
 
@@ -180,8 +179,13 @@ def test_an_update_that_could_not_be_published_is_published_later(
     optimizers = [torch.optim.SGD(one.optim_parameters(), lr=0.1) for one in (engine, twin)]
     twin.step(optimizers[1].step, is_async=False)
     twin.synchronize()
+
+    def step_fn() -> None:
+        optimizers[0].step()
+        INJECTION.arm("publish", raise_boom, at=1)
+
     with failing_to_publish(layer, monkeypatch), pytest.raises(Boom, match="injected"):
-        step_and_go_on(engine, optimizers[0], then, is_async=False)
+        step_and_go_on(engine, step_fn, then, is_async=False)
     if then == "call":
         call(engine)
         call(twin)
@@ -201,8 +205,9 @@ def test_an_asynchronous_step_that_cannot_publish_the_one_before_is_cancelled(
     for one, optimizer in zip((engine, twin), optimizers, strict=True):
         one.step(optimizer.step).wait()
         call_only(one)
+    INJECTION.arm("publish", raise_boom, at=1)
     with failing_to_publish(layer, monkeypatch), pytest.raises(Boom, match="injected"):
-        step_and_go_on(engine, optimizers[0], "call", is_async=True)
+        step_and_go_on(engine, optimizers[0].step, "call", is_async=True)
     ONE.check(engine_weights(engine), engine_weights(twin))
     for one in (engine, twin):
         one.zero_grad()
@@ -210,8 +215,8 @@ def test_an_asynchronous_step_that_cannot_publish_the_one_before_is_cancelled(
     ONE.check(engine_gradients(engine), engine_gradients(twin))
 
 
-def step_and_go_on(engine: RoundPipe, optimizer: torch.optim.Optimizer, then: str, *, is_async: bool) -> None:
-    engine.step(optimizer.step, is_async=is_async)
+def step_and_go_on(engine: RoundPipe, step_fn: Callable[[], object], then: str, *, is_async: bool) -> None:
+    engine.step(step_fn, is_async=is_async)
     if then == "call":
         call_only(engine)
     engine.synchronize()
@@ -233,7 +238,7 @@ def test_gradients_on_their_way_down_keep_their_memory_when_another_device_fails
 
 def count_landings(engine: RoundPipe, landed: threading.Event) -> None:
     """Sets the event when the gradients of the fused stage have all been queued."""
-    left = sum(1 for layer in engine.model[4:] for _ in layer.parameters())
+    left = sum(len(list(layer.parameters())) for layer in list(engine.model.children())[4:])
     for device in engine.devices:
         copy_ = device.down.copy_
 

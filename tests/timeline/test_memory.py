@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,12 +89,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HeldBytes]]:
 def make_engine(engines: Engines) -> RoundPipe:
     torch.manual_seed(0)
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
-    engine = engines(nn.Sequential(*(Block() for _ in range(8))), model_run_config=config)
-    settings = engine._settings
-    engine.__dict__["_settings"] = lambda *args, **kwargs: replace(
-        settings(*args, **kwargs), measured=engine.planner.measured()
-    )
-    return engine
+    return engines(nn.Sequential(*(Block() for _ in range(8))), model_run_config=config)
 
 
 def run(engine: RoundPipe, plan: ModelExecutePlan | None, grain: Any = None) -> None:

@@ -329,9 +329,9 @@ class AdversarialDevice(VirtualDevice):
         self.torch_device = torch.device("cpu", index)
         self.faults: list[str] = []
         draws = random.Random(f"{seed}.{index}")
-        self.compute = AdversarialLane(self, "compute", draws)
-        self.up = AdversarialLane(self, "up", draws)
-        self.down = AdversarialLane(self, "down", draws)
+        self.compute: AdversarialLane = AdversarialLane(self, "compute", draws)
+        self.up: AdversarialLane = AdversarialLane(self, "up", draws)
+        self.down: AdversarialLane = AdversarialLane(self, "down", draws)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         with _lock:

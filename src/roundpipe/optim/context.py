@@ -77,5 +77,11 @@ def running_step(optimizers: "StepOptimizers") -> Iterator[None]:
         _local.depth -= 1
 
 
+def introduce(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer known to the engines whose masters it holds, so that its first step is snapshotted too."""
+    for thread in list(_threads):
+        thread.introduce(optimizer)
+
+
 def register(thread: "StepThread") -> None:
     _threads.add(thread)

@@ -1,22 +1,21 @@
 """Drop-in optimizers for masters on the host. The Adam family reads gradients as they landed, chunk by chunk."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..params.copies import Master
+from . import context
 from .chunks import ChunkBuffer
 
 
 class _Chunked(torch.optim.Optimizer):
     """Steps chunk by chunk where it can, else as torch does. To be named before a class of ``torch.optim``."""
 
-    _kernel: Callable[..., None]
-
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **_fused_by_default(kwargs))
         self._buffer = ChunkBuffer()
+        context.introduce(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:
@@ -50,9 +49,10 @@ class _Chunked(torch.optim.Optimizer):
         state["step"] += 1
         beta1, beta2 = group["betas"]
         flat = [master.data.view(-1), *(state[name].view(-1) for name in self._moments(group))]
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         for where, values in self._buffer.chunks(parts, master.scale):
             weight, mean, square, *largest = ([tensor[where]] for tensor in flat)
-            self._kernel(
+            kernel(
                 weight,
                 [values],
                 mean,
@@ -76,13 +76,9 @@ class _Chunked(torch.optim.Optimizer):
 class Adam(_Chunked, torch.optim.Adam):
     """``torch.optim.Adam``, same arguments and state. Construct it over ``optim_parameters()``."""
 
-    _kernel = staticmethod(torch._fused_adam_)
-
 
 class AdamW(_Chunked, torch.optim.AdamW):
     """``torch.optim.AdamW``, same arguments and state. Construct it over ``optim_parameters()``."""
-
-    _kernel = staticmethod(torch._fused_adamw_)
 
 
 class SGD(torch.optim.SGD):
@@ -90,6 +86,7 @@ class SGD(torch.optim.SGD):
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **_fused_by_default(kwargs))
+        context.introduce(self)
 
 
 def _fused_by_default(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -153,6 +153,12 @@ class StepThread:
             raise self._publish_error
         return False
 
+    def introduce(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns an optimizer that has just been made, if it is over masters of this engine."""
+        masters = {id(master) for _, master in self._masters.existing()}
+        if any(id(parameter) in masters for group in optimizer.param_groups for parameter in group["params"]):
+            self._learnt.learn(optimizer)
+
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
         with self._condition:
@@ -204,8 +210,9 @@ class StepThread:
     def flush(self) -> None:
         """A synchronisation point: waits for all jobs and publishes the newest weights."""
         self.wait_idle()
+        if self._publish_error is None:
+            self._publish_all()  # also after another failure, because steps that succeeded before it must not be lost
         self.raise_late_error()
-        self._publish_all()
 
     def _publish_all(self) -> None:
         try:
@@ -261,8 +268,7 @@ class StepThread:
     ) -> None:
         result, error = None, None
         try:
-            if is_async:
-                self._publish(number - 1)
+            self._publish(number - 1)
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)

@@ -53,7 +53,8 @@ class Master(nn.Parameter):
             return None
         if self._window is not None and self._working is not None:
             gradient = self._window.gradient(self._working)
-            self._made = None if gradient is None else gradient.to(self.dtype)
+            # A copy, because step_fn may keep it while the landed memory already serves the next call.
+            self._made = None if gradient is None else gradient.to(self.dtype, copy=True)
             self._window = self._working = None
         if self._made is not None and self.scale != 1.0:
             self._made.mul_(self.scale)
@@ -126,6 +127,26 @@ class Masters:
                 if id(use.parameter) in self._is_ahead:
                     use.parameter.data.copy_(self._masters[id(use.parameter)])
                     self._is_ahead.discard(id(use.parameter))  # only now, as an interrupt may come before
+
+    @property
+    def are_ahead(self) -> bool:
+        """Whether some update has not been published."""
+        return bool(self._is_ahead)
+
+    def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
+        """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
+        else whatever the weight is now, if that is not what the master has published."""
+        if not parameter.requires_grad and id(parameter) not in self._masters:
+            return
+        working = parameter.detach()
+        is_source = isinstance(value, torch.Tensor) and value.shape == working.shape
+        if value is not None and is_source and torch.equal(value.to(working.dtype), working):
+            self.of(parameter)  # because only a master can hold what the working dtype rounds away
+            self.follow(parameter, value)
+            return
+        master = self._masters.get(id(parameter))
+        if master is not None and not torch.equal(master.detach().to(working.dtype), working):
+            self.follow(parameter)
 
     def follow(self, parameter: nn.Parameter, value: torch.Tensor | None = None) -> None:
         """Makes the master equal to ``value`` (default: the working copy), at the value's precision."""

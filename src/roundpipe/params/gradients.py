@@ -51,7 +51,8 @@ class Accumulator:
         self.sums: dict[int, torch.Tensor] = {}
         self.landed: LandedLayer | None = None
         self._rules = rules
-        self._missing = {use.place for use in layer.trainable}
+        self.uses: list[ParameterUse] = []
+        self._missing: set[int] = set()
         self.buffer: GradientBuffer | None = None  # landing again writes to the same one: the lane keeps the order
         self._land: Callable[[Accumulator], LandedLayer] | None = None
 
@@ -62,6 +63,8 @@ class Accumulator:
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
         summed = self._rules.dtypes(use.parameter).summed
+        self.uses.append(use)
+        self._missing.add(use.place)
 
         def take(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
@@ -114,9 +117,9 @@ class GradientBuffers:
         self._lock = threading.Lock()  # because workers take buffers and the optimizer thread gives them back
         self._free: dict[int, list[GradientBuffer]] = {}
 
-    def take(self, layer: LayerParameters) -> GradientBuffer:
+    def take(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         layout, num_bytes = [], 0
-        for use in layer.trainable:
+        for use in uses:
             dtype = self._rules.dtypes(use.parameter).landed
             layout.append((use.place, use.parameter.shape, dtype, num_bytes))
             num_bytes += -(-use.parameter.numel() * dtype.itemsize // 64) * 64
@@ -144,7 +147,7 @@ def land(accumulator: Accumulator, buffers: GradientBuffers, device: Device) -> 
     through ``borrow`` until the copies are done.
     """
     if accumulator.buffer is None:
-        accumulator.buffer = buffers.take(accumulator.layer)
+        accumulator.buffer = buffers.take(accumulator.layer, accumulator.uses)
     buffer = accumulator.buffer
     device.down.wait(device.compute.record())
     gradients = {}
@@ -174,17 +177,14 @@ class GradientWindow:
         """Adds one call's gradients. Sums over calls are fp32 (or wider)."""
         for layer, buffer, gradients, _ in landed:
             adopted = False
-            for use in layer.trainable:
-                gradient = gradients.get(use.place)
-                if gradient is None:
-                    continue
-                key = (layer.layer, use.place)
+            for place, gradient in gradients.items():
+                key = (layer.layer, place)
                 if key not in self._sums:
                     adopted = layer.layer not in self._held
                     self._sums[key] = gradient if adopted else gradient.clone()
                     continue
                 total = self._sums[key]
-                summed = self._rules.dtypes(use.parameter).summed
+                summed = self._rules.dtypes(layer.uses[place].parameter).summed
                 self._sums[key] = (total if total.dtype == summed else total.to(summed)).add_(gradient)
             if adopted:
                 self._held[layer.layer] = (layer, buffer)

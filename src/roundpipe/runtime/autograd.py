@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .transfer import Boundary
@@ -22,6 +23,7 @@ class _Round(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in made)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         run, ctx.run = ctx.run, None
         if run is None:

@@ -16,6 +16,7 @@ from ..plan.measure import ShapeMeasurements
 from ..plan.schedule import Schedule
 from .board import Board, Cancelled
 from .recompute import AmbientState, RandomStreams
+from .replica import Modes
 from .transfer import Boundary, BoundaryGradient
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
@@ -40,6 +41,14 @@ class BufferUpdate(NamedTuple):
     ready: Event
 
 
+class AttributeUpdate(NamedTuple):
+    """A plain attribute that a forward set on its module's replica."""
+
+    module: nn.Module
+    name: str
+    value: Any
+
+
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
     """What every visit of a call needs to know."""
@@ -55,6 +64,7 @@ class CallSettings:
     labels: tuple[Any, ...]
     version: int
     ambient: AmbientState
+    modes: Modes
     measured: ShapeMeasurements | None = None
 
 
@@ -76,6 +86,7 @@ class Call:
     outputs: dict[int, Boundary] = field(default_factory=dict)
     landed: list[LandedLayer] = field(default_factory=list)
     buffer_updates: list[BufferUpdate] = field(default_factory=list)
+    attribute_updates: list[AttributeUpdate] = field(default_factory=list)
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
     _devices_left: int = field(init=False)
 

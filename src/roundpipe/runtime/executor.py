@@ -104,8 +104,12 @@ class Executor:
         except Cancelled:
             pass
         finally:
-            self._drop_stages()
-            call.finish_device()
+            try:
+                self._drop_stages()
+            except BaseException as error:
+                call.board.fail(error)  # a device that has died cannot even be waited for
+            finally:
+                call.finish_device()
 
     def close(self) -> None:
         """Frees the device's memory. Called on the worker thread after its last call."""
@@ -124,7 +128,7 @@ class Executor:
         self._stages.clear()
 
     def _upload(self, call: Call, action: Action) -> None:
-        stage = self._stages[action.visit] = Stage(action.visit)
+        stage = self._stages[action.visit] = Stage(action.visit, call.settings.modes)
         for layer in action.visit.layers:
             # Layer by layer, because deeper layers may still be being published while these already go up.
             call.board.wait_until(lambda layer=layer: self._is_published(layer, call.settings.version))  # type: ignore[misc]
@@ -214,14 +218,15 @@ class Executor:
         """Before the results are announced, because the caller writes the buffers as soon as it has those."""
         if microbatch == stage.visit.microbatches[-1]:
             call.buffer_updates.extend(self._loader.buffer_updates(stage))
+            call.attribute_updates.extend(self._loader.attribute_updates(stage))
 
     # Layers and what goes between them.
 
     def _arrive(self, call: Call, layer: int, microbatch: int) -> Boundary:
         boundary: Boundary = call.board.take(("x", layer, microbatch))
         leaves = bring(boundary.leaves, boundary.source, boundary.ready, self.device)
-        if boundary.source is None and layer in call.settings.saved_layers:
-            # The caller may reuse its own tensors before the backward visit reads them again.
+        if boundary.source is None and call.settings.needs_grad:
+            # The caller may reuse its own tensors before a late backward reads them again.
             leaves = tuple(map(copied, leaves))
         return boundary._replace(leaves=leaves)
 
@@ -269,7 +274,8 @@ class Executor:
             output = self._run_layer(call, stage, layer, microbatch, value, again=False)
         writes = any(isinstance(t, torch.Tensor) and t._version != v for t, v in zip(given, versions, strict=True))
         carries = tuple(_tracked(leaf) for leaf in pytree.tree_leaves(output))
-        self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
+        if _is_settled(stage.modes[layer], given, boundary.carries, output, carries):
+            self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
         self._report(call, layer, graph, boundary.leaves)
         return boundary_of(pytree.tree_map(_detached, output), self.device, None, carries)
 
@@ -364,6 +370,33 @@ class Executor:
     def _entered(self, call: Call, *, grad: bool) -> Iterator[None]:
         with call.settings.ambient.entered(self.device.torch_device.type, grad=grad):
             yield
+
+
+def _is_settled(
+    mode: Sequence[bool], given: Sequence[Any], carried: Sequence[bool], output: Any, carries: Sequence[bool]
+) -> bool:
+    """Whether the layer cannot show another picture next time: something carries a gradient, and what does not has
+    only passed through.
+
+    Anything else, though the layer trains or was given a gradient's path, may have been cut off by a branch that
+    depends on values.
+    """
+    has_path = any(mode[1:]) or any(carried)
+    passed = {
+        leaf.untyped_storage().data_ptr()
+        for leaf, is_carried in zip(given, carried, strict=True)
+        if isinstance(leaf, torch.Tensor) and not is_carried
+    }
+    return not has_path or (
+        any(carries)
+        and all(
+            carries_on
+            or not isinstance(leaf, torch.Tensor)
+            or not leaf.is_floating_point()
+            or leaf.untyped_storage().data_ptr() in passed
+            for leaf, carries_on in zip(pytree.tree_leaves(output), carries, strict=True)
+        )
+    )
 
 
 def _tracked(leaf: Any) -> bool:

@@ -109,8 +109,11 @@ class Pipeline:
         return {executor.device.name: executor.slot_bytes for executor in self._executors}
 
 
-def deliver(boundary: Boundary, target: torch.device) -> Boundary:
-    """A call's output on the caller's device, complete. Blocks until the device has made it."""
+def deliver(boundary: Boundary, target: torch.device, *, is_shared: bool) -> Boundary:
+    """A call's output on the caller's device, complete. Blocks until the device has made it.
+
+    ``is_shared``: a backward still under way may read it, so that the caller, who may write to it, gets a copy.
+    """
     if boundary.source is None or boundary.ready is None:
         raise InternalError("an output without a source device")
     boundary.ready.wait()
@@ -118,6 +121,6 @@ def deliver(boundary: Boundary, target: torch.device) -> Boundary:
     for leaf in boundary.leaves:
         if isinstance(leaf, torch.Tensor):
             boundary.source.lend_to_caller(leaf)
-            leaf = leaf.to(target)
+            leaf = leaf.to(target, copy=is_shared)
         leaves.append(leaf)
     return boundary._replace(leaves=tuple(leaves))

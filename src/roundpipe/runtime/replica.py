@@ -5,27 +5,50 @@ calls and because two devices may run the same layer at the same time. Replicas 
 """
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
+_CONTAINERS = (list, tuple, dict)
+_STRUCTURE = ("_parameters", "_buffers", "_modules", "training", "forward")
+_NOTHING = object()
 
 
-def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap) -> nn.Module:
+@dataclass(frozen=True)
+class Modes:
+    """Which modules and parameters train, as it was when a call was made.
+
+    A late visit must not see what the caller has switched since: a recompute in another mode is another computation.
+    """
+
+    training: dict[int, bool]
+    trains: frozenset[int]
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> "Modes":
+        return cls(
+            training={id(module): module.training for layer in layers for module in layer.modules()},
+            trains=frozenset(id(p) for layer in layers for p in layer.parameters() if p.requires_grad),
+        )
+
+
+def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> nn.Module:
     """Copies ``module``'s structure.
 
     Args:
         parameters: resident parameters by the ``id`` of the working parameter.
         place: gives the device's copy of a buffer or of a tensor held as a plain attribute.
     """
-    return _Replication(parameters, place).of(module)
+    return _Replication(parameters, place, modes).of(module)
 
 
 class _Replication:
-    def __init__(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
+    def __init__(self, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> None:
+        self._modes = modes
         self._parameters = parameters
         self._place = place
         self._done: dict[int, nn.Module] = {}
@@ -39,6 +62,7 @@ class _Replication:
         state["_parameters"] = {name: self._tensor(p) for name, p in module._parameters.items()}
         state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.items()}
         state["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+        state["training"] = self._modes.training.get(id(module), module.training)
         replica.__dict__ = state
         return replica
 
@@ -53,25 +77,51 @@ class _Replication:
             return self._tensor(value)
         if isinstance(value, types.MethodType) and value.__self__ is module:
             return types.MethodType(value.__func__, replica)
-        # Lists of parameters (recurrent modules keep one) must name the resident copies too.
-        if type(value) in (list, tuple) and any(isinstance(item, torch.Tensor) for item in value):
-            return type(value)(self._tensor(item) if isinstance(item, torch.Tensor) else item for item in value)
+        if type(value) in _CONTAINERS and value and self._is_state(value):
+            return self._container(module, replica, value)
         return value
 
+    def _container(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
+        if isinstance(value, dict):
+            return type(value)((key, self._item(module, replica, item)) for key, item in value.items())
+        return type(value)(self._item(module, replica, item) for item in value)
 
-def buffers_with_owners(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
-    """Every buffer of ``replica`` beside the module of the user's that owns the original."""
-    found: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+    def _item(self, module: nn.Module, replica: nn.Module, item: Any) -> Any:
+        return self.of(item) if isinstance(item, nn.Module) else self._attribute(module, replica, item)
+
+    def _is_state(self, value: Any) -> bool:
+        """Whether a container holds parameters of the layer, or modules that do: recurrent modules keep such lists.
+
+        Other containers, a list that a hook appends to for example, stay the user's own.
+        """
+        if type(value) in _CONTAINERS:
+            return any(self._is_state(item) for item in (value.values() if isinstance(value, dict) else value))
+        if isinstance(value, nn.Module):
+            return any(id(parameter) in self._parameters for parameter in value.parameters())
+        return isinstance(value, torch.Tensor) and id(value) in self._parameters
+
+
+def pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Every module of the user's, once, beside its replica."""
     seen: set[int] = set()
 
-    def walk(original: nn.Module, copy: nn.Module) -> None:
+    def walk(original: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
         if id(original) in seen:
             return
         seen.add(id(original))
-        found.extend((original, name, buffer) for name, buffer in copy._buffers.items())
+        yield original, copy
         for name, child in original._modules.items():
-            if child is not None:
-                walk(child, copy._modules[name])  # type: ignore[arg-type]
+            other = copy._modules.get(name)
+            if child is not None and other is not None:
+                yield from walk(child, other)
 
-    walk(module, replica)
-    return found
+    return walk(module, replica)
+
+
+def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The plain attributes that a forward has set on ``replica``. Tensors are left out: they live on the device."""
+    for name, value in replica.__dict__.items():
+        if name in _STRUCTURE or value is original.__dict__.get(name, _NOTHING):
+            continue
+        if not isinstance(value, (torch.Tensor, types.MethodType)) and type(value) not in _CONTAINERS:
+            yield name, value

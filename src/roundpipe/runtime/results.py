@@ -37,7 +37,8 @@ def backward_into(tensors: list[torch.Tensor], gradients: list[torch.Tensor | No
 def sum_losses(call: Call) -> Any:
     totals: list[torch.Tensor] = []
     for m in range(call.settings.num_microbatches):
-        parts = [part.cpu() for part in call.losses[m].parts]
+        # A copy, because the caller may write to its loss while the backward that made it still runs.
+        parts = [part.to("cpu", copy=True) for part in call.losses[m].parts]
         totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
     for total in totals:
         # Because a tensor without a graph would only say that it has none.
@@ -50,7 +51,9 @@ def _already_run(*_: Any, **__: Any) -> None:
 
 
 def write_buffers(call: Call) -> None:
-    """Buffers that forwards changed go to their owners, now that the call has succeeded."""
+    """Buffers and attributes that forwards changed go to their owners, now that the call has succeeded."""
+    for module, name, value in call.attribute_updates:
+        module.__dict__[name] = value
     for owner, name, value, source, ready in call.buffer_updates:
         ready.wait()
         original = owner._buffers.get(name)

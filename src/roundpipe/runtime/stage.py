@@ -2,7 +2,7 @@
 
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,8 @@ from ..memory.slots import Slot, SlotPool
 from ..params.gradients import Accumulator, GradientRules, LandedLayer
 from ..params.store import LayerParameters, ParameterStore
 from ..plan.actions import Pass, Visit
-from .call import BufferUpdate
-from .replica import buffers_with_owners, replicate
+from .call import AttributeUpdate, BufferUpdate
+from .replica import Modes, attributes_set, pairs, replicate
 from .transfer import Boundary, copied
 
 
@@ -56,13 +56,16 @@ class SilentWrites:
     def happen_to(self, original: torch.Tensor) -> bool:
         return id(original) in self._written
 
-    def happened(self, original: torch.Tensor, copy: torch.Tensor, training: bool) -> bool:
+    def happened(self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool) -> bool:
         """Whether a forward in that mode has written ``copy``, whose version says that it has not."""
-        if (id(original), training) not in self._compared:
+        if id(original) not in self._written and (look_again or (id(original), training) not in self._compared):
             self._compared.add((id(original), training))
             if not torch.equal(copy.cpu(), original.cpu()):
                 self._written.add(id(original))
         return training and id(original) in self._written
+
+
+_MOST_COPIES = 4096
 
 
 class BufferCache:
@@ -79,18 +82,18 @@ class BufferCache:
             host, host_version, copy, copy_version = held
             if host is original and host._version == host_version and copy._version == copy_version:
                 return copy
+        if len(self._copies) >= _MOST_COPIES:
+            self._copies.clear()  # because modules that make new tensors in every forward would fill it
         copy = original.detach().to(self._device.torch_device, copy=True)
         self._copies[id(original)] = (original, original._version, copy, copy._version)
         return copy
 
-    def is_unchanged(self, original: torch.Tensor | None, copy: torch.Tensor | None, training: bool) -> bool:
-        """Whether ``copy`` still is what ``place`` gave for ``original``, after a forward in that mode."""
+    def is_placed(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
+        """Whether ``copy`` still is what ``place`` gave for ``original``, as far as versions tell."""
         if original is None or copy is None:
             return original is copy
         held = self._copies.get(id(original))
-        if held is None or held[2] is not copy or copy._version != held[3]:
-            return False
-        return not self._silent.happened(original, copy, training)
+        return held is not None and held[2] is copy and copy._version == held[3]
 
     def clear(self) -> None:
         self._copies.clear()
@@ -102,8 +105,9 @@ class Stage:
     ``modes``: per layer, whether it trains and which of its parameters do; what a layer's behaviour may depend on.
     """
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, flags: Modes) -> None:
         self.visit = visit
+        self.flags = flags
         self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
         self.modules: dict[int, nn.Module] = {}
@@ -150,6 +154,7 @@ class StageLoader:
         self._store = store
         self._rules = rules
         self._compiler = compiler
+        self._silent = silent
         self.slots = SlotPool(device)
         self.buffers = BufferCache(device, silent)
 
@@ -170,7 +175,9 @@ class StageLoader:
             for use in layer.uses:
                 self._device.up.copy_(_view(slot.buffer, use.offset, use.parameter), use.parameter.detach())
         stage.uploaded[index] = UploadedLayer(layer, slot, self._device.up.record())
-        stage.modes[index] = (self._layers[index].training, *(use.parameter.requires_grad for use in layer.uses))
+        module, flags = self._layers[index], stage.flags
+        trains = (id(use.parameter) in flags.trains for use in layer.uses)
+        stage.modes[index] = (flags.training.get(id(module), module.training), *trains)
 
     def module(self, stage: Stage, index: int) -> nn.Module:
         """The layer's replica, made when it is first asked for. To be called on the compute lane."""
@@ -185,11 +192,12 @@ class StageLoader:
         residents: dict[int, nn.Parameter] = {}
         for use in layer.uses:
             view = _view(slot.buffer, use.offset, use.parameter)
-            resident = nn.Parameter(view, requires_grad=use.parameter.requires_grad)
-            if use.parameter.requires_grad and stage.visit.pass_ is not Pass.FORWARD:
+            trains = id(use.parameter) in stage.flags.trains
+            resident = nn.Parameter(view, requires_grad=trains)
+            if trains and stage.visit.pass_ is not Pass.FORWARD:
                 accumulator.attach(use, resident)
             residents[id(use.parameter)] = resident
-        replica = replicate(self._layers[index], residents, self.buffers.place)
+        replica = replicate(self._layers[index], residents, self.buffers.place, stage.flags)
         if self._compiler is not None:
             self._compiler.apply(replica)
         stage.modules[index] = replica
@@ -199,11 +207,36 @@ class StageLoader:
         """The buffers that the visit's forwards changed."""
         updates = []
         ready = self._device.compute.record()
-        for index, replica in stage.modules.items():
-            for owner, name, value in buffers_with_owners(self._layers[index], replica):
-                if not self.buffers.is_unchanged(owner._buffers.get(name), value, owner.training):
+        for owner, replica in self._pairs(stage):
+            names = [name for name, value in replica._buffers.items() if self._is_replaced(owner, name, value)]
+            for name, value in replica._buffers.items():
+                # If a module wrote one buffer openly, it may have written the others silently.
+                if name in names or self._is_written_silently(owner, name, value, look_again=bool(names)):
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
+
+    def attribute_updates(self, stage: Stage) -> list[AttributeUpdate]:
+        """The plain attributes that the visit's forwards set."""
+        return [
+            AttributeUpdate(owner, name, value)
+            for owner, replica in self._pairs(stage)
+            for name, value in attributes_set(owner, replica)
+        ]
+
+    def _pairs(self, stage: Stage) -> Iterator[tuple[nn.Module, nn.Module]]:
+        for index, replica in stage.modules.items():
+            yield from pairs(self._layers[index], replica)
+
+    def _is_replaced(self, owner: nn.Module, name: str, value: torch.Tensor | None) -> bool:
+        return not self.buffers.is_placed(owner._buffers.get(name), value)
+
+    def _is_written_silently(
+        self, owner: nn.Module, name: str, value: torch.Tensor | None, *, look_again: bool
+    ) -> bool:
+        original = owner._buffers.get(name)
+        if original is None or value is None:
+            return False
+        return self._silent.happened(original, value, owner.training, look_again=look_again)
 
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point."""

@@ -87,9 +87,9 @@ def _copy(tensor: torch.Tensor, source: Device | None, ready: Event | None, devi
 
 
 def bring_value(value: Any, device: Device) -> Any:
-    """A pytree of the caller's (a label) as ``device``'s compute lane may use it."""
+    """A pytree of the caller's (a label) as ``device``'s compute lane may use it, also after the call has returned."""
     leaves, spec = pytree.tree_flatten(value)
-    return pytree.tree_unflatten(bring(leaves, None, None, device), spec)
+    return pytree.tree_unflatten([copied(leaf) for leaf in bring(leaves, None, None, device)], spec)
 
 
 class _Copy(torch.autograd.Function):

@@ -1,11 +1,13 @@
 """A thread that runs jobs in order. Holds no reference to the engine that owns it, so that engine can be collected."""
 
 import atexit
+import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable
 
+_log = logging.getLogger("roundpipe")
 Job = Callable[[], None]
 _here = threading.local()
 
@@ -63,5 +65,8 @@ class Worker:
 def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
     _here.is_worker = True
     while (job := jobs.get()) is not None:
-        job()
+        try:
+            job()
+        except BaseException:
+            _log.exception("a job of %s raised; please report this", threading.current_thread().name)
         del job  # because a kept closure would keep the last call's tensors alive while the thread is idle
