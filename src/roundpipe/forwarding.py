@@ -80,6 +80,10 @@ class ForwardingModule(nn.Module):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         yield from self.model.named_children()
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        self._flush("get_parameter()")
+        return self.model.get_parameter(target)
+
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Does nothing: the engine recomputes by itself."""
         _log.info(

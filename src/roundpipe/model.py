@@ -346,7 +346,7 @@ class RoundPipe(ForwardingModule):
         self._steps.raise_late_error()
         if _fingerprint(self.model) != self._fingerprint:
             raise ConfigError(
-                f"{self._name}: parameters of the model were added, removed, cast or moved since it was wrapped; "
+                f"{self._name}: modules or parameters were added, removed, replaced or cast since it was wrapped; "
                 "close() this engine and wrap the model again"
             )
 
@@ -524,8 +524,10 @@ def _layers_of(sequence: nn.Module) -> list[nn.Module]:
     return list(sequence) if isinstance(sequence, nn.Sequential) else [sequence]
 
 
-def _fingerprint(model: nn.Module) -> list[tuple[int, torch.dtype, torch.Size]]:
-    return [(id(parameter), parameter.dtype, parameter.shape) for parameter in model.parameters()]
+def _fingerprint(model: nn.Module) -> tuple[list[int], list[tuple[int, torch.dtype, torch.Size]]]:
+    """Changes when modules or parameters were added, removed or replaced, or parameters cast."""
+    modules = [id(module) for module in model.modules()]
+    return modules, [(id(parameter), parameter.dtype, parameter.shape) for parameter in model.parameters()]
 
 
 def _refuse_hooks(store: ParameterStore) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .transfer import Boundary
@@ -23,8 +22,11 @@ class _Round(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipelined forward cannot be differentiated twice (create_graph=True); its gradients have no graph"
+            )
         run, ctx.run = ctx.run, None
         if run is None:
             raise RuntimeError("backward was called twice through one pipelined forward; call the model again")
