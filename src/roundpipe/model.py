@@ -31,7 +31,7 @@ from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline, deliver
 from .runtime.recompute import AmbientState
 from .runtime.replica import Modes
-from .runtime.results import backward_into, input_gradients, sum_losses, wanted, write_buffers
+from .runtime.results import backward_into, input_gradients, refuse_shared_buffers, sum_losses, wanted, write_buffers
 from .runtime.transfer import Boundary, BoundaryGradient, user_boundary
 from .runtime.worker import Worker
 
@@ -253,6 +253,7 @@ class RoundPipe(ForwardingModule):
         with call.awaited():
             call.wait_results()
             call.wait_finished()
+            refuse_shared_buffers(call)
             target = torch.device(config.output_device or "cpu")
             if with_grad:
                 # Joined on the CPU: there backward runs on the caller's thread, which may wait for devices' backwards.
@@ -313,6 +314,7 @@ class RoundPipe(ForwardingModule):
             call.wait_results()
             if call.streams.drawn or tensors:
                 call.wait_finished()
+            refuse_shared_buffers(call)
             result = loss = sum_losses(call)
             if return_outputs:
                 target = torch.device(config.output_device or "cpu")

@@ -5,6 +5,7 @@ saved for them, whatever the caller did to it counted: silently through numpy, a
 torch, even for `loss /= 10`.
 """
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -169,3 +170,24 @@ def test_an_input_that_frozen_layers_pass_on(is_frozen: bool, devices: DeviceSet
     batch.args[0].zero_()
     gate.open()
     devices.check({f"layers.{name}": value for name, value in engine_gradients(engine).items()}, expected)
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 2])
+def test_a_parameter_of_the_callers_own_in_loss_fn_has_its_gradient_at_return(
+    num_microbatch: int, engines: Engines
+) -> None:
+    scale = nn.Parameter(torch.tensor(2.0))
+    batch = mlp_batch(rows=6)
+    model = make_mlp()
+    plain, plain_scale = copy.deepcopy(model), nn.Parameter(torch.tensor(2.0))
+    plain_call(plain, batch.split(num_microbatch), lambda output, label: batch.loss_fn(output, label) * plain_scale)
+    engine = engines(model, TWO)
+    engine.forward_backward(
+        batch.args,
+        label=batch.label,
+        loss_fn=lambda output, label: batch.loss_fn(output, label) * scale,
+        run_config=RoundPipeRunConfig(num_microbatch=num_microbatch),
+    )
+    assert scale.grad is not None
+    assert plain_scale.grad is not None
+    torch.testing.assert_close(scale.grad, plain_scale.grad)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
+from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, Batch, mlp_batch
 from reference import buffers_of, plain_call
-from roundpipe import ModelExecutePlan
+from roundpipe import ConfigError, ModelExecutePlan
 
 ONE_LAYER_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)])
 WHOLE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(3)])
@@ -121,3 +121,13 @@ def test_plain_attributes_set_in_training(plan: ModelExecutePlan, devices: Devic
         devices.check(buffers_of(model), buffers_of(plain))
         assert (model[1].largest, model[1].seen) == (plain[1].largest, plain[1].seen)
         engine.zero_grad()
+
+
+def test_a_batch_norm_shared_by_two_layers_is_refused(engines: Engines) -> None:
+    """Each layer works on a copy of its buffers, so one of the two updates would be lost."""
+    norm = nn.BatchNorm1d(MLP_WIDTH)
+    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), norm, nn.Linear(MLP_WIDTH, MLP_WIDTH), norm)
+    engine = engines(model, TWO)
+    with pytest.raises(ConfigError, match="running_mean|num_batches_tracked"):
+        run_batch(engine, mlp_batch(rows=6), 2)
+    assert int(norm.num_batches_tracked) == 0

@@ -177,10 +177,13 @@ class Executor:
             made = stage.let_go(boundary_of(pytree.tree_map(_detached, output), self.device, None))
             call.outputs[microbatch] = made._replace(ready=self.device.compute.record())
         self._layer = "loss_fn"
-        losses = self._loss(call, stage, microbatch, output)
+        losses, known = self._loss(call, stage, microbatch, output)
         self._layer = None
         torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradients(call, trained, microbatch, leaves)
+        # Announced only now, because a parameter of the caller's own in loss_fn has its gradient only now.
+        call.losses[microbatch] = known
+        call.announce()
 
     def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
         layers = stage.visit.layers
@@ -257,10 +260,10 @@ class Executor:
             with self._entered(call, grad=False):
                 value = pytree.tree_unflatten(given, boundary.spec)
                 output = self._run_layer(call, stage, layer, microbatch, value, again)
-            made = boundary_of(output, self.device, None, facts.carries)
-            if call.settings.needs_grad and len(made.carries) != len(made.leaves):
-                made = self._learn(call, stage, layer, microbatch, boundary)  # it returned another structure this time
-            boundary = made
+            boundary = boundary_of(output, self.device, None, facts.carries)
+            if call.settings.needs_grad and len(boundary.carries) != len(boundary.leaves):
+                # It returned another structure this time. A gradient that turns out not to flow only costs time.
+                boundary = boundary._replace(carries=tuple(map(_is_floating, boundary.leaves)))
         return boundary
 
     def _learn(self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary) -> Boundary:
@@ -310,7 +313,9 @@ class Executor:
                 return module(*args, **kwargs)
             return module(value)
 
-    def _loss(self, call: Call, stage: Stage, microbatch: int, output: Any) -> list[torch.Tensor]:
+    def _loss(
+        self, call: Call, stage: Stage, microbatch: int, output: Any
+    ) -> tuple[list[torch.Tensor], MicrobatchLoss]:
         settings = call.settings
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
@@ -329,9 +334,7 @@ class Executor:
                 )
         detached = tuple(copied(part.detach()) if stage.holds(part) else part.detach() for part in parts)
         ready = self.device.compute.record()
-        call.losses[microbatch] = MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
-        call.announce()
-        return parts
+        return parts, MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
 
     @contextmanager
     def _counted(self, call: Call, stage: Stage | None, layer: int, value: Any) -> Iterator[None]:
@@ -397,6 +400,10 @@ def _is_settled(
             for leaf, carries_on in zip(pytree.tree_leaves(output), carries, strict=True)
         )
     )
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _tracked(leaf: Any) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from .call import Call
 from .transfer import Boundary
 
@@ -48,6 +49,18 @@ def sum_losses(call: Call) -> Any:
 
 def _already_run(*_: Any, **__: Any) -> None:
     raise RuntimeError("backward was already run by forward_backward(); use forward() to call backward() yourself")
+
+
+def refuse_shared_buffers(call: Call) -> None:
+    """Raises ConfigError if a module that two layers share wrote a buffer: each worked on a copy, one would be lost."""
+    seen: set[tuple[int, str]] = set()
+    for owner, name, *_ in call.buffer_updates:
+        if (id(owner), name) in seen:
+            raise ConfigError(
+                f"a {type(owner).__name__} is used in more than one layer and writes its buffer {name!r}; give each "
+                "layer a module of its own"
+            )
+        seen.add((id(owner), name))
 
 
 def write_buffers(call: Call) -> None:
