@@ -12,8 +12,15 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from roundpipe import RoundPipe, StepHandle
+from roundpipe import RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
+from roundpipe.optim import Adam, AdamW
+
+# torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they landed.
+SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+}
 
 
 class PipelineOptimizer(torch.optim.Optimizer):
@@ -29,7 +36,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.engine = engine
         self.max_grad_norm = 0.0
         self._is_async = is_async
-        self._masters = [master for _, master in engine.optim_named_parameters()]
         self._last: StepHandle | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
@@ -47,7 +53,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _update(self, max_grad_norm: float) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping."""
         limit = max_grad_norm if max_grad_norm > 0 else math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self._masters, limit)
+        norm = clip_grad_norm_(self.engine, limit)
         self.inner.step()
         return float(norm)
 

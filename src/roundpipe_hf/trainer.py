@@ -21,7 +21,7 @@ from . import compat
 from .arguments import engine_settings_in, pipeline_of
 from .checkpointing import load_masters, save_masters
 from .engine import EngineSlot, runs_by_preset, stop_checkpointing
-from .optimizer import PendingNorm, PipelineOptimizer, adopt, unwrapped
+from .optimizer import SAME_BUT_FASTER, PendingNorm, PipelineOptimizer, adopt, unwrapped
 from .precision import precision_of
 from .refusals import refuse_arguments, refuse_model, refuse_optimizer
 from .replay import EngineStandIn, ModelStandIn
@@ -127,7 +127,7 @@ class RoundPipeTrainerMixin(_Base):
             {"params": [masters[n] for n in names if n not in decay], "weight_decay": 0.0},
         ]
         cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        inner: torch.optim.Optimizer = cls(groups, **kwargs)
+        inner: torch.optim.Optimizer = SAME_BUT_FASTER.get(cls, cls)(groups, **kwargs)
         return inner
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
