@@ -25,8 +25,9 @@ from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 class StepHandle:
     """An update under way."""
 
-    def __init__(self, condition: threading.Condition) -> None:
+    def __init__(self, condition: threading.Condition, on_raise: Callable[[BaseException], None]) -> None:
         self._condition = condition
+        self._on_raise = on_raise
         self._is_done = False
         self._is_entered = False
         self._result: Any = None
@@ -43,6 +44,7 @@ class StepHandle:
         """
         self._wait(lambda: self._is_done)
         if self._error is not None:
+            self._on_raise(self._error)  # because what the caller has seen here is not to come up again later
             raise self._error
 
     def result(self) -> Any:
@@ -181,7 +183,7 @@ class StepThread:
         self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepHandle:
         """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
-        handle = StepHandle(self._condition)
+        handle = StepHandle(self._condition, self._forget_late_error)
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
@@ -195,11 +197,7 @@ class StepThread:
             handle.wait_entered()
         if not is_async:
             self._flushed = number
-            try:
-                handle.wait()
-            except BaseException as error:
-                self._forget_late_error(error)
-                raise
+            handle.wait()
         return handle
 
     def zero_grad(self) -> None:
