@@ -38,10 +38,6 @@ class HostArena:
         if lock and num_bytes and _lock_pages(self.bytes.data_ptr(), num_bytes):
             self._memory.locked_at = self.bytes.data_ptr()
 
-    @property
-    def is_locked(self) -> bool:
-        return self._memory.locked_at != 0
-
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of ``shape`` at byte ``offset``, over exactly its own storage."""
         count = math.prod(shape)

@@ -282,9 +282,11 @@ class StepThread:
             if error is not window.error:
                 self._fail_late(error)
         finally:
-            self._masters.take_gradients()
-            window.release()
-        handle._finish(result, error)
+            try:
+                self._masters.take_gradients()
+                window.release()
+            finally:
+                handle._finish(result, error)  # whatever happens, because somebody may be waiting for it
         if error is None and not is_async:
             # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
             self._publish(number)

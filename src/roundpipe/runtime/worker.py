@@ -45,10 +45,6 @@ class Worker:
         state = "running" if self._thread.is_alive() else "stopped"
         return f"<Worker {self._thread.name}: {state}, {self._jobs.qsize()} queued>"
 
-    @property
-    def is_current_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
     def submit(self, job: Job) -> None:
         """Returns at once; the job runs after all jobs submitted before."""
         self._jobs.put(job)
