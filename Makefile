@@ -6,10 +6,11 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest
 
-.PHONY: help quickstart test test-slow test-gpu lint format clean
+.PHONY: help quickstart notebooks test test-slow test-gpu lint format clean
 
 help:
 	@echo 'make quickstart   fine-tune a small language model (DEVICES=3 for three virtual devices)'
+	@echo 'make notebooks    run the notebooks and store what they print (NOTEBOOKS=... for some of them)'
 	@echo 'make test         the tests (TESTS=tests/unit for a part of them)'
 	@echo 'make test-slow    the tests that take minutes'
 	@echo 'make test-gpu     the tests that need an accelerator'
@@ -20,11 +21,14 @@ help:
 quickstart: $(INSTALLED)
 	$(RUN) examples/quickstart.py $(if $(DEVICES),--devices $(DEVICES))
 
+notebooks: $(INSTALLED)
+	$(RUN) notebooks/run.py $(NOTEBOOKS)
+
 test: $(INSTALLED)
-	$(PYTEST) -m 'not slow and not gpu' $(TESTS)
+	$(PYTEST) -n auto --dist worksteal -m 'not slow and not gpu' $(TESTS)
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m 'slow and not gpu' $(TESTS)
+	$(PYTEST) -n auto --dist worksteal -m 'slow and not gpu' $(TESTS)
 
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m gpu $(TESTS)

@@ -1,57 +1,91 @@
-"""Linear head + cross-entropy in chunks of tokens, so that the logits of a microbatch never exist at once.
+"""Linear head + cross-entropy in chunks against the whole logits: time and peak of one forward and backward.
 
-Part of the resident reference only. Gradients are made in the forward pass, chunk by chunk, while the logits are there.
+Peaks are those of what the loss adds to hidden states and head. `chunked_causal_loss` is what resident.py trains with.
 """
 
-from typing import Any
+import argparse
+import sys
+from collections.abc import Callable
 
+import measure
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.nn import functional as F
 
-CHUNK = 2048
+from roundpipe.chunked_loss import linear_cross_entropy
+
+SYSTEMS = {"full": "whole logits, in fp32 for the loss", "chunked": "roundpipe.chunked_loss"}
+COLUMNS = ["system", "head", "tokens", "vocabulary", "width", "step_s", "added_peak_gb", "loss_first"]
 IGNORED = -100
-
-
-def _loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross-entropy of one chunk in fp32, and its gradient by the logits in their dtype."""
-    wide = logits.float()
-    log_sum = torch.logsumexp(wide, dim=-1, keepdim=True)
-    valid = targets != IGNORED
-    index = targets.where(valid, 0).unsqueeze(-1)
-    loss = ((log_sum - wide.gather(-1, index)).squeeze(-1) * valid).sum()
-    one_hot = torch.arange(logits.shape[-1], device=logits.device) == index
-    gradient = ((wide - log_sum).exp() - one_hot.float()) * valid.unsqueeze(-1)
-    return loss, gradient.to(logits.dtype)
-
-
-_compiled_loss_and_gradient = torch.compile(_loss_and_gradient, dynamic=False)
-
-
-class _ChunkedCrossEntropy(Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        loss = torch.zeros((), device=hidden.device)
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
-            part, d_logits = _compiled_loss_and_gradient(hidden[rows] @ weight.T, targets[rows])
-            loss += part
-            d_hidden[rows] = d_logits @ weight
-            if d_weight is not None:
-                d_weight.addmm_(d_logits.T, hidden[rows])
-        ctx.save_for_backward(d_hidden, d_weight)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * scale, None if d_weight is None else d_weight * scale, None
 
 
 def chunked_causal_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
     """Cross-entropy of predicting ``tokens`` (rows, length) from ``hidden`` (rows, length, width), summed."""
-    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten())
-    return loss
+    return linear_cross_entropy(hidden, weight, _targets(tokens), reduction="sum")
+
+
+def full_causal_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), _targets(tokens).flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _targets(tokens: Tensor) -> Tensor:
+    return F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "full": full_causal_loss,
+    "chunked": chunked_causal_loss,
+}
+
+
+def run(system: str, head: str, options: argparse.Namespace) -> measure.Record:
+    device = measure.compute_device()
+    torch.manual_seed(0)
+    hidden = torch.randn(1, options.tokens, options.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(options.vocabulary, options.width, device=device, dtype=torch.bfloat16).mul_(0.02)
+    weight.requires_grad_(head == "trained")
+    tokens = torch.randint(options.vocabulary, (1, options.tokens), device=device)
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+    def step() -> Tensor:
+        loss = LOSSES[system](hidden, weight, tokens)
+        loss.backward()
+        hidden.grad = weight.grad = None
+        return loss.detach()
+
+    timed = measure.time_steps(step, warmup=options.warmup, steps=options.steps)
+    peak = {"added_peak_gb": (torch.cuda.max_memory_allocated() - held) / 1e9} if torch.cuda.is_available() else {}
+    return {
+        "bench": "chunked_loss",
+        "system": SYSTEMS[system],
+        "head": head,
+        "dtype": "bf16",
+        "tokens": options.tokens,
+        "vocabulary": options.vocabulary,
+        "width": options.width,
+        **peak,
+        **timed,
+        **measure.environment(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    measure.add_common_options(parser)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--heads", nargs="+", choices=["trained", "frozen"], default=["trained", "frozen"])
+    options = parser.parse_args()
+    rows = [(system, head) for system in options.systems for head in options.heads]
+    if len(rows) > 1:
+        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
+        return measure.run_rows([[*sys.argv[1:], "--systems", a, "--heads", b] for a, b in rows], COLUMNS)
+    ((system, head),) = rows
+    return measure.run_row(run(system, head, options), COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,8 +86,6 @@ def peaks() -> Record:
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default 8)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts (default 3)")
-    parser.add_argument("--num-microbatch", type=int, default=4)
-    parser.add_argument("--tiny", action="store_true", help="a toy model, to try the script on a CPU")
 
 
 def emit(record: Record) -> None:

@@ -14,9 +14,9 @@ HEAD = """# Results
 
 Written by `benchmarks/report.py` from the JSON lines the other scripts printed; do not edit by hand.
 
-Every row trains {workload}: {dtype}, {tokens_per_step:,} tokens per step ({rows} x {length}), AdamW, gradients
-clipped at {clipping}. tokens/s counts every input token once, over the steps after the warm-up. All steps train on one
-batch of random tokens, so the loss falls. GPU GB: peak allocated / reserved by torch after the warm-up. Host GB: peak
+Every row trains random weights of the shapes it names: {dtype}, AdamW, gradients clipped at {clipping}. tokens/s
+counts every input token once, over the steps after the warm-up. All steps train on one batch of random tokens, so the
+loss falls. GPU GB: peak allocated / reserved by torch after the warm-up. Host GB: peak
 resident set of the process since it started, making the model included.
 """
 BOUNDS = """
@@ -46,11 +46,21 @@ def settings_of(record: Record) -> str:
     return ", ".join(shown)
 
 
-def step_row(record: Record, ceilings: dict[str, float]) -> Record:
-    ceiling = ceilings.get(record["method"])
+def _key(record: Record) -> tuple[object, ...]:
+    """Two records with the same key did the same work."""
+    return record["workload"], record["method"], record["tokens_per_step"]
+
+
+def _work_of(record: Record) -> Record:
+    rows = record["tokens_per_step"] // record["length"]
+    return {"workload": record["workload"], "method": record["method"], "tokens": f"{rows} x {record['length']}"}
+
+
+def step_row(record: Record, ceilings: dict[tuple[object, ...], float]) -> Record:
+    ceiling = ceilings.get(_key(record))
     gpu = [record[name] for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb") if name in record]
     return {
-        "method": record["method"],
+        **_work_of(record),
         "system": record["system"],
         "tokens/s": record["tokens_per_s"],
         "of ceiling": "-" if ceiling is None else f"{record['tokens_per_s'] / ceiling:.2f}",
@@ -77,7 +87,7 @@ def bound_row(record: Record, rates: dict[str, float]) -> Record:
     seconds = {
         name: amount / (rates[rate] * unit) if rate in rates else "-" for name, (amount, rate, unit) in work.items()
     }
-    return {"method": record["method"], **seconds}
+    return {**_work_of(record), **seconds}
 
 
 def section(machine: str, records: list[Record]) -> list[str]:
@@ -88,12 +98,12 @@ def section(machine: str, records: list[Record]) -> list[str]:
     if ceilings:
         lines += ["", "### Ceilings", "", table(ceilings, ["what", "value", "unit", "setting"])]
     if steps:
-        best = {record["method"]: record["tokens_per_s"] for record in steps if record["system"] == CEILING}
-        rows = [step_row(record, best) for record in sorted(steps, key=lambda record: record["method"] != "full")]
+        best = {_key(record): record["tokens_per_s"] for record in steps if record["system"] == CEILING}
+        rows = [step_row(record, best) for record in sorted(steps, key=lambda record: tuple(map(str, _key(record))))]
         lines += ["", "### Steps", "", f'*of ceiling*: against "{CEILING}".', "", table(rows, list(rows[0]))]
     if ceilings and steps:
         rates = {record["what"]: record["value"] for record in ceilings}
-        bounds = {record["method"]: bound_row(record, rates) for record in steps}
+        bounds = {_key(record): bound_row(record, rates) for record in steps}
         lines += ["", "### Bounds", BOUNDS, table(list(bounds.values()), list(next(iter(bounds.values()))))]
     return lines
 
@@ -102,8 +112,7 @@ def report(records: list[Record]) -> str:
     steps = [record for record in records if record["bench"] != "ceilings"]
     lines = []
     if steps:
-        first = steps[0]
-        lines.append(HEAD.format(**first, rows=first["tokens_per_step"] // first["length"]).rstrip())
+        lines.append(HEAD.format(**steps[0]).rstrip())
     machines: dict[str, list[Record]] = {}
     for record in records:
         machines.setdefault(machine_of(record), []).append(record)

@@ -1,4 +1,4 @@
-"""Reference: the same step with all weights, masters and moments resident on one GPU. Uses nothing of RoundPipe.
+"""Reference: the same step with all weights, masters and moments resident on one GPU. Of RoundPipe only the loss.
 
 Three systems: plain Hugging Face with checkpointing, and compiled blocks with chunked cross-entropy, with and without
 recompute. The last two are the ceilings that benchmarks/throughput.py is compared with.
@@ -14,7 +14,16 @@ import measure
 import torch
 from chunked_loss import chunked_causal_loss
 from torch import Tensor, nn
-from workload import LEARNING_RATE, MAX_NORM, Workload, describe, make_model, make_tokens
+from workload import (
+    LEARNING_RATE,
+    MAX_NORM,
+    Workload,
+    add_workload_options,
+    describe,
+    make_model,
+    make_tokens,
+    workload_of,
+)
 
 SYSTEMS = {
     "hf": "resident: Hugging Face, checkpointing",
@@ -104,15 +113,15 @@ def run(system: str, workload: Workload, warmup: int, steps: int) -> measure.Rec
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measure.add_common_options(parser)
-    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full"])
+    add_workload_options(parser)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     options = parser.parse_args()
     rows = [(method, system) for method in options.methods for system in options.systems]
     if len(rows) > 1:
         # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
         return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS)
-    ((method, system),) = rows
-    workload = Workload(method=method, tiny=options.tiny, num_microbatch=options.num_microbatch)
+    ((_, system),) = rows
+    workload = workload_of(options)
     return measure.run_row(run(system, workload, options.warmup, options.steps), COLUMNS)
 
 

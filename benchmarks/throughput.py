@@ -8,7 +8,15 @@ from typing import Any
 import measure
 import torch
 from torch import Tensor
-from workload import LEARNING_RATE, MAX_NORM, Workload, describe, make_model, make_tokens
+from workload import (
+    LEARNING_RATE,
+    MAX_NORM,
+    add_workload_options,
+    describe,
+    make_model,
+    make_tokens,
+    workload_of,
+)
 
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW, clip_grad_norm_
@@ -30,9 +38,9 @@ def parse_plan(text: str) -> ModelExecutePlan:
 
 
 def run(options: argparse.Namespace) -> measure.Record:
-    (method,), (mode,) = options.methods, options.modes
+    (mode,) = options.modes
     torch.set_num_threads(options.threads)
-    workload = Workload(method=method, tiny=options.tiny, num_microbatch=options.num_microbatch)
+    workload = workload_of(options)
     model = make_model(workload, measure.compute_device()).cpu()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -45,7 +53,7 @@ def run(options: argparse.Namespace) -> measure.Record:
         model,
         use_sequential_preset=True,
         model_run_config=run_config,
-        name=f"{method}-{mode}",
+        name=f"{workload.method}-{mode}",
         optim_dtype=torch.float32,
         pin_model=options.pin_model,
         devices=options.devices,
@@ -61,7 +69,7 @@ def run(options: argparse.Namespace) -> measure.Record:
             optimizer.step()
 
         def step() -> Tensor:
-            loss: Any = engine.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss)
+            loss: Any = engine.forward_backward(input_kwargs=batch)
             engine.step(update, is_async=mode == "async")
             return loss
 
@@ -89,7 +97,7 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measure.add_common_options(parser)
-    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full"])
+    add_workload_options(parser)
     parser.add_argument("--modes", nargs="+", choices=["sync", "async"], default=["sync", "async"])
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)")

@@ -1,8 +1,9 @@
-"""What every benchmark trains: Llama-3.2-1B shapes with random weights, one batch of random tokens, AdamW, clipping.
+"""What every benchmark trains: a named model's shapes with random weights, one batch of random tokens, AdamW, clipping.
 
 Knows nothing of who trains it. The same seed gives the same weights and tokens, so losses compare across systems.
 """
 
+import argparse
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,24 +13,76 @@ from torch import Tensor, nn
 Method = Literal["full", "lora"]
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
-LORA_RANK = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """A model's sizes. ``config`` are the arguments of the transformers config ``config_class``."""
+
+    title: str
+    config_class: str
+    lora_rank: int
+    config: dict[str, Any]
+
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS = {
+    "llama-3.2-1b": Shapes(
+        title="Llama-3.2-1B shapes", config_class="LlamaConfig", lora_rank=16,
+        config={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "vocab_size": 128256, "hidden_size": 2048,
+            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 64, "max_position_embeddings": 131072, "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "llama-3-8b": Shapes(
+        title="Llama-3-8B shapes", config_class="LlamaConfig", lora_rank=32,
+        config={
+            "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "vocab_size": 128256, "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "qwen3-1.7b": Shapes(
+        title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
+        config={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_size": 2048,
+            "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen3-4b": Shapes(
+        title="Qwen3-4B shapes", config_class="Qwen3Config", lora_rank=16,
+        config={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_size": 2560,
+            "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+}  # fmt: skip
+TINY = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one step. ``tiny`` is for trying a script on a CPU; its figures mean nothing."""
+    """Sizes of one step: ``rows`` sequences of ``length`` tokens. ``tiny`` is for trying a script on a CPU; its
+    figures mean nothing."""
 
+    model: str
     method: Method
-    tiny: bool
+    rows: int
+    length: int
     num_microbatch: int
-
-    @property
-    def rows(self) -> int:
-        return 8 if self.tiny else 16
-
-    @property
-    def length(self) -> int:
-        return 32 if self.tiny else 2048
+    tiny: bool
 
     @property
     def tokens_per_step(self) -> int:
@@ -41,41 +94,51 @@ class Workload:
         return self.rows * (self.length - 1)
 
     @property
-    def shapes(self) -> dict[str, Any]:
-        shared: dict[str, Any] = {"tie_word_embeddings": True, "use_cache": False, "rms_norm_eps": 1e-5}
-        if self.tiny:
-            return shared | {
-                "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-            }  # fmt: skip
-        return shared | {
-            "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
-            "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            },
-        }  # fmt: skip
+    def shapes(self) -> Shapes:
+        return MODELS[self.model]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.shapes.config | {"use_cache": False} | (TINY if self.tiny else {})
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=list(MODELS), default="qwen3-1.7b")
+    parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full"])
+    parser.add_argument("--rows", type=int, default=16, help="sequences per step (default 16)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument("--num-microbatch", type=int, default=4)
+    parser.add_argument("--tiny", action="store_true", help="a toy model of the same kind, to try the script on a CPU")
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """The workload that ``add_workload_options`` asked for; one method."""
+    (method,) = options.methods
+    rows, length = (min(options.rows, 8), min(options.length, 32)) if options.tiny else (options.rows, options.length)
+    return Workload(
+        model=options.model, method=method, rows=rows, length=length,
+        num_microbatch=options.num_microbatch, tiny=options.tiny,
+    )  # fmt: skip
 
 
 def make_model(workload: Workload, device: torch.device) -> nn.Module:
     """bf16 weights made on ``device`` (a GPU fills 1.2 G weights in no time), adapters in bf16 too."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    import transformers
 
     torch.manual_seed(0)
     with device:
-        config = LlamaConfig(**workload.shapes)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        config = getattr(transformers, workload.shapes.config_class)(**workload.config)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         if workload.method == "lora":
-            model = _with_lora(model)
+            model = _with_lora(model, workload.shapes.lora_rank)
     return model.train()
 
 
-def _with_lora(model: nn.Module) -> nn.Module:
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
@@ -83,15 +146,16 @@ def _with_lora(model: nn.Module) -> nn.Module:
 def make_tokens(workload: Workload) -> Tensor:
     """(rows, length). Every step trains on the same batch, so that a falling loss shows that training works."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(workload.shapes["vocab_size"], (workload.rows, workload.length), generator=generator)
+    return torch.randint(workload.config["vocab_size"], (workload.rows, workload.length), generator=generator)
 
 
 def describe(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """What a record says of the workload; what a bound is computed from."""
-    shapes = workload.shapes
+    config = workload.config
+    lora = f"LoRA r={workload.shapes.lora_rank} all-linear"
     return {
-        "workload": "tiny" if workload.tiny else "Llama-3.2-1B shapes",
-        "method": workload.method if workload.method == "full" else f"LoRA r={LORA_RANK} all-linear",
+        "workload": "tiny" if workload.tiny else workload.shapes.title,
+        "method": "full" if workload.method == "full" else lora,
         "dtype": "bf16 weights, fp32 masters and moments",
         "clipping": MAX_NORM,
         "tokens_per_step": workload.tokens_per_step,
@@ -99,6 +163,6 @@ def describe(workload: Workload, model: nn.Module) -> dict[str, Any]:
         "num_microbatch": workload.num_microbatch,
         "params": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "hidden": shapes["hidden_size"],
-        "layers": shapes["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "layers": config["num_hidden_layers"],
     }

@@ -28,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # One, where cases.md says two: on shared cores the two wait for each other at every small product, ten times the
     # time for the same bits. RoundPipe carries the number into its workers.
     torch.set_num_threads(1)
+    # Recurrent layers would compute in TF32 by default, far from what fp32 promises.
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -31,11 +31,11 @@ PAUSES: dict[str, Callable[[], Callable[[], None]]] = {
 
 
 def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
 
 
 def slowed(engine: RoundPipe, pause: str) -> PausingSGD:
-    return PausingSGD(engine.optim_parameters(), pause=PAUSES[pause](), lr=0.1, momentum=0.9)
+    return PausingSGD(engine.optim_parameters(), pause=PAUSES[pause](), lr=0.01, momentum=0.9)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

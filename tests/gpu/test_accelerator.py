@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not ACCELERATORS, reason="no CUDA device"),
 ]
 WIDTH = 2048
-NUM_LAYERS = 12
+NUM_LAYERS = 24
 WEIGHT_BYTES = NUM_LAYERS * 4 * (WIDTH * WIDTH + WIDTH)
 STAGES_OF_TWO = ModelExecutePlan(
     fwd_plan=[range(start, start + 2) for start in range(0, NUM_LAYERS - 2, 2)],
@@ -42,17 +42,19 @@ def one() -> DeviceSet:
 @pytest.fixture(autouse=True)
 def fresh_memory() -> None:
     gc.collect()
+    torch.cuda.init()
     torch.cuda.empty_cache()
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)
 
 
 def test_the_weights_never_are_on_the_device_all_at_once(one: DeviceSet, engines: Engines) -> None:
-    engine = engines(make_wide(), one)
+    """There is no room to spare, in which layers would stay from their forward to their backward."""
+    engine = engines(make_wide(), one, max_gpu_memory=0.2)
     batch = mlp_batch(rows=8, width=WIDTH)
     run_batch(engine, batch, 2, execute_plan=STAGES_OF_TWO)
     engine.synchronize()
-    assert torch.cuda.max_memory_allocated(0) < 0.75 * WEIGHT_BYTES
+    assert torch.cuda.max_memory_allocated(0) < 0.5 * WEIGHT_BYTES
 
 
 def test_close_returns_the_devices_memory(one: DeviceSet, engines: Engines) -> None:

@@ -1,0 +1,177 @@
+"""The CPU update beside what it could be: AdamW, bf16 gradient -> fp32 master and moments -> bf16 working copy.
+
+    python benchmarks/optimizer.py --threads 2 --millions 40
+    python benchmarks/optimizer.py --threads 4,8,11,12,14,16 --millions 200
+
+Prints G parameters/s and GB/s at 28 bytes per parameter (2 + 12 read, 12 + 2 written) for each number of threads: the
+fastest of several passes over the whole. Needs 20 bytes per parameter. `copy` and `triad` are the memory's own speed.
+"""
+
+import argparse
+import ctypes
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from roundpipe.optim import native, updates
+from roundpipe.optim.chunks import sum_of_squares
+from roundpipe.optim.optimizers import AdamRule
+from roundpipe.optim.updates import RuleUpdate
+from roundpipe.params.pending import UpdateInto
+
+BYTES = 28
+RULE = AdamRule(
+    step=2.0,
+    lr=1e-3,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=0.01,
+    amsgrad=False,
+    maximize=False,
+    is_decoupled=True,
+)
+MATRIX = 4_000_000  # parameters of one of the matrices that a layer's update is made of
+PER_LAYER = 8
+
+
+class Arrays(NamedTuple):
+    """Everything of some parameters, and room for their gradient in fp32."""
+
+    weight: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    gradient: torch.Tensor
+    working: torch.Tensor
+    wide: torch.Tensor
+
+    def part(self, start: int, stop: int) -> "Arrays":
+        return Arrays(*(array[start:stop] for array in self))
+
+    def matrices(self) -> Iterator["Arrays"]:
+        for start in range(0, self.weight.numel(), MATRIX):
+            yield self.part(start, start + MATRIX)
+
+    def layers(self) -> Iterator[list["Arrays"]]:
+        matrices = list(self.matrices())
+        for start in range(0, len(matrices), PER_LAYER):
+            yield matrices[start : start + PER_LAYER]
+
+
+def make(count: int) -> Arrays:
+    weight = torch.randn(count)
+    return Arrays(
+        weight,
+        torch.randn(count) * 0.01,
+        torch.rand(count) * 0.01,
+        (torch.randn(count) * 0.01).bfloat16(),
+        weight.bfloat16(),
+        torch.zeros(count),
+    )
+
+
+def fused(arrays: Arrays) -> None:
+    RULE.apply(arrays.weight, arrays.wide, [arrays.mean, arrays.square])
+
+
+def three_passes(arrays: Arrays) -> None:
+    """What there is without RoundPipe, memory allocated beforehand."""
+    arrays.wide.copy_(arrays.gradient)
+    fused(arrays)
+    arrays.working.copy_(arrays.weight)
+
+
+def update_of(arrays: Arrays) -> RuleUpdate:
+    return RuleUpdate(arrays.weight, (arrays.mean, arrays.square), (arrays.gradient,), 0.9, False, RULE)
+
+
+def one_pass(arrays: Arrays) -> None:
+    """As the optimizer thread does it: layer by layer."""
+    for matrices in arrays.layers():
+        updates.compute([UpdateInto(update_of(each), each.working) for each in matrices])
+
+
+def two_passes(arrays: Arrays) -> None:
+    """As for asynchronous steps without memory for a second working copy: publishing is a pass of its own."""
+    for matrices in arrays.layers():
+        updates.compute([UpdateInto(update_of(each), None) for each in matrices])
+    for each in arrays.matrices():
+        each.working.copy_(each.weight)
+
+
+def in_chunks(arrays: Arrays) -> None:
+    """Without a compiler."""
+    for each in arrays.matrices():
+        updates._in_chunks(update_of(each), each.working)
+
+
+def norm(arrays: Arrays) -> None:
+    for each in arrays.matrices():
+        sum_of_squares([each.gradient])
+
+
+def load_triad(folder: Path) -> Callable[[Arrays], None]:
+    source, made = Path(__file__).with_name("triad.c"), folder / "triad.so"
+    subprocess.run(["cc", *native._FLAGS, "-pthread", str(source), "-o", str(made)], check=True)
+    kernel = ctypes.CDLL(str(made)).triad
+
+    def triad(arrays: Arrays) -> None:
+        addresses = (ctypes.c_void_p(array.data_ptr()) for array in arrays[:5])
+        kernel(*addresses, ctypes.c_int64(arrays.weight.numel()), ctypes.c_int64(torch.get_num_threads()))
+
+    return triad
+
+
+def seconds(work: Callable[[Arrays], None], arrays: Arrays, budget_s: float) -> float:
+    """The fastest of as many passes as fit, at least three, after one that does not count."""
+    work(arrays)
+    taken: list[float] = []
+    began = time.perf_counter()
+    while len(taken) < 3 or (time.perf_counter() - began < budget_s and len(taken) < 15):
+        start = time.perf_counter()
+        work(arrays)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default=str(os.cpu_count()), help="one number, or several with commas")
+    parser.add_argument("--millions", type=int, default=100, help="of parameters")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each line, about")
+    settings = parser.parse_args()
+    if native.library() is None:
+        raise SystemExit("the one-pass kernel was not compiled: is there a C compiler?")
+    count = settings.millions * 1_000_000
+    arrays = make(count)
+    with tempfile.TemporaryDirectory() as folder:
+        rows: dict[str, tuple[Callable[[Arrays], None], int]] = {
+            "copy fp32 -> fp32": (lambda a: a.wide.copy_(a.weight), 8),
+            "triad of the same mix": (load_triad(Path(folder)), BYTES),
+            "torch: cast, fused AdamW, cast": (three_passes, BYTES),
+            "torch: fused AdamW alone": (fused, BYTES),
+            "torch's kernels in chunks": (in_chunks, BYTES),
+            "update, then publishing": (two_passes, BYTES),
+            "one pass": (one_pass, BYTES),
+            "gradient norm": (norm, 2),
+        }
+        for threads in map(int, settings.threads.split(",")):
+            torch.set_num_threads(threads)
+            print(f"\n{threads} threads, {settings.millions} M parameters")
+            rates = {}
+            for name, (work, num_bytes) in rows.items():
+                rates[name] = count / seconds(work, arrays, settings.seconds) / 1e9
+                print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {rates[name] * num_bytes:7.1f} GB/s", flush=True)
+            ours = rates["one pass"]
+            print(f"  one pass: {ours / rates['torch: cast, fused AdamW, cast']:.2f} x torch's three passes, ", end="")
+            print(f"{ours / rates['triad of the same mix']:.0%} of the triad")
+
+
+if __name__ == "__main__":
+    main()
