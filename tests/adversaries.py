@@ -6,9 +6,9 @@ from roundpipe.device.adversarial import AdversarialDevice
 class Adversaries:
     """Some adversarial devices with one seed; stands where a `DeviceSet` gives the `devices` argument."""
 
-    def __init__(self, count: int, seed: int = 0) -> None:
+    def __init__(self, count: int, seed: int = 0, num_bytes: int | None = None) -> None:
         self.count = count
-        self.argument = [AdversarialDevice(index, seed=seed) for index in range(count)]
+        self.argument = [AdversarialDevice(index, seed=seed, num_bytes=num_bytes) for index in range(count)]
 
     def __str__(self) -> str:
         return f"adversarial{self.count}"

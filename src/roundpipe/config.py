@@ -24,7 +24,8 @@ class RoundPipeRunConfig:
         num_microbatch: microbatches per call; else the number of devices + 1.
         split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for args and kwargs.
         split_label: ``(label, n) -> label_list`` or a chunk spec.
-        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches as they are.
+        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches as they are, as
+            `RoundPipePackedData`.
         execute_plan: the stages to use; else planned from the layers' sizes.
     """
 

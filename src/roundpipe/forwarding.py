@@ -1,5 +1,7 @@
 """An engine that looks like the user's model: names, keys, attributes and modes are the original's."""
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +11,33 @@ from torch import nn
 from .errors import ConfigError
 
 _log = logging.getLogger("roundpipe")
+
+
+class SignedByModel:
+    """Decorates ``forward``: on an engine it has the signature of the original model's, which libraries look at to tell
+    what a model takes. Made anew for each look, because the original may be another one by then."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    def __get__(self, engine: "ForwardingModule | None", owner: type) -> Callable[..., Any]:
+        return self._method if engine is None else _Signed(self._method, engine)
+
+
+class _Signed:
+    def __init__(self, method: Callable[..., Any], engine: "ForwardingModule") -> None:
+        self._method = method
+        self._engine = engine
+        self.__doc__ = method.__doc__
+        self.__name__ = method.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(self._engine, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._engine.model.forward)
 
 
 class ForwardingModule(nn.Module):
@@ -45,7 +74,7 @@ class ForwardingModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__.get("_own")
         if name == "forward":
-            raise ConfigError("assigning RoundPipe.forward would bypass the pipeline; change the layers and wrap again")
+            raise ConfigError("assigning an engine's forward would bypass it; change the model and wrap again")
         if not own or name in own or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         else:
@@ -55,10 +84,10 @@ class ForwardingModule(nn.Module):
         delattr(self.model, name)
 
     def __deepcopy__(self, memo: Any) -> "ForwardingModule":
-        raise ConfigError("a RoundPipe cannot be copied; copy .model after synchronize() and wrap the copy")
+        raise ConfigError("an engine cannot be copied; copy .model after synchronize() and wrap the copy")
 
     def __reduce__(self) -> Any:
-        raise ConfigError("a RoundPipe cannot be pickled; save .model or state_dict() instead")
+        raise ConfigError("an engine cannot be pickled; save .model or state_dict() instead")
 
     @property
     def training(self) -> bool:
@@ -92,11 +121,13 @@ class ForwardingModule(nn.Module):
 
     def _apply(self, *_: Any, **__: Any) -> "ForwardingModule":
         raise ConfigError(
-            "a RoundPipe cannot be moved or cast: its weights stay on the host; convert the model, then wrap it"
+            "an engine cannot be moved or cast: its weights stay on the host; convert the model, then wrap it. "
+            "To prepare it with Accelerate, use roundpipe_hf.accelerate.RoundPipeAccelerator"
         )
 
 
 def _flushing(engine: ForwardingModule, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         engine._flush(method.__name__)
         return method(*args, **kwargs)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_structure, tree_unflatten
 
 from .errors import ConfigError
+from .packed import RoundPipePackedData
 
 REPLICATE: Final = "replicate"
 Mark: TypeAlias = int | Literal["replicate"] | None
@@ -53,6 +54,7 @@ def split(
 ) -> Microbatches:
     """Cut inputs and label into ``num_microbatch`` microbatches; fewer when there are fewer rows, one when no tensor
     can be cut. Every row is used once, sizes differ by at most one, slices are views that autograd sees through.
+    `RoundPipePackedData` among the inputs is cut already: its microbatches are the microbatches, whatever their number.
 
     Args:
         split_input: a function ``(args, kwargs, n) -> (args_list, kwargs_list)`` of 1 to n entries, or a spec: a pair
@@ -60,7 +62,8 @@ def split(
         split_label: a function ``(label, n) -> label_list``, n being the microbatches there are, or a spec.
 
     Raises:
-        ConfigError: no rows, ``num_microbatch`` below 1, a function returned wrong lengths, a spec does not fit.
+        ConfigError: no rows, ``num_microbatch`` below 1, a function returned wrong lengths, a spec does not fit, packed
+            values with different microbatches.
 
     Example:
         >>> cut = split((torch.arange(10).view(5, 2),), {"scale": 2.0}, torch.arange(5), 2)
@@ -70,6 +73,11 @@ def split(
     if num_microbatch < 1:
         raise ConfigError(f"num_microbatch is {num_microbatch}; it must be at least 1")
     if _is_function(split_input):
+        refuse_packed(
+            (args, kwargs),
+            "it is cut already, but split_input is a function that cuts; merge the outputs of the first engine, or "
+            "give its values to forward_backward(microbatches=...)",
+        )
         inputs = _call_split_input(split_input, args, kwargs, num_microbatch)
         rows = tuple(batch_size_of(*one) or 0 for one in inputs)
         if split_label is None:
@@ -120,6 +128,13 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
                 "give merge_output a function (outputs, rows) -> merged, or False to get them unmerged"
             )
     return tree_unflatten([_merge_leaf(leaves, rows) for leaves in zip(*columns, strict=True)], structure)
+
+
+def refuse_packed(inputs: Any, why: str) -> None:
+    """Raises ConfigError if one of the inputs is packed."""
+    leaves, _ = tree_flatten(inputs)
+    if any(isinstance(leaf, RoundPipePackedData) for leaf in leaves):
+        raise ConfigError(f"an input is RoundPipePackedData: {why}")
 
 
 # --- trees, marks and specs ---
@@ -212,6 +227,11 @@ def _batch_leaf(leaves: Sequence[_Leaf]) -> _Leaf | None:
 
 
 def _plan_rows(leaves: Sequence[_Leaf], num_microbatch: int) -> tuple[int, ...]:
+    packed = [leaf for leaf in leaves if isinstance(leaf.value, RoundPipePackedData)]
+    if packed:
+        for other in packed[1:]:
+            _check_same_microbatches(packed[0].value.rows, packed[0].path, other)
+        return tuple(packed[0].value.rows)
     batch = _batch_leaf(leaves)
     if batch is None:
         return (0,)
@@ -228,8 +248,16 @@ def _even_rows(size: int, count: int) -> tuple[int, ...]:
     return tuple(each + (i < larger) for i in range(count))
 
 
+def _check_same_microbatches(rows: Sequence[int], whose: str, packed: _Leaf) -> None:
+    if packed.value.rows != tuple(rows):
+        raise ConfigError(
+            f"{whose} has {len(rows)} microbatches of {list(rows)} rows, {packed.path} has {len(packed.value.rows)} of "
+            f"{list(packed.value.rows)}; make them with the same num_microbatch"
+        )
+
+
 def _cut(tree: Any, leaves: Sequence[_Leaf], rows: Sequence[int]) -> list[Any]:
-    if len(rows) == 1:
+    if len(rows) == 1 and not any(isinstance(leaf.value, RoundPipePackedData) for leaf in leaves):
         return [tree]
     columns = [_cut_leaf(leaf, rows) for leaf in leaves]
     structure = tree_structure(tree)
@@ -238,6 +266,8 @@ def _cut(tree: Any, leaves: Sequence[_Leaf], rows: Sequence[int]) -> list[Any]:
 
 def _cut_leaf(leaf: _Leaf, rows: Sequence[int]) -> list[Any]:
     value, dim = leaf.value, leaf.mark
+    if isinstance(value, RoundPipePackedData):
+        return list(value)
     if dim is None and _has_dim(value, 0) and value.size(0) == sum(rows) > 0:
         dim = 0
     if not isinstance(dim, int):
@@ -288,7 +318,11 @@ def _split_label(label: Any, how: Any, rows: Sequence[int]) -> list[Any]:
     if label is None:
         return [None] * len(rows)
     if not _is_function(how):
-        return _cut(label, list(_walk(label, how, "label", "split_label")), rows)
+        leaves = list(_walk(label, how, "label", "split_label"))
+        for leaf in leaves:
+            if isinstance(leaf.value, RoundPipePackedData):
+                _check_same_microbatches(rows, "the input", leaf)
+        return _cut(label, leaves, rows)
     labels = how(label, len(rows))
     if not _is_list(labels):
         raise ConfigError(f"split_label must return a list of labels, not a {type(labels).__name__}")

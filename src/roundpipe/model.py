@@ -1,44 +1,43 @@
 """What users touch: a model whose state lives on the host and whose layers run on devices in turn."""
 
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from .backward_round import BackwardRound
+from .batches import GivenMicrobatches, as_given, cut, delivered, joined, outputs_as_loss
 from .config import RoundPipeRunConfig
 from .device import Device
-from .device.choose import DeviceSpec, choose_devices
-from .errors import ClosedError, ConfigError
-from .forwarding import ForwardingModule
-from .memory.pinning import HostMemory, PinMode
-from .microbatch import Microbatches, merge, split
-from .optim import context
-from .optim.hyperparameters import know_master, know_working
-from .optim.step_thread import StepHandle, StepThread, leave_cores_for
-from .params.copies import Masters
-from .params.gradients import GradientBuffers, GradientRules, GradientWindow
+from .device.choose import DeviceSpec
+from .engine import Engine, call_site
+from .errors import ConfigError
+from .forwarding import SignedByModel
+from .host import Host, HostSettings
+from .memory.pinning import PinMode
+from .microbatch import Microbatches
+from .params.gradients import GradientBuffers
 from .params.store import ParameterStore
+from .parts.find import layers_of
 from .plan.execute_plan import ModelExecutePlan, RunType
 from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
-from .planner import Planner, size_class
-from .runtime.autograd import Gradients, attach
+from .planner import Planned, Planner, size_class
+from .runtime.autograd import attach
 from .runtime.call import Call, CallSettings, LossFn
-from .runtime.pipeline import Pipeline, deliver
+from .runtime.pipeline import Pipeline
 from .runtime.recompute import AmbientState
 from .runtime.replica import Modes
+from .runtime.residency import WeightsVersion
 from .runtime.results import backward_into, input_gradients, refuse_shared_buffers, sum_losses, wanted, write_buffers
-from .runtime.transfer import Boundary, BoundaryGradient, user_boundary
-from .runtime.worker import Worker
+from .runtime.stage import BlockCompiler
+from .runtime.structure import Structure
+from .runtime.transfer import Boundary, user_boundary
 
 _UNSET = RoundPipeRunConfig()
 
 
-class RoundPipe(ForwardingModule):
+class RoundPipe(Engine):
     """Runs and trains ``model`` with its state in host memory and its layers visiting devices in turn.
 
     Args:
@@ -47,13 +46,13 @@ class RoundPipe(ForwardingModule):
         name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
         model_run_config: settings of every call, below what a call sets itself.
         pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them in place, ``"off"``
-            leaves them alone.
+            leaves them alone (memory-mapped ones in their file) and sends them through a small page-locked ring.
         devices: None for every visible accelerator, else one virtual CPU device; an int for that many virtual devices;
             or a list of devices.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients land in on the host; None means each parameter's dtype.
         max_gpu_memory: bytes (or GB) the engine keeps under on each device.
-        process_group: data parallel training over several processes.
+        process_group: not supported; anything but None is refused.
 
     Raises:
         ConfigError: a bad setting, a model without parameters, or weights that cannot be staged.
@@ -82,42 +81,52 @@ class RoundPipe(ForwardingModule):
         process_group: Any = None,
     ) -> None:
         super().__init__()
-        if process_group is not None:
-            raise NotImplementedError("process_group: data parallel training is not there yet; use one process")
-        chosen = choose_devices(devices, max_gpu_memory)
-        self._own = frozenset[str]()  # while it is empty, attributes set are the engine's own
-        self._name = name if name is not None else _caller()
-        self._config = model_run_config
-        self._condition = threading.Condition()
-        self._hold(sequence=model, original=model)
-        layers = list(model) if isinstance(model, nn.Sequential) else [model]
-        self._memory = HostMemory(pin_model, accelerated=any(d.torch_device.type != "cpu" for d in chosen))
-        self._store = ParameterStore(layers, self._memory)
-        self._rules = GradientRules(optim_dtype, grad_dtype)
-        self._buffers_pool = GradientBuffers(self._memory, self._rules)
-        self._masters = Masters(self._store, self._rules)
-        store, rules, buffers = self._store, self._rules, self._buffers_pool
-        self._step_worker = Worker("roundpipe-optimizer")
-        if self._memory.is_accelerated:
-            self._step_worker.submit(leave_cores_for(len(chosen)))
-        self._steps = StepThread(
-            self._step_worker,
-            self._condition,
-            store,
-            self._masters,
-            lambda: GradientWindow(store, rules, buffers),
+        settings = HostSettings.of(
+            process_group=process_group,
+            optim_dtype=optim_dtype,
+            pin_model=pin_model,
+            devices=devices,
+            compile=compile,
+            grad_dtype=grad_dtype,
+            max_gpu_memory=max_gpu_memory,
         )
+        host = Host(layers_of(model), settings.choose_devices(), settings)
+        self._take(name if name is not None else call_site(), host)
+        self._set_up(model, model_run_config, host.buffers, BlockCompiler(layers_of(model)) if compile else None)
+        self._seal()
+
+    def _set_up(
+        self,
+        model: nn.Module,
+        config: RoundPipeRunConfig,
+        buffers: GradientBuffers,
+        compiler: BlockCompiler | None,
+    ) -> None:
+        """Readies the pipeline for the layers of ``model``, which are those of ``_store``."""
+        self._config = config
+        self._hold(sequence=model)
+        layers, host = layers_of(model), self._host
+        self._layer_structure = Structure(layers)
         self._pipeline = Pipeline(
-            layers, chosen, store, rules, buffers, self._condition, self._steps.is_published, compile=compile
+            layers,
+            host.crew,
+            self._store,
+            host.rules,
+            buffers,
+            host.condition,
+            self._steps.is_published,
+            compiler,
         )
-        self._planner = Planner(store, chosen, layers=layers, rules=rules)
-        for parameter in store.parameters:
-            know_working(parameter)
-        # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
-        self._finalizer = weakref.finalize(self, _stop, [*self._pipeline.workers, self._step_worker])
-        self._is_closed = False
+        crew, steps = host.crew, host.steps
+        self._planner = Planner(
+            self._store,
+            crew.devices,
+            layers=layers,
+            rules=host.rules,
+            held_bytes=lambda: crew.statistics() if steps.is_idle else None,
+        )
+        steps.update_listeners.append(self._planner.rates.record_update)
         self.set_original_model(model)
-        self._own = frozenset(self.__dict__)
 
     def set_original_model(self, model: nn.Module) -> None:
         """Names parameters as in ``model`` and forwards attributes to it; its parameters must be the layers' own.
@@ -125,14 +134,13 @@ class RoundPipe(ForwardingModule):
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
         """
-        self._hold(original=model)
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in self._store.uses:
-                raise ConfigError(f"parameter {name!r} of the original model is in no layer of the pipeline")
-            self._store.names[id(parameter)] = name
-        self._fingerprint = _fingerprint(model)
+        self._look_at(model)
+        self._name_layers(model)
+
+    def _name_layers(self, model: nn.Module) -> None:
+        """Errors name layers as in ``model``."""
         names = {id(module): name for name, module in model.named_modules()}
-        for index, layer in enumerate(_layers_of(self.__dict__["_sequence"])):
+        for index, layer in enumerate(layers_of(self.__dict__["_sequence"])):
             found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
             self._pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
 
@@ -142,88 +150,9 @@ class RoundPipe(ForwardingModule):
         devices = ", ".join(device.name for device in self._pipeline.devices)
         return f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, {self._steps!r})"
 
-    # Weights: masters, working copies, gradients.
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
-        """Names and working weights, up to date; in an optimizer context names and masters."""
-        if context.sees_masters():
-            yield from self.optim_named_parameters(prefix, remove_duplicate)
-            return
-        self._flush("named_parameters()")
-        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def optim_named_parameters(self, prefix: str = "", remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-        """Names (as in the original model) and masters of all trainable parameters; tied weights once."""
-        named: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
-            if parameter.requires_grad:
-                master = self._masters.of(parameter)
-                know_master(master)
-                named.append((name, master))
-        return named
-
-    def optim_parameters(self) -> list[nn.Parameter]:
-        """The masters of all trainable parameters, each once. Construct optimizers over these."""
-        return [master for _, master in self.optim_named_parameters()]
-
-    def synchronize(self) -> None:
-        """Waits for everything, publishes the newest weights, puts copies of accumulated gradients into ``.grad``."""
-        self._flush("synchronize()")
-        for parameter in self._store.parameters:
-            gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's state dict, every update in it."""
-        self._flush("state_dict()")
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights; masters of the loaded keys follow at the incoming precision. Drops accumulated gradients.
-
-        Raises:
-            ConfigError: ``assign=True``, which would replace the memory that devices copy from.
-        """
-        if assign:
-            raise ConfigError("load_state_dict(assign=True) would replace the engine's weights; use assign=False")
-        self._flush("load_state_dict()")
-        self._steps.zero_grad()
-        self._steps.num_loads += 1
-        try:
-            return self.model.load_state_dict(state_dict, strict=strict)
-        finally:
-            # Also after an error, which torch raises with part of the weights loaded, and whatever became of the keys.
-            for name, parameter in self.model.named_parameters(remove_duplicate=False):
-                self._masters.follow_load(parameter, state_dict.get(name))
-
-    def reload_parameters(self) -> None:
-        """Makes the masters follow the model's parameters after those were changed in place."""
-        self._begin("reload_parameters()")
-        self._steps.wait_idle()
-        self._steps.raise_late_error()
-        if self._masters.are_ahead:
-            raise ConfigError(
-                "an update was still to be published when the parameters were changed; call synchronize() before "
-                "changing them, then reload_parameters()"
-            )
-        self._steps.zero_grad()
-        self._steps.num_loads += 1
-        for parameter, _ in self._masters.existing():
-            self._masters.follow(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them."""
-        self._begin("zero_grad()")
-        self._steps.zero_grad()
-        for parameter in self._store.parameters:
-            parameter.grad = None
-
-    def _flush(self, what: str) -> None:
-        self._begin(what)
-        self._steps.flush()
-
     # Running.
 
+    @SignedByModel
     def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any) -> Any:
         """Splits the inputs, runs the pipeline and merges the outputs.
 
@@ -234,38 +163,35 @@ class RoundPipe(ForwardingModule):
         config = roundpipe_run_config.over(self._config)
         with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
         if not with_grad:
-            self._steps.flush()
-        parts = self._split(args, kwargs, None, config)
+            self._use_newest_weights()
+        parts = cut(args, kwargs, None, self.default_num_microbatch, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._plan("train" if with_grad else "infer", boundaries, config)
+        planned = self._plan("train" if with_grad else "infer", boundaries, config)
+        plan = planned.plan
         first_trained = self._first_trained(boundaries)
         if with_grad:
-            _refuse_hooks(self._store)
+            refuse_hooks(self._store)
         backward = backward_passes(plan.bwd_plan, first_trained) if with_grad else []
         settings = self._settings(
             config,
             boundaries,
+            planned,
             needs_grad=with_grad,
             first_trained=first_trained,
             saved_layers=saved_layers(backward),
         )
-        call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries)
-        with call.awaited():
-            call.wait_results()
+        call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries, backward=backward)
+        with call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)):
+            self._wait_results(call)
             call.wait_finished()
             refuse_shared_buffers(call)
-            target = torch.device(config.output_device or "cpu")
+            outputs = delivered(call, config)
             if with_grad:
-                # Joined on the CPU: there backward runs on the caller's thread, which may wait for devices' backwards.
-                outputs = self._delivered(call, torch.device("cpu"))
                 values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
             else:
-                values = [output.value for output in self._delivered(call, target)]
-            merged = merge(values, parts.rows, _merge_rule(config))
-            if with_grad and target.type != "cpu":
-                merged = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), merged)
-        write_buffers(call)
-        return merged
+                values = [output.value for output in outputs]
+            result = joined(values, outputs, parts, config)
+        return result
 
     def forward_backward(
         self,
@@ -276,7 +202,7 @@ class RoundPipe(ForwardingModule):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = _UNSET,
         *,
-        microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]] | None = None,
+        microbatches: GivenMicrobatches | None = None,
     ) -> Any:
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
@@ -294,91 +220,91 @@ class RoundPipe(ForwardingModule):
         config = run_config.over(self._config)
         parts = self._given(input_args, input_kwargs, label, microbatches, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        plan = self._plan("fused", boundaries, config)
+        planned = self._plan("fused", boundaries, config)
         first_trained = self._first_trained(boundaries)
-        _refuse_hooks(self._store)
-        passes = fused_passes(plan, first_trained)
+        refuse_hooks(self._store)
+        passes = fused_passes(planned.plan, first_trained)
         settings = self._settings(
             config,
             boundaries,
+            planned,
             needs_grad=True,
             first_trained=first_trained,
             saved_layers=saved_layers(passes),
-            loss_fn=loss_fn or _outputs_as_loss,
+            loss_fn=loss_fn or outputs_as_loss,
             labels=parts.labels,
             keeps_outputs=return_outputs,
         )
         call = self._run(passes, settings, config, boundaries)
         tensors = wanted(boundaries)
-        with call.awaited():
-            call.wait_results()
+
+        def commit() -> None:
+            write_buffers(call)
+            self._steps.commit(call)
+
+        with call.awaited(lambda: self._pipeline.start(call), commit):
+            self._wait_results(call)
             if call.streams.drawn or tensors:
                 call.wait_finished()
             refuse_shared_buffers(call)
             result = loss = sum_losses(call)
             if return_outputs:
-                target = torch.device(config.output_device or "cpu")
-                outputs = [output.value for output in self._delivered(call, target, is_shared=True)]
-                result = loss, merge(outputs, parts.rows, _merge_rule(config))
+                outputs = delivered(call, config, is_shared=True)
+                result = loss, joined([output.value for output in outputs], outputs, parts, config)
             if tensors:
                 backward_into(tensors, input_gradients(call, boundaries))
-        write_buffers(call)
-        self._steps.commit(call)
         return result
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
-        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated gradients from here on.
+    def forward_loss(
+        self,
+        input_args: Sequence[Any] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: LossFn | None = None,
+        run_config: RoundPipeRunConfig = _UNSET,
+        *,
+        microbatches: GivenMicrobatches | None = None,
+    ) -> Any:
+        """The losses of ``forward_backward`` without its backward, at the newest weights: for evaluation.
 
-        Args:
-            is_async: return at once, the update being one step stale (gradient t is taken at W_(t-2)); else the update
-                is visible to everything after this call.
-
-        Raises:
-            What ``step_fn`` raised, here if sync, else at the next engine call.
+        Outputs stay on their device and are dropped after ``loss_fn``. Takes and returns what ``forward_backward``
+        does.
         """
-        self._begin("step()")
-        self._planner.note_step(is_async)
-        return self._steps.step(step_fn, is_async, args, kwargs)
-
-    def _begin(self, what: str) -> None:
-        """The checks at the door of every engine call; raises what failed behind the caller's back since the last."""
-        context.refuse_inside(what)
-        if self._is_closed:
-            raise ClosedError(f"{self._name}: {what} was called after close()")
-        self._steps.raise_late_error()
-        if _fingerprint(self.model) != self._fingerprint:
-            raise ConfigError(
-                f"{self._name}: modules or parameters were added, removed, replaced or cast since it was wrapped; "
-                "close() this engine and wrap the model again"
-            )
+        self._begin("forward_loss()")
+        self._steps.flush()
+        config = run_config.over(self._config)
+        parts = self._given(input_args, input_kwargs, label, microbatches, config)
+        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        planned = self._plan("infer", boundaries, config)
+        settings = self._settings(
+            config,
+            boundaries,
+            planned,
+            needs_grad=False,
+            first_trained=self._first_trained(boundaries),
+            saved_layers=frozenset(),
+            loss_fn=loss_fn or outputs_as_loss,
+            labels=parts.labels,
+        )
+        call = self._run(forward_passes(planned.plan.fwd_plan), settings, config, boundaries)
+        with call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)):
+            self._wait_results(call)
+            call.wait_finished()
+            refuse_shared_buffers(call)
+            losses = sum_losses(call)
+        return losses
 
     def _given(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
-        microbatches: Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]] | None,
+        microbatches: GivenMicrobatches | None,
         config: RoundPipeRunConfig,
     ) -> Microbatches:
         if microbatches is None:
-            return self._split(tuple(args), dict(kwargs or {}), label, config)
-        if args or kwargs or label is not None:
-            raise ConfigError("give either input_args, input_kwargs and label, or microbatches, not both")
-        if not microbatches:
-            raise ConfigError("microbatches is empty; give at least one (args, kwargs, label)")
-        parts = [split(tuple(given), dict(named), part, 1) for given, named, part in microbatches]
-        return Microbatches(
-            inputs=tuple(part.inputs[0] for part in parts),
-            labels=tuple(part.labels[0] for part in parts),
-            rows=tuple(part.rows[0] for part in parts),
-            batch_size=sum(part.batch_size for part in parts),
-        )
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any, config: RoundPipeRunConfig
-    ) -> Microbatches:
-        count = config.num_microbatch or self.default_num_microbatch
-        return split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
+            return cut(args, kwargs, label, self.default_num_microbatch, config)
+        return as_given(args, kwargs, label, microbatches)
 
     def _first_trained(self, boundaries: list[Boundary]) -> int:
         wants_input = any(any(boundary.carries) for boundary in boundaries)
@@ -388,6 +314,7 @@ class RoundPipe(ForwardingModule):
         self,
         config: RoundPipeRunConfig,
         boundaries: list[Boundary],
+        planned: Planned,
         *,
         needs_grad: bool,
         first_trained: int,
@@ -406,13 +333,17 @@ class RoundPipe(ForwardingModule):
             keeps_outputs=keeps_outputs,
             loss_fn=loss_fn,
             labels=labels,
-            version=self._steps.version,
+            weights=WeightsVersion(self._steps.version, self._steps.num_loads),
             ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
-            modes=Modes.of(_layers_of(self.__dict__["_sequence"])),
-            measured=self._planner.measured(size_class(boundary.leaves for boundary in boundaries)),
+            modes=Modes.of(self._layer_structure),
+            spilled_layers=planned.spilled,
+            measured=planned.measured,
+            is_first=planned.is_first,
+            is_timed=planned.is_timed,
+            only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
         )
 
-    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> ModelExecutePlan:
+    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> Planned:
         return self._planner.plan(
             run_type,
             len(boundaries),
@@ -421,43 +352,54 @@ class RoundPipe(ForwardingModule):
             grain=config.recompute_grain or "stage",
         )
 
+    def _wait_results(self, call: Call) -> None:
+        """Waits for losses or outputs. Meanwhile the planner thinks, because the caller has nothing else to do."""
+        self._planner.reconsider()
+        call.wait_results()
+        self._planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
+
     def _run(
-        self, passes: Passes, settings: CallSettings, config: RoundPipeRunConfig, boundaries: list[Boundary]
+        self,
+        passes: Passes,
+        settings: CallSettings,
+        config: RoundPipeRunConfig,
+        boundaries: list[Boundary],
+        *,
+        backward: Passes | None = None,
     ) -> Call:
+        """A call to start; ``backward``: the visits that will follow it in a call of their own."""
         streams = self._pipeline.streams(enabled=config.preserve_rng_state is not False)
         posts = {("x", 0, m): boundary for m, boundary in enumerate(boundaries)}
-        return self._pipeline.submit(passes, settings, streams, posts=posts)
+        rounds = [passes, backward] if backward else [passes]
+        resident = self._resident_layers(rounds, len(boundaries), config)
+        return self._pipeline.prepare(passes, settings, streams, posts=posts, resident_layers=resident)
 
-    def _delivered(self, call: Call, target: torch.device, *, is_shared: bool = False) -> list[Boundary]:
-        count = call.settings.num_microbatches
-        return [deliver(call.outputs[m], target, is_shared=is_shared) for m in range(count)]
+    # What an engine that is part of a larger one does otherwise.
 
-    def _backward_round(
-        self, forward: Call, backward: Passes, boundaries: list[Boundary]
-    ) -> Callable[[list[Gradients]], Gradients]:
-        made_at = self._steps.weights
+    def _use_newest_weights(self) -> None:
+        """Evaluation is never stale."""
+        self._steps.flush()
 
-        def run(gradients: list[Gradients]) -> Gradients:
-            self._begin("backward()")
-            if self._steps.weights != made_at:
-                raise RuntimeError(
-                    "step(), a flush or a load ran between this forward and its backward, so the weights are no longer "
-                    "those of the forward; call backward() first"
-                )
-            posts = {}
-            for m, given in enumerate(gradients):
-                remaining = iter(given)
-                carries = forward.outputs[m].carries
-                leaves = tuple(next(remaining) if carried else None for carried in carries)
-                posts["g", forward.settings.num_layers, m] = BoundaryGradient(leaves, None, None)
-            forward.streams.take_over()
-            call = self._pipeline.submit(backward, forward.settings, forward.streams, posts=posts, saved=forward.saved)
-            with call.awaited(advance=False):
-                call.wait_finished()
-            self._steps.commit(call)
-            return input_gradients(call, boundaries)
+    def _commit(self, call: Call) -> None:
+        """A backward round is over."""
+        self._steps.commit(call)
 
-        return run
+    def _resident_layers(
+        self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
+    ) -> frozenset[int]:
+        return self._planner.resident_layers(rounds, num_microbatches, grain=config.recompute_grain or "stage")
+
+    def _backward_round(self, forward: Call, passes: Passes, boundaries: list[Boundary]) -> BackwardRound:
+        return BackwardRound(
+            begin=self._begin,
+            commit=self._commit,
+            steps=self._steps,
+            pipeline=self._pipeline,
+            forward=forward,
+            passes=passes,
+            boundaries=boundaries,
+            made_at=self._steps.weights,
+        )
 
     # What is going on.
 
@@ -479,60 +421,26 @@ class RoundPipe(ForwardingModule):
     @property
     def execute_plan(self) -> ModelExecutePlan:
         """The plan ``forward_backward`` uses by default."""
-        return self._planner.plan("fused", self.default_num_microbatch, self._config.execute_plan)
+        return self._planner.next_plan("fused", self.default_num_microbatch, self._config.execute_plan)
 
     def statistics(self) -> dict[str, Any]:
-        """What the engine holds now: bytes per kind of copy, slots per device, steps."""
+        """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a device."""
         return {
+            **super().statistics(),
             "layers": len(self._store.layers),
-            "working_bytes": sum(parameter.nbytes for parameter in self._store.parameters),
             "layer_bytes": [layer.num_bytes for layer in self._store.layers],
-            "slot_bytes": self._pipeline.statistics(),
-            "steps": self._steps.num_steps,
-            **self._masters.statistics(),
         }
 
-    # Ending.
+    # What `Engine` asks for.
 
-    def close(self) -> None:
-        """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what failed last."""
-        if self._is_closed:
-            return
-        context.refuse_inside("close()")
-        try:
-            self._steps.flush()
-        finally:
-            self._is_closed = True
-            self._finalizer.detach()
-            self._pipeline.close()
-            self._step_worker.stop()
-            self._step_worker.join()
-            self._buffers_pool.clear()
-            self._memory.close()
+    def _note_step(self, is_async: bool) -> None:
+        self._planner.note_step(is_async)
 
-    def __enter__(self) -> "RoundPipe":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        try:
-            self.close()
-        except BaseException as late:
-            if error is None:
-                raise
-            raise late from error
+    def _free_devices(self) -> None:
+        self._pipeline.close()
 
 
-def _layers_of(sequence: nn.Module) -> list[nn.Module]:
-    return list(sequence) if isinstance(sequence, nn.Sequential) else [sequence]
-
-
-def _fingerprint(model: nn.Module) -> tuple[list[int], list[tuple[int, torch.dtype, torch.Size]]]:
-    """Changes when modules or parameters were added, removed or replaced, or parameters cast."""
-    modules = [id(module) for module in model.modules()]
-    return modules, [(id(parameter), parameter.dtype, parameter.shape) for parameter in model.parameters()]
-
-
-def _refuse_hooks(store: ParameterStore) -> None:
+def refuse_hooks(store: ParameterStore) -> None:
     """Devices compute with resident copies, so a hook on the user's own parameter would silently never run."""
     for parameter in store.parameters:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -540,24 +448,3 @@ def _refuse_hooks(store: ParameterStore) -> None:
                 f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: gradients are "
                 "complete only in step_fn; change master.grad there"
             )
-
-
-def _stop(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.stop()
-
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-
-
-def _outputs_as_loss(outputs: Any, _: Any) -> Any:
-    """The outputs are the loss, or carry it as Hugging Face models' do."""
-    return getattr(outputs, "loss", outputs)
-
-
-def _merge_rule(config: RoundPipeRunConfig) -> Any:
-    if config.merge_output is False:
-        raise NotImplementedError("merge_output=False is not there yet; leave it unset or give a function")
-    return config.merge_output

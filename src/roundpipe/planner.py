@@ -1,9 +1,9 @@
 """Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,26 +12,82 @@ from .device import Device
 from .errors import PlanError
 from .params.gradients import GradientRules
 from .params.store import LayerParameters, ParameterStore
+from .plan.actions import Passes
 from .plan.costs import Grain, LayerCosts, Round, StageSums
-from .plan.execute_plan import ModelExecutePlan, RunType, plan_for
-from .plan.measure import LayerSize, Measurements, ShapeMeasurements, prior_costs, with_guessed_graphs
-from .plan.memory import predicted_peak
-from .plan.search import predicted_ms
+from .plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, step_ms
+from .plan.measure import (
+    LayerSize,
+    Measurements,
+    Rates,
+    ShapeMeasurements,
+    prior_costs,
+    prior_update_ms,
+    with_guessed_graphs,
+)
+from .plan.memory import fitted_peak
+from .plan.residency import resident_layers
+from .plan.schedule import group_of
 
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
 _WORTH_CHANGING = 0.03
 # What plans may fill of a device: temporaries inside layers take the rest. Less before graphs were measured.
 _PLANNED, _PLANNED_BLINDLY = 0.9, 0.5
+# A budget this large says that nothing is known of the device's memory.
+_UNBOUNDED = 2.0**60
+# Calls of a plan that are timed: not the first, in which things are compiled and allocated, then some, then few.
+_TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
+
+
+class Planned(NamedTuple):
+    """What a call does.
+
+    ``spilled``: the layers whose kept inputs wait on the host. ``is_first``: nothing ran by this plan before.
+    ``is_timed``: it is one of the few calls that are timed.
+    """
+
+    plan: ModelExecutePlan
+    spilled: frozenset[int]
+    measured: ShapeMeasurements
+    is_first: bool
+    is_timed: bool
+
+
+class _Wish(NamedTuple):
+    """Calls that may use one plan: what makes another plan right is another wish."""
+
+    run_type: RunType
+    num_microbatches: int
+    grain: Grain
+    shapes: Hashable
+    overlaps: bool
+    trains: tuple[bool, ...]
+    modes: tuple[bool, ...]
+    chosen: ModelExecutePlan | None
 
 
 @dataclass
-class _Kept:
+class _InUse:
     """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed."""
 
     plan: ModelExecutePlan
-    version: int
+    spilled: frozenset[int]
+    known: Hashable
     patience: int = 1
     waited: int = 0
+    calls: int = 0
+
+    @property
+    def is_timed(self) -> bool:
+        return self.calls in _TIMED_EARLY or self.calls % _TIMED_EVERY == 0
+
+
+class _Profile(NamedTuple):
+    """The model as it trains now, before anything was measured."""
+
+    sizes: list[LayerSize]
+    first_trained: int
+    prior: LayerCosts
+    update_ms: float
 
 
 class Planner:
@@ -40,6 +96,7 @@ class Planner:
     Args:
         layers: the modules, to tell embeddings (looked up) from weights that are multiplied.
         rules: what gradients are summed in; default fp32.
+        held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
     """
 
     def __init__(
@@ -49,16 +106,24 @@ class Planner:
         *,
         layers: Sequence[nn.Module] = (),
         rules: GradientRules | None = None,
+        held_bytes: Callable[[], Mapping[str, int] | None] = dict,
     ) -> None:
         self._store = store
         self._devices = devices
+        self._layers = layers
         self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
         self._rules = rules
+        self._held_bytes = held_bytes
         self._budget: float | None = None
-        self._kept: dict[Hashable, _Kept] = {}
-        self._latest: Hashable = None
-        self.measurements = Measurements()
+        self._in_use: dict[_Wish, _InUse] = {}
+        self._profiles: dict[tuple[bool, ...], _Profile] = {}
+        self._writes: dict[Hashable, bool] = {}
+        self._latest: _Wish | None = None
+        self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
         self._overlaps = True
+        # Sums over shares are bitwise those of one visit nowhere; accelerators do not promise that between each other.
+        self._may_share = all(device.torch_device.type != "cpu" for device in devices)
+        self.measurements = Measurements()
 
     @property
     def num_devices(self) -> int:
@@ -67,33 +132,26 @@ class Planner:
     @property
     def layer_costs(self) -> LayerCosts:
         """Costs before anything was measured."""
-        return prior_costs([self._size(layer) for layer in self._store.layers], self._store.first_trainable_layer())
+        return self._profile(self._trains()).prior
+
+    # What happens, told by the engine.
 
     def note_step(self, is_async: bool) -> None:
         """Tells how rounds follow each other: an async step lets the next one begin beside the last."""
         self._overlaps = is_async
 
-    def measured(self, shapes: Hashable = None) -> ShapeMeasurements:
-        """Where workers record the costs of microbatches with these shapes; by default those of the latest call."""
-        self._latest = shapes = self._latest if shapes is None else shapes
-        prior = self.layer_costs
-        # What trains decides what a backward does, so times measured otherwise say nothing.
-        return self.measurements.of((shapes, prior.backward), prior)
+    @property
+    def rates(self) -> Rates:
+        """Where updates are timed."""
+        return self.measurements.rates
 
-    def problem(
-        self, run_type: RunType, num_microbatches: int, shapes: Hashable = None, grain: Grain = "stage"
-    ) -> tuple[LayerCosts, Round]:
-        """What a plan has to solve."""
-        measured = self.measured(shapes)
-        share = _PLANNED if measured.knows_graphs else _PLANNED_BLINDLY
-        return measured.costs(), Round(
-            num_devices=self.num_devices,
-            num_microbatches=num_microbatches,
-            overlaps=self._overlaps and run_type == "fused",
-            grain=grain,
-            first_trained=self._store.first_trainable_layer(),
-            budget_bytes=self._budget_bytes() * share,
-        )
+    def note_writes(self, writes: bool) -> None:
+        """Whether forwards of the latest call wrote buffers or attributes: then a microbatch needs the one before."""
+        if self._latest is not None:
+            key = self._latest.run_type, self._latest.modes
+            self._writes[key] = self._writes.get(key, False) or writes
+
+    # Plans.
 
     def plan(
         self,
@@ -103,60 +161,174 @@ class Planner:
         *,
         shapes: Hashable = None,
         grain: Grain = "stage",
-    ) -> ModelExecutePlan:
+    ) -> Planned:
         """The plan for a call.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
         """
-        if chosen is not None:
-            plan = chosen.for_run(run_type)
-            plan.check(run_type, len(self._store.layers))
-            return plan
-        measured = self.measured(shapes)
-        key = (run_type, num_microbatches, grain, self._latest, self._overlaps, self._store.first_trainable_layer())
-        kept = self._kept.get(key)
-        if kept is None:
-            plan = self._first_plan(run_type, *self.problem(run_type, num_microbatches, shapes, grain), measured)
-            kept = self._kept[key] = _Kept(plan, measured.version)
-        elif kept.version != measured.version:
-            kept.waited += 1
-            if kept.waited >= kept.patience:
-                problem = self.problem(run_type, num_microbatches, shapes, grain)
-                plan = _better(run_type, kept.plan, *problem)
-                self._kept[key] = _Kept(plan, measured.version, 2 * kept.patience)
-        return self._kept[key].plan
+        self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain)
+        in_use = self._of(wish)
+        in_use.calls += 1
+        return Planned(in_use.plan, in_use.spilled, self._measured(wish), in_use.calls == 1, in_use.is_timed)
 
-    def _first_plan(
-        self, run_type: RunType, costs: LayerCosts, round_: Round, measured: ShapeMeasurements
-    ) -> ModelExecutePlan:
-        """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
-        if not measured.knows_graphs:
-            try:
-                sizes = [self._size(layer) for layer in self._store.layers]
-                return plan_for(run_type, with_guessed_graphs(costs, sizes), round_)
-            except PlanError:
-                pass
-        return plan_for(run_type, costs, round_)
+    def next_plan(self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None) -> ModelExecutePlan:
+        """What ``plan`` would give for the shapes of the latest call, without there being a call."""
+        return self._of(self._wish(run_type, num_microbatches, chosen, None, "stage")).plan
 
-    def _budget_bytes(self) -> float:
-        """Of the smallest device. Asked for once, because later the engine's own use would count against it."""
+    def reconsider(self) -> None:
+        """Looks for a better plan for the next call like the latest one, if enough was learnt since.
+
+        Called while the devices are busy with that call, so that nobody waits for it.
+        """
+        wish = self._latest
+        if wish is None:
+            return
+        in_use, measured = self._in_use[wish], self._measured(wish)
+        known = self._known(wish, measured)
+        if in_use.known == known:
+            return
+        in_use.waited += 1
+        if in_use.waited < in_use.patience:
+            return
+        costs, round_ = self._problem(wish, measured)
+        plan = in_use.plan if wish.chosen is not None else _better(wish.run_type, in_use.plan, costs, round_)
+        spilled = plan_peak(plan, wish.run_type, costs, round_).spilled
+        calls = in_use.calls if plan == in_use.plan else 0
+        self._in_use[wish] = _InUse(plan, spilled, known, patience=2 * in_use.patience, calls=calls)
+
+    def problem(
+        self, run_type: RunType, num_microbatches: int, shapes: Hashable = None, grain: Grain = "stage"
+    ) -> tuple[LayerCosts, Round]:
+        """What a plan has to solve; by default with the shapes of the latest call."""
+        wish = self._wish(run_type, num_microbatches, None, shapes, grain)
         if self._budget is None:
-            self._budget = min(device.budget_bytes() for device in self._devices)
-        return self._budget
+            self._ask_budget()
+        return self._problem(wish, self._measured(wish))
 
-    def _size(self, layer: LayerParameters) -> LayerSize:
-        summed = [(use.parameter, self._summed_bytes(use.parameter)) for use in layer.trainable]
-        multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]
-        return LayerSize(
-            weight_bytes=layer.num_bytes,
-            gradient_bytes=sum(parameter.numel() * num_bytes for parameter, num_bytes in summed),
-            matmul_elements=sum(parameter.numel() for parameter in multiplied),
-            trains=bool(layer.trainable),
+    def measured(self, shapes: Hashable = None) -> ShapeMeasurements:
+        """Where workers record the costs of microbatches with these shapes; by default those of the latest call."""
+        return self._measured(self._wish("fused", 1, None, shapes, "stage"))
+
+    def resident_layers(
+        self, rounds: Sequence[Passes], num_microbatches: int, *, shapes: Hashable = None, grain: Grain = "stage"
+    ) -> frozenset[int]:
+        """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
+        and for the next call."""
+        measured = self.measured(shapes)
+        key = (tuple(map(tuple, rounds)), num_microbatches, grain, self._latest and self._latest.shapes)
+        version, layers = self._resident.get(key, (None, frozenset()))
+        if version != measured.version:
+            costs, whole = self.problem("fused", num_microbatches, shapes, grain)
+            totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
+            fullest = max(fitted_peak(passes, totals, round_).bytes.total for passes in rounds)
+            spare = round_.budget_bytes - fullest if round_.budget_bytes < _UNBOUNDED else 0
+            trained = [sum(use.parameter.nbytes for use in layer.trainable) for layer in self._store.layers]
+            layers = resident_layers(rounds, [layer.num_bytes for layer in self._store.layers], trained, spare)
+            self._resident[key] = (measured.version, layers)
+        return layers
+
+    def _of(self, wish: _Wish) -> _InUse:
+        in_use, measured = self._in_use.get(wish), self._measured(wish)
+        if in_use is None or self._is_due(in_use, wish, measured):
+            self._ask_budget()
+        if in_use is None:
+            in_use = self._in_use[wish] = self._first(wish, measured)
+        return in_use
+
+    def _wish(
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        shapes: Hashable,
+        grain: Grain,
+    ) -> _Wish:
+        if shapes is None and self._latest is not None:
+            shapes = self._latest.shapes
+        modes = tuple(layer.training for layer in self._layers)
+        overlaps = self._overlaps and run_type == "fused"
+        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, self._trains(), modes, chosen)
+
+    def _trains(self) -> tuple[bool, ...]:
+        return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
+
+    def _measured(self, wish: _Wish) -> ShapeMeasurements:
+        # What trains decides what a backward does, so times measured otherwise say nothing.
+        return self.measurements.of((wish.shapes, wish.trains), self._profile(wish.trains).prior)
+
+    def _profile(self, trains: tuple[bool, ...]) -> _Profile:
+        if trains not in self._profiles:
+            sizes = [self._size(layer) for layer in self._store.layers]
+            first_trained = self._store.first_trainable_layer()
+            self._profiles[trains] = _Profile(
+                sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes)
+            )
+        return self._profiles[trains]
+
+    def _problem(self, wish: _Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
+        profile, costs = self._profile(wish.trains), measured.costs()
+        assert self._budget is not None
+        return costs.by_layer() if wish.grain == "layer" else costs, Round(
+            num_devices=self.num_devices,
+            num_microbatches=wish.num_microbatches,
+            overlaps=wish.overlaps,
+            grain=wish.grain,
+            first_trained=profile.first_trained,
+            budget_bytes=self._budget * (_PLANNED if measured.knows_graphs else _PLANNED_BLINDLY),
+            may_share=self._shares(wish),
+            optimizer_ms=measured.rates.update_ms(profile.update_ms),
         )
 
-    def _summed_bytes(self, parameter: nn.Parameter) -> int:
-        return max(4, parameter.itemsize) if self._rules is None else self._rules.dtypes(parameter).summed.itemsize
+    def _first(self, wish: _Wish, measured: ShapeMeasurements) -> _InUse:
+        """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
+        costs, round_ = self._problem(wish, measured)
+        if not measured.knows_graphs:
+            costs = with_guessed_graphs(costs, self._profile(wish.trains).sizes)
+        if wish.chosen is not None:
+            plan = wish.chosen.for_run(wish.run_type)
+            plan.check(wish.run_type, len(self._store.layers))
+        else:
+            try:
+                plan = plan_for(wish.run_type, costs, round_)
+            except PlanError:
+                if measured.knows_graphs:
+                    raise
+                costs = measured.costs()
+                plan = plan_for(wish.run_type, costs, round_)
+        return _InUse(plan, plan_peak(plan, wish.run_type, costs, round_).spilled, self._known(wish, measured))
+
+    def _shares(self, wish: _Wish) -> bool:
+        """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
+        return self._may_share and self._writes.get((wish.run_type, wish.modes)) is False
+
+    def _known(self, wish: _Wish, measured: ShapeMeasurements) -> Hashable:
+        return measured.version, self._shares(wish)
+
+    def _is_due(self, in_use: _InUse, wish: _Wish, measured: ShapeMeasurements) -> bool:
+        return in_use.known != self._known(wish, measured) and in_use.waited + 1 >= in_use.patience
+
+    def _ask_budget(self) -> None:
+        """Of the smallest device, as it is now; while the engine does something, its own use cannot be told apart."""
+        held = self._held_bytes()
+        if self._budget is None or held is not None:
+            self._budget = min(device.budget_bytes((held or {}).get(device.name, 0)) for device in self._devices)
+
+    def _size(self, layer: LayerParameters) -> LayerSize:
+        multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]
+        trained = [use.parameter for use in layer.trainable]
+        return LayerSize(
+            weight_bytes=layer.num_bytes,
+            gradient_bytes=sum(parameter.numel() * self._dtypes(parameter)[0].itemsize for parameter in trained),
+            landed_bytes=sum(parameter.numel() * self._dtypes(parameter)[1].itemsize for parameter in trained),
+            matmul_elements=sum(parameter.numel() for parameter in multiplied),
+            trained_elements=sum(parameter.numel() for parameter in trained),
+        )
+
+    def _dtypes(self, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+        if self._rules is None:
+            return torch.promote_types(parameter.dtype, torch.float32), parameter.dtype
+        return self._rules.dtypes(parameter)
 
 
 def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
@@ -171,19 +343,13 @@ def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
 
 def _better(run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round) -> ModelExecutePlan:
     """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more."""
-    totals = StageSums(costs)
     try:
         new = plan_for(run_type, costs, round_)
     except PlanError:
         return plan  # It has run; that the prediction says it cannot is no reason to stop.
-    old_rounds, new_rounds = plan.rounds(run_type, round_.first_trained), new.rounds(run_type, round_.first_trained)
-    held = predicted_peak([visit for passes in old_rounds for visit in passes], totals, round_)
-    old_ms, new_ms = (
-        sum(predicted_ms(passes, totals, round_) for passes in rounds) for rounds in (old_rounds, new_rounds)
-    )
-    if held.total > round_.budget_bytes or new_ms < old_ms * (1 - _WORTH_CHANGING):
-        return new
-    return plan
+    does_fit = plan_peak(plan, run_type, costs, round_).bytes.total <= round_.budget_bytes
+    old_ms, new_ms = (step_ms(one, run_type, costs, round_) for one in (plan, new))
+    return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new
 
 
 def _embeddings(layer: nn.Module) -> list[torch.Tensor]:

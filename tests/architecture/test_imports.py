@@ -15,9 +15,9 @@ SRC = Path(__file__).parents[2] / "src"
 GROUPS = [
     {"errors", "trace"},
     {"device", "memory"},
-    {"params", "plan", "microbatch"},
+    {"params", "plan", "microbatch", "packed", "chunked_loss"},
     {"runtime", "optim"},
-    {"config", "forwarding", "planner", "model", "wrap", "presets", "checkpoint"},
+    {"config", "forwarding", "planner", "profiling", "batches", "backward_round", "host", "engine", "model", "parts", "auto", "wrap", "presets", "checkpoint"},
     {"roundpipe"},  # the public names, in its __init__.py
     {"roundpipe_hf"},
 ]

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from device_sets import TWO
 from engines import Engines, engine_weights, run_batch
 from models import LLAMA, make_mlp, mlp_batch
 from reference import Reference, Tensors, weights_of
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, save_checkpoint
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(7)]
 
@@ -97,3 +98,32 @@ def test_save_pretrained_right_after_a_slow_step_writes_the_new_weights(tmp_path
     engine.step(optimizer.step)
     engine.save_pretrained(tmp_path)
     TWO.check(weights_of(LlamaForCausalLM.from_pretrained(tmp_path)), reference.weights)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_successive_checkpoints_hold_their_own_step_and_never_change(
+    is_async: bool, tmp_path: Path, engines: Engines
+) -> None:
+    """Masters and step counters as well as weights; each taken at once behind a slow step, compared at the end."""
+    reference = Reference(make_mlp().bfloat16(), adamw, staleness=int(is_async), optim_dtype=torch.float32)
+    engine = engines(make_mlp().bfloat16(), TWO, optim_dtype=torch.float32)
+    optimizer = SlowAdamW(engine.optim_parameters(), lr=0.01)
+    expected = {}
+    for step, batch in enumerate(BATCHES, start=1):
+        batch = batch._replace(
+            args=(batch.args[0].bfloat16(),), loss_fn=lambda out, target, of=batch.loss_fn: of(out.float(), target)
+        )
+        reference.forward_backward(batch.split(1), batch.loss_fn)
+        reference.step()
+        run_batch(engine, batch, 1)
+        engine.step(optimizer.step, is_async=is_async)
+        if step in (2, 3, 5):
+            save_checkpoint(tmp_path / str(step), engine, optimizer)
+            expected[step] = reference.weights
+            reference.flush()
+    for step, weights in expected.items():
+        saved = load_file(tmp_path / str(step))
+        TWO.check({name: saved[f"master/{name}"] for name in weights}, weights)
+        TWO.check({name: saved[f"model/{name}"] for name in weights}, {n: w.bfloat16() for n, w in weights.items()})
+        assert {float(saved[f"optimizer/{name}/step"]) for name in weights} == {float(step)}
+    assert not torch.equal(expected[2]["0.weight"], expected[3]["0.weight"])

@@ -105,7 +105,8 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(site: str, count: int, en
 
 def landed_by_the_fused_stage(engine: RoundPipe) -> int:
     """Its gradients go down before the losses are announced; the next one belongs to a late visit."""
-    return sum(len(list(engine.model[layer].parameters())) for layer in PLAN.bwd_plan[0])  # type: ignore[index]
+    counts = (len(list(engine.model[layer].parameters())) for layer in PLAN.bwd_plan[0])  # type: ignore[index]
+    return sum(count + 1 for count in counts if count)  # each layer's norms go down too
 
 
 def allow_and_call(engine: RoundPipe, interruption: Interruption) -> None:
@@ -177,10 +178,10 @@ def test_a_call_that_waits_for_publishing_can_be_interrupted(
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
     publish = Masters.publish
 
-    def hanging(self: Masters, parameters: LayerParameters) -> None:
+    def hanging(self: Masters, parameters: LayerParameters, *rest: object) -> None:
         if parameters.layer == layer:
             INJECTION.reach("publish")
-        publish(self, parameters)
+        publish(self, parameters, *rest)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
         patch.setattr(Masters, "publish", hanging)

@@ -36,6 +36,26 @@ DRAWINGS = {
 }
 
 
+# Every stage in two shares of the three microbatches: two devices work beside each other, four in two pipelines.
+IN_TWO = ModelExecutePlan(fwd_plan=[range(3), range(3)], bwd_plan=[range(3, 6), range(3, 6), range(3), range(3)])
+SHARED_DRAWINGS = {
+    1: [
+        "UF0@0 F0.0@0 F0.1@0 UF0@0 RF0@0 F0.2@0 UX1@0 RF0@0 X1.0@0 X1.1@0 UX1@0 LX1@0 RX1@0 X1.2@0 UB2@0 LX1@0 RX1@0 "
+        "B2.0@0 B2.1@0 UB2@0 LB2@0 RB2@0 B2.2@0 LB2@0 RB2@0"
+    ],
+    2: [
+        "UF0@0 F0.0@0 F0.1@0 UX1@0 RF0@0 X1.0@0 X1.1@0 UB2@0 LX1@0 RX1@0 B2.0@0 B2.1@0 LB2@0 RB2@0",
+        "UF0@1 F0.2@1 UX1@1 RF0@1 X1.2@1 UB2@1 LX1@1 RX1@1 B2.2@1 LB2@1 RB2@1",
+    ],
+    4: [
+        "UF0@0 F0.0@0 F0.1@0 UB2@0 RF0@0 B2.0@0 B2.1@0 LB2@0 RB2@0",
+        "UF0@1 F0.2@1 UB2@1 RF0@1 B2.2@1 LB2@1 RB2@1",
+        "UX1@2 X1.0@2 X1.1@2 LX1@2 RX1@2",
+        "UX1@3 X1.2@3 LX1@3 RX1@3",
+    ],
+}
+
+
 def schedule(num_devices: int, first_device: int = 0, first_trained: int = 0) -> Schedule:
     passes = fused_passes(PLAN, first_trained)
     return round_robin(passes, num_devices=num_devices, num_microbatches=2, first_device=first_device)
@@ -79,3 +99,36 @@ def test_nothing_below_the_first_trained_layer_is_visited_backward() -> None:
     ]
     assert saved_layers(fused_passes(PLAN, 3)) == {3}
     assert fused_passes(PLAN, 1)[-1][1] == range(1, 3)
+
+
+@pytest.mark.parametrize("num_devices", SHARED_DRAWINGS)
+def test_drawing_of_stages_visited_in_shares(num_devices: int) -> None:
+    passes = fused_passes(IN_TWO, 0)
+    drawn = round_robin(passes, num_devices=num_devices, num_microbatches=3, first_device=0)
+    assert draw(drawn) == SHARED_DRAWINGS[num_devices]
+
+
+def test_shares_are_as_equal_as_they_can_be_and_never_empty() -> None:
+    """Only the fused stage is shared: the others are visited for all microbatches."""
+    passes = fused_passes(ModelExecutePlan([range(4)], [*[range(4, 6)] * 3, range(4)]), 0)
+
+    def microbatches(count: int) -> list[range]:
+        return [
+            v.microbatches for v in round_robin(passes, num_devices=3, num_microbatches=count, first_device=0).visits
+        ]
+
+    assert microbatches(7) == [range(7), range(3), range(3, 5), range(5, 7), range(7)]
+    assert microbatches(2) == [range(2), range(1), range(1, 2), range(2)]
+
+
+def test_inputs_that_wait_on_the_host_come_back_one_microbatch_ahead() -> None:
+    """G fetches them: for the first microbatch before the device waits for a gradient, then behind each other."""
+    passes = fused_passes(PLAN, 0)
+    drawn = round_robin(
+        passes, num_devices=2, num_microbatches=3, first_device=0, spilled=frozenset({0, 3}) & saved_layers(passes)
+    )
+    assert draw(drawn) == [
+        "UF0@0 F0.0@0 F0.1@0 F0.2@0 UX2@0 RF0@0 X2.0@0 X2.1@0 X2.2@0 UB4@0 LX2@0 RX2@0 "
+        "GB4.0@0 GB4.1@0 B4.0@0 GB4.2@0 B4.1@0 B4.2@0 LB4@0 RB4@0",
+        "UF1@1 F1.0@1 F1.1@1 F1.2@1 UB3@1 RF1@1 GB3.0@1 GB3.1@1 B3.0@1 GB3.2@1 B3.1@1 B3.2@1 LB3@1 RB3@1",
+    ]

@@ -1,6 +1,7 @@
 """Schedules on devices with a fake clock: the pictures they promise, and how much of the time devices wait."""
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from roundpipe import ModelExecutePlan
 from roundpipe.errors import InternalError
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
-from roundpipe.plan.schedule import Schedule, fused_passes
+from roundpipe.plan.execute_plan import step_ms
+from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused, predicted_ms
 from roundpipe.plan.simulate import Timeline, rounds_in_a_row, simulate, steady_state
 from roundpipe.plan.stages import Sizes
@@ -80,7 +82,8 @@ def test_a_compute_waits_for_its_upload_and_an_upload_for_a_slot() -> None:
         backward=(1.0,) * 6,
         weight_bytes=(1000,) * 6,
         gradient_bytes=(2000,) * 6,
-        copy_ms_per_byte=0.001,
+        up_ms_per_byte=0.001,
+        down_ms_per_byte=0.001,
     )
     spans = [span for span in two_calls(1, overlaps=True, costs=costs).spans if span.call == 0]
     times = {repr(span.action): (span.start_ms, span.end_ms) for span in spans}
@@ -116,6 +119,29 @@ def test_the_quick_prediction_is_what_the_simulation_does(overlaps: bool) -> Non
         passes = cut.stages(num_layers, 0).passes(0)
         simulated = steady_state(passes, costs, round_).round_ms
         assert predicted_ms(passes, StageSums(costs), round_) == pytest.approx(simulated), (cut, round_)
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["sync", "async"])
+def test_stages_in_shares_take_as_long_as_the_group_with_the_largest_share(overlaps: bool) -> None:
+    """One device in each of three groups, or two in each of two."""
+    for num_devices, count, num_microbatches in ((3, 3, 6), (3, 3, 8), (4, 2, 6), (4, 2, 5)):
+        round_ = Round(num_devices=num_devices, num_microbatches=num_microbatches, overlaps=overlaps)
+        (passes,) = PLAN.shared(count).rounds("fused")
+        simulated = steady_state(passes, COSTS, round_).round_ms
+        assert step_ms(PLAN.shared(count), "fused", COSTS, round_) == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize(("fetch_ms", "begin_ms"), [(3, [24, 28, 32]), (8, [24, 28, 36]), (14, [26, 40, 54])])
+def test_inputs_on_the_host_come_back_beside_computes(fetch_ms: int, begin_ms: list[int]) -> None:
+    """They begin at 12 ms, when the stage has its slots, and the fused stage computes until 24: only slow ones show."""
+    costs = replace(COSTS, input_bytes=(1000 * fetch_ms,) * 6, up_ms_per_byte=0.001)
+    schedule = round_robin(
+        fused_passes(PLAN, 0), num_devices=1, num_microbatches=3, first_device=0, spilled=frozenset({2})
+    )
+    spans = {repr(span.action): span for span in simulate([schedule], costs, overlaps=False).spans}
+    assert spans["GB3.0@0"].start_ms == 12
+    assert spans["X2.2@0"].end_ms == 24
+    assert [spans[f"B3.{m}@0"].start_ms for m in range(3)] == begin_ms
 
 
 def random_sizes(draws: random.Random, total: int) -> tuple[int, ...]:

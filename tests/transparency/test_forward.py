@@ -147,3 +147,63 @@ def test_training_is_one_property_for_engine_and_model(engines: Engines) -> None
         assert torch.equal(engine(torch.ones(3, 4)), engine(torch.ones(3, 4)))
     model.train()
     assert engine.training
+
+
+PARTIAL = {
+    "autograd.grad": lambda output, inputs: torch.autograd.grad(output.sum(), inputs),
+    "autograd.grad, unused allowed": lambda output, inputs: torch.autograd.grad(
+        output.sum(), [inputs, torch.ones(1, requires_grad=True)], allow_unused=True
+    ),
+    "backward(inputs=...)": lambda output, inputs: output.sum().backward(inputs=[inputs]),
+}
+
+
+@pytest.mark.parametrize("how", PARTIAL)
+@pytest.mark.parametrize("num_microbatch", [1, 2])
+def test_gradients_of_inputs_alone_are_refused(
+    num_microbatch: int, how: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """They would come with gradients of the weights, which nobody asked for and which the next step would apply."""
+    engine = engines(make_mlp(), devices)
+    run_batch(engine, BATCH, num_microbatch)
+    before = engine_gradients(engine)
+    inputs = BATCH.args[0].clone().requires_grad_()
+    output = forward(engine, inputs, num_microbatch=num_microbatch)
+    with pytest.raises(RoundPipeError, match=r"loss\.backward\(\)"):
+        PARTIAL[how](output, inputs)
+    devices.check(engine_gradients(engine), before)
+    assert inputs.grad is None
+    engine.zero_grad()
+    forward(engine, inputs, num_microbatch=num_microbatch).sum().backward()
+    assert inputs.grad is not None
+    assert sorted(engine_gradients(engine)) == sorted(before)
+
+
+def test_gradients_of_what_comes_after_the_engine_can_be_asked_for(devices: DeviceSet, engines: Engines) -> None:
+    """`torch.autograd.grad` is fine where it does not pass through the engine."""
+    engine = engines(make_mlp(), devices)
+    after = nn.Linear(MLP_WIDTH, 1)
+    output = forward(engine, *BATCH.args, num_microbatch=2)
+    loss = after(output).sum()
+    (weight,) = torch.autograd.grad(loss, [after.weight], retain_graph=True)
+    devices.check(weight, output.detach().sum(0, keepdim=True), bitwise=False)
+    assert engine_gradients(engine) == {}
+    loss.backward()
+    assert engine_gradients(engine) != {}
+
+
+@pytest.mark.parametrize("num_microbatch", [1, 3])
+def test_outputs_where_the_caller_wants_them(num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
+    """On the device of the caller's choice, and part of the graph there; so are its gradients."""
+    model = make_mlp()
+    expected = plain_call(copy.deepcopy(model), BATCH.split(num_microbatch), BATCH.loss_fn)
+    engine = engines(model, devices)
+    where = engine.devices[-1].torch_device
+    inputs = BATCH.args[0].to(where).requires_grad_()
+    config = RoundPipeRunConfig(num_microbatch=num_microbatch, output_device=where)
+    output = engine(inputs, roundpipe_run_config=config)
+    assert output.device == where
+    BATCH.loss_fn(output, BATCH.label.to(where)).backward()
+    assert inputs.grad is not None
+    assert inputs.grad.device == where
+    devices.check(engine_gradients(engine), expected.gradients, bitwise=False)

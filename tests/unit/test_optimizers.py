@@ -10,22 +10,42 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import SGD, Adam, AdamW, chunks
+from roundpipe.optim import SGD, AdamW, chunks, native
 
 STEPS = 50
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "decay": {"weight_decay": 0.1},
-    "betas": {"betas": (0.5, 0.9), "eps": 1e-4},
-    "maximize": {"maximize": True, "weight_decay": 0.01},
-    "amsgrad": {"amsgrad": True},
+# What torch tests its own optimizers with (the slow test below looks), and more.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "Adam": [
+        {},
+        {"lr": 0.01},
+        {"lr": torch.tensor(0.01)},
+        {"betas": (0.5, 0.9), "eps": 1e-4},
+        {"betas": (0.4, 0.9)},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "amsgrad": True},
+    ],
+    "AdamW": [
+        {},
+        {"lr": 0.01},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "maximize": True},
+        {"weight_decay": 0.1, "amsgrad": True},
+    ],
+    "SGD": [
+        {},
+        {"lr": 0.01},
+        {"lr": torch.tensor(0.001)},
+        {"weight_decay": 0.5},
+        {"momentum": 0.9},
+        {"weight_decay": 0.1, "maximize": True},
+        {"momentum": 0.9, "dampening": 0.5},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
 }
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the tiny weights of these tests take several chunks, the last one short."""
-    monkeypatch.setattr(chunks, "_CHUNK", 100)
+GRID = [pytest.param(kind, options, id=f"{kind}-{options}") for kind, sets in OPTIONS.items() for options in sets]
 
 
 def make_model() -> nn.Sequential:
@@ -82,19 +102,44 @@ def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_adam_family_equals_torch(kind: str, options: dict[str, Any]) -> None:
-    ours = {"Adam": Adam, "AdamW": AdamW}[kind]
-    model, _ = train(lambda params: ours(params, lr=1e-2, **options))
-    expected, _ = train_plain(lambda params: getattr(torch.optim, kind)(params, lr=1e-2, **options))
+@pytest.mark.parametrize(("kind", "options"), GRID)
+def test_optimizers_equal_torchs(kind: str, options: dict[str, Any]) -> None:
+    model, _ = train(lambda params: getattr(roundpipe.optim, kind)(params, **options))
+    expected, _ = train_plain(lambda params: getattr(torch.optim, kind)(params, **options))
     assert_same_weights(model, expected)
 
 
-def test_sgd_equals_torch() -> None:
-    model, _ = train(lambda params: SGD(params, lr=1e-2, momentum=0.9))
-    expected, _ = train_plain(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9))
-    assert_same_weights(model, expected)
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_without_a_compiler_they_still_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are so small that tiny weights take several, the last one short."""
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(chunks, "_CHUNK", 256)
+    test_optimizers_equal_torchs(kind, OPTIONS[kind][-1])
+
+
+@pytest.mark.slow
+def test_the_grid_has_every_option_that_torch_tests() -> None:
+    pytest.importorskip("expecttest", reason="torch's own test inputs need it")
+    from torch.testing._internal.common_optimizers import optim_db
+
+    for entry in optim_db:
+        for inputs in entry.optim_inputs_func(device="cpu") if entry.optim_cls.__name__ in OPTIONS else ():
+            assert inputs.kwargs in OPTIONS[entry.optim_cls.__name__], inputs.desc
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_masters_that_are_not_fp32_are_updated_by_torch(kind: str, dtype: torch.dtype) -> None:
+    model, plain = make_model().to(dtype), make_model().to(dtype)
+    x, y = (tensor.to(dtype) for tensor in batches()[0])
+    with RoundPipe(model, devices=1) as engine:
+        optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.1)
+        engine.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1))
+        engine.step(optimizer.step, is_async=False)
+    loss_fn(plain(x), y).backward()
+    getattr(torch.optim, kind)(plain.parameters(), lr=0.1, fused=True).step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("make", [AdamW, torch.optim.AdamW], ids=["ours", "torch's"])

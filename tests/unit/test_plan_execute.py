@@ -12,7 +12,8 @@ from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, Round
-from roundpipe.plan.execute_plan import plan_for, plans_for
+from roundpipe.plan.execute_plan import plan_for, plan_peak, plans_for, step_ms
+from roundpipe.plan.schedule import group_of
 
 PLAN = ModelExecutePlan(fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)])
 
@@ -27,6 +28,24 @@ def test_repr_is_one_line_and_str_a_table() -> None:
         "    3  backward  3-5",
         "    4  backward  0-2",
     ]
+
+
+def test_a_stage_listed_twice_in_a_row_is_one_stage_in_two_shares() -> None:
+    plan = ModelExecutePlan([range(4)], [*[range(4, 12)] * 2, range(4)])
+    assert repr(plan) == "ModelExecutePlan(F 0-3 | X 4-11 x2 | B 0-3)"
+    assert str(plan).splitlines() == [
+        "visit  pass      layers  share",
+        "    0  forward   0-3",
+        "    1  fused     4-11    1/2",
+        "    2  fused     4-11    2/2",
+        "    3  backward  0-3",
+    ]
+    plan.check("fused", 12)
+    train = plan.for_run("train")
+    assert [len(passes) for passes in train.rounds("train")] == [3, 3]
+    train.check("train", 12)
+    with pytest.raises(PlanError, match="layer 0 is in no stage"):
+        ModelExecutePlan([range(4)], [range(4, 12), range(4), range(4, 12)]).check("fused", 12)
 
 
 def test_rounds_of_each_run_type() -> None:
@@ -69,6 +88,27 @@ def test_auto_keeps_within_the_memory_limit(engines: Engines) -> None:
         ModelExecutePlan.auto("fused", engine, model_memory_limit=100)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"run_type": "training"}, "run_type is 'training'; use 'infer', 'train' or 'fused'"),
+        ({"min_stages": 0}, "min_stages is 0; it must be at least 1"),
+        ({"upper_threshold": 0.9}, "upper_threshold is 0.9; it must be at least 1"),
+        ({"model_memory_limit": 0}, "model_memory_limit is 0; it must be positive"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused(arguments: dict[str, Any], fault: str, engines: Engines) -> None:
+    with pytest.raises(PlanError, match=fault):
+        ModelExecutePlan.auto(arguments.pop("run_type", "fused"), engines(make_mlp()), **arguments)
+    with pytest.raises(PlanError, match="was given no model"):
+        ModelExecutePlan.auto("fused")
+
+
+def test_stages_have_to_be_ranges() -> None:
+    with pytest.raises(PlanError, match=r"fwd_plan: \[0, 1\] is not a range of consecutive layers"):
+        ModelExecutePlan([[0, 1]]).check("infer", 2)  # type: ignore[list-item]
+
+
 def equal_layers(count: int, ms: float) -> LayerCosts:
     return LayerCosts(forward=(ms,) * count, backward=(2 * ms,) * count, weight_bytes=(100,) * count)
 
@@ -78,6 +118,68 @@ def slowest(plan: ModelExecutePlan, costs: LayerCosts) -> float:
 
 
 ROUND = Round(num_devices=4, num_microbatches=8)
+
+
+# In shares.
+
+
+def num_groups(plan: ModelExecutePlan, round_: Round) -> int:
+    return group_of(plan.rounds("fused" if plan.bwd_plan else "infer"), round_).num_groups
+
+
+SHARING = replace(ROUND, num_devices=2, may_share=True)
+
+
+@pytest.mark.parametrize("run_type", ["infer", "train", "fused"])
+def test_every_device_runs_a_model_that_fits_for_its_share(run_type: Any) -> None:
+    """What one device would do, done by each for half of the microbatches, in half of the time."""
+    costs = equal_layers(12, 1.0)
+    alone = plan_for(run_type, costs, replace(SHARING, num_devices=1))
+    shared = plan_for(run_type, costs, SHARING)
+    assert shared == alone.shared(2)
+    one, two = (step_ms(plan, run_type, costs, round_) for plan, round_ in ((alone, ALONE), (shared, SHARING)))
+    assert two == pytest.approx(one / 2)
+    assert num_groups(plan_for(run_type, costs, replace(SHARING, may_share=False)), SHARING) == 1
+
+
+ALONE = replace(SHARING, num_devices=1)
+
+
+def test_what_does_not_fit_is_recomputed_in_shares() -> None:
+    costs = replace(equal_layers(12, 1.0), saved_bytes=(300,) * 12, gradient_bytes=(200,) * 12)
+    round_ = replace(SHARING, budget_bytes=3500)
+    plan = plan_for("fused", costs, round_)
+    plan.check("fused", 12)
+    assert num_groups(plan, round_) == 2
+    assert len(set(plan.bwd_plan)) > 1
+    assert plan_peak(plan, "fused", costs, round_).bytes.total <= 3500
+
+
+def test_where_copies_are_slow_weights_go_up_once() -> None:
+    """Shares would move every weight to each device, for half of the compute that hides it."""
+    costs = replace(equal_layers(12, 1.0), up_ms_per_byte=0.4)
+    assert num_groups(plan_for("fused", costs, SHARING), SHARING) == 1
+    assert num_groups(plan_for("fused", replace(costs, up_ms_per_byte=0.01), SHARING), SHARING) == 2
+
+
+def test_no_share_is_empty() -> None:
+    round_ = replace(SHARING, num_devices=8, num_microbatches=3)
+    plan = plan_for("fused", equal_layers(12, 1.0), round_)
+    assert num_groups(plan, round_) in (1, 2)
+
+
+def test_shares_that_the_optimizer_would_only_wait_longer_for_are_not_made() -> None:
+    """Overlapping rounds that are all shorter than an update; an update reads a gradient for every share."""
+    assert num_groups(plan_for("fused", equal_layers(12, 1.0), replace(SHARING, optimizer_ms=1e4)), SHARING) == 1
+
+
+def test_a_step_is_the_longer_of_round_and_update_or_both_in_turn() -> None:
+    costs, whole = equal_layers(4, 1.0), ModelExecutePlan([], [range(4)])
+    round_ = Round(num_devices=1, num_microbatches=5)
+    assert step_ms(whole, "fused", costs, round_) == 60
+    assert step_ms(whole, "fused", costs, replace(round_, optimizer_ms=90.0)) == 90
+    assert step_ms(whole, "fused", costs, replace(round_, optimizer_ms=90.0, overlaps=False)) == 150
+    assert step_ms(ModelExecutePlan([range(4)]), "infer", costs, replace(round_, optimizer_ms=90.0)) == 20
 
 
 def test_several_models_share_the_target_for_their_slowest_stage() -> None:
@@ -113,7 +215,9 @@ def test_several_models_under_a_budget() -> None:
     for plan in plans_for("fused", parts, min_stages=1, upper_threshold=1.1):
         plan.check("fused", 12)
         assert max(map(len, [*plan.fwd_plan, *plan.bwd_plan])) <= 4
-    with pytest.raises(PlanError, match="smallest plan tried needs 200 B on a device, 150 B is allowed"):
+    with pytest.raises(
+        PlanError, match=r"model 1 of 2: the smallest plan tried needs 200 B .*150 B is allowed; layer 0"
+    ):
         plans_for(
             "fused", [(equal_layers(12, 1.0), replace(ROUND, budget_bytes=150))] * 2, min_stages=1, upper_threshold=1
         )

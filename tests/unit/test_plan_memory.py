@@ -64,6 +64,13 @@ def test_the_largest_gradient_passes_through_one_layer_at_a_time() -> None:
     assert found.graph == 10_000 + 900
 
 
+def test_where_most_weights_are_frozen_two_gradients_pass_at_once() -> None:
+    """No activation was kept for a weight's gradient, so none goes while they pass."""
+    costs = replace(COSTS, passing_bytes=(500, 900, 100, 700), gradient_bytes=(0, 1, 0, 1), landed_bytes=(0, 1, 0, 1))
+    found = predicted_peak([(X, range(4))], StageSums(costs), Round(num_devices=1, num_microbatches=5))
+    assert found.graph == 10_000 + 2 * 900
+
+
 def test_frozen_layers_keep_no_graph() -> None:
     assert peak([(X, range(4))], first_trained=2).graph == 7000
 

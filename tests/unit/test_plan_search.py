@@ -7,7 +7,7 @@ import pytest
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
-from roundpipe.plan.memory import predicted_peak_bytes
+from roundpipe.plan.memory import fitted_peak, predicted_peak_bytes
 from roundpipe.plan.one_way import plan_one_way
 from roundpipe.plan.predict import least_period_ms, period_ms, round_ms
 from roundpipe.plan.search import MAX_VISITS_TIMED, Search, plan_fused, predicted_ms
@@ -46,12 +46,12 @@ def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
     for budget in range(2600 * MIB, 300 * MIB, -100 * MIB):
         round_ = replace(ALONE, overlaps=overlaps, budget_bytes=budget)
         stages = plan_fused(costs, round_)
-        assert predicted_peak_bytes(stages.passes(0), costs, round_) <= budget
+        assert fitted_peak(stages.passes(0), StageSums(costs), round_).bytes.total <= budget
         fused_sizes.append(len(stages.backward[0]))
     assert fused_sizes[0] == 24
     assert fused_sizes == sorted(fused_sizes, reverse=True)
     assert len(set(fused_sizes)) > 10
-    assert fused_sizes[-1] <= 4
+    assert fused_sizes[-1] < 6
 
 
 def test_a_budget_one_byte_smaller_costs_a_layer() -> None:
@@ -96,7 +96,7 @@ def test_min_stages_holds_while_there_are_layers(min_stages: int, expected: int)
 
 
 def test_a_visit_takes_the_larger_of_its_compute_and_its_copies() -> None:
-    slow = blocks(12, copy_ms_per_byte=1.0 / MIB)
+    slow = blocks(12, up_ms_per_byte=1.0 / MIB, down_ms_per_byte=1.0 / MIB)
     totals = StageSums(slow)
     assert totals.visit_ms(Pass.FORWARD, range(2), 4) == 20 / 4
     assert totals.visit_ms(Pass.FUSED, range(2), 4) == 40 / 4

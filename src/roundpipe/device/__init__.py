@@ -1,7 +1,7 @@
 """The one seam between the engine and hardware: a device, its lanes and their events."""
 
 from .accelerator import AcceleratorDevice
-from .protocol import Device, Event, Lane
+from .protocol import Device, Event, Lane, Mark
 from .virtual import VirtualDevice
 
-__all__ = ["AcceleratorDevice", "Device", "Event", "Lane", "VirtualDevice"]
+__all__ = ["AcceleratorDevice", "Device", "Event", "Lane", "Mark", "VirtualDevice"]

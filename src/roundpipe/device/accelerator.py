@@ -25,6 +25,11 @@ class StreamLane:
         event.record(self._stream)
         return StreamEvent(event)
 
+    def mark(self) -> "StreamMark":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return StreamMark(event)
+
     def wait(self, event: object) -> None:
         if isinstance(event, StreamEvent):
             self._stream.wait_event(event.cuda)
@@ -47,6 +52,16 @@ class StreamEvent:
 
     def wait(self) -> None:
         self.cuda.synchronize()
+
+
+class StreamMark:
+    """A CUDA event that knows when it was reached."""
+
+    def __init__(self, cuda: torch.cuda.Event) -> None:
+        self._cuda = cuda
+
+    def seconds_since(self, earlier: "StreamMark") -> float | None:
+        return earlier._cuda.elapsed_time(self._cuda) / 1e3 if self._cuda.query() else None
 
 
 @functools.cache
@@ -82,11 +97,13 @@ class AcceleratorDevice:
     def __repr__(self) -> str:
         return self.name
 
-    def budget_bytes(self) -> int:
+    def budget_bytes(self, held: int = 0) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        reusable = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
-        available = min(free + reusable, allowed)
+        allocated = torch.cuda.memory_allocated(self.torch_device)
+        reusable = torch.cuda.memory_reserved(self.torch_device) - allocated
+        # Whatever else this process has on the device counts against its share too.
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - allocated
+        available = held + min(free + reusable, allowed)
         return available if self._max_bytes is None else min(available, self._max_bytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ordering import Access, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison
-from .virtual import VirtualDevice
+from .virtual import Moment, VirtualDevice
 
 # One for all devices, because waiting for an event of one may run copies of another. Nobody blocks while holding it.
 _lock = threading.RLock()
@@ -162,6 +162,9 @@ class AdversarialLane:
             event = AdversarialEvent(self, self.num_done + len(self._queue), {**self._known, self.number: self._tick})
             self._tick += 1
             return event
+
+    def mark(self) -> Moment:
+        return Moment()
 
     def wait(self, event: object) -> None:
         self._give_way()

@@ -1,7 +1,7 @@
 """What the engine asks of a device. Everything above is blind to the kind of device and is tested on virtual ones."""
 
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +14,14 @@ class Event(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A moment on a lane, for measuring. Nobody can wait for it."""
+
+    def seconds_since(self, earlier: Any) -> float | None:
+        """From an earlier mark of the same lane to this; None while the lane has not come this far. Never blocks."""
+        ...
+
+
 class Lane(Protocol):
     """An ordered queue of work on one device. Lanes of one device run beside each other."""
 
@@ -23,6 +31,10 @@ class Lane(Protocol):
 
     def record(self) -> Event:
         """An event reached once all work queued so far is done."""
+        ...
+
+    def mark(self) -> Mark:
+        """The moment at which all work queued so far is done. Costs more than ``record``."""
         ...
 
     def wait(self, event: Event) -> None:
@@ -52,8 +64,8 @@ class Device(Protocol):
     @property
     def down(self) -> Lane: ...
 
-    def budget_bytes(self) -> int:
-        """Bytes the engine may use on this device."""
+    def budget_bytes(self, held: int = 0) -> int:
+        """Bytes the engine may use on this device, the ``held`` ones that it has already among them."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:

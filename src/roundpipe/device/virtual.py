@@ -1,5 +1,6 @@
 """A device made of the CPU: it copies what an accelerator would copy, so the same mistakes show. No own threads."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,16 @@ class _Reached:
         return
 
 
+class Moment:
+    """A moment of the calling thread, in which work on a virtual device runs."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        return self._at - earlier._at
+
+
 class VirtualLane:
     """Runs everything at once, in the calling thread."""
 
@@ -26,6 +37,9 @@ class VirtualLane:
 
     def record(self) -> _Reached:
         return _Reached()
+
+    def mark(self) -> Moment:
+        return Moment()
 
     def wait(self, event: object) -> None:
         return
@@ -58,7 +72,7 @@ class VirtualDevice:
     def __repr__(self) -> str:
         return self.name
 
-    def budget_bytes(self) -> int:
+    def budget_bytes(self, held: int = 0) -> int:
         return self._num_bytes if self._num_bytes is not None else 1 << 62
 
     def holds(self, tensor: torch.Tensor) -> bool:

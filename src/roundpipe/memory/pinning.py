@@ -61,11 +61,16 @@ class HostMemory:
         self.rehomes = mode == "alloc" and accelerated
         self._locks_in_place = mode == "register" and accelerated
         self._locks_buffers = mode != "off" and accelerated
+        self.needs_staging = mode == "off"
         self._registered: list[int] = []
 
     def arena(self, num_bytes: int) -> HostArena:
         """New memory, page-locked unless pinning is off, useless or refused by the system."""
         return HostArena(num_bytes, lock=self._locks_buffers)
+
+    def staging(self, num_bytes: int) -> HostArena:
+        """New memory of the engine's own that weights pass through, page-locked whatever becomes of the model's."""
+        return HostArena(num_bytes, lock=self.is_accelerated)
 
     def lock_in_place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Page-locks the memory under ``tensors``; pages that several share are locked once."""

@@ -1,5 +1,6 @@
 """Reusable device buffers for weights, so that nothing is allocated while training and addresses stay the same."""
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class SlotPool:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: dict[int, list[Slot]] = {}
+        self._free: dict[int, deque[Slot]] = {}
         self.num_bytes = 0
 
     def __repr__(self) -> str:
@@ -32,7 +33,7 @@ class SlotPool:
         size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
         slots = self._free.get(size)
         if slots:
-            return slots.pop()
+            return slots.popleft()  # what was given back first is free first
         with self._device.up.work():
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
         self.num_bytes += size
@@ -40,7 +41,7 @@ class SlotPool:
 
     def give_back(self, buffer: torch.Tensor, free: Event) -> None:
         """The buffer may be overwritten by work that waits for ``free``."""
-        self._free.setdefault(buffer.numel(), []).append(Slot(buffer, free))
+        self._free.setdefault(buffer.numel(), deque()).append(Slot(buffer, free))
 
     def clear(self) -> None:
         """Drops all free buffers once no lane uses them any more."""

@@ -2,6 +2,21 @@
 
 from .clipping import clip_grad_norm_
 from .context import OptimizerCtx
+from .grad_scaler import GradScaler
+from .lean import LeanAdamW
+from .lion import Lion
 from .optimizers import SGD, Adam, AdamW
+from .plain import Adafactor, Muon
 
-__all__ = ["SGD", "Adam", "AdamW", "OptimizerCtx", "clip_grad_norm_"]
+__all__ = [
+    "SGD",
+    "Adafactor",
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "LeanAdamW",
+    "Lion",
+    "Muon",
+    "OptimizerCtx",
+    "clip_grad_norm_",
+]

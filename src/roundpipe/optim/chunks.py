@@ -1,42 +1,51 @@
-"""Updates on gradients as they landed, a cache-sized chunk at a time.
+"""Gradients as they landed, a cache-sized chunk at a time: for rules, and machines, without a kernel of our own.
 
-A chunk of a 16-bit gradient is cast into a buffer that stays in the cache, and torch's fused kernel updates master and
-moments from there: the fp32 gradient never exists in memory, so the pass moves 26 bytes per parameter instead of 42.
-torch's kernels let go of the interpreter while they run. A ``torch.compile``d pass moves as little but holds on to it,
-and so stops the threads that feed the devices for as long as it takes.
+A chunk of a 16-bit gradient is cast into a buffer that stays in the cache, torch's kernels update master and moments
+from there, and the new weights are copied on while they are still near: the fp32 gradient never exists in memory.
 """
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from . import native
+
 _CHUNK = 1 << 22  # elements: 16 MiB of fp32; with smaller ones threads spend their time waking up
+_local = threading.local()
 
 
-class ChunkBuffer:
-    """The fp32 buffer that chunks are cast into. One per optimizer thread."""
+def chunks(parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of the flat gradient and their values in fp32, times ``scale``. Each is valid until the next, not to be
+    written.
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(_CHUNK)
+    Args:
+        parts: tensors of one shape whose sum is the gradient.
+    """
+    first, *others = [part.reshape(-1) for part in parts]
+    for start in range(0, first.numel(), _CHUNK):
+        where = slice(start, min(start + _CHUNK, first.numel()))
+        if first.dtype is torch.float32 and not others and scale == 1.0:
+            yield where, first[where]
+            continue
+        values = _buffer()[: where.stop - where.start].copy_(first[where])
+        for other in others:
+            values.add_(other[where])
+        yield where, values if scale == 1.0 else values.mul_(scale)
 
-    def chunks(self, parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Slices of the flat gradient and their values in fp32, times ``scale``. Each is valid until the next.
 
-        Args:
-            parts: tensors of one shape whose sum is the gradient.
-        """
-        first, *others = [part.reshape(-1) for part in parts]
-        for start in range(0, first.numel(), _CHUNK):
-            where = slice(start, min(start + _CHUNK, first.numel()))
-            if first.dtype is torch.float32 and not others and scale == 1.0:
-                yield where, first[where]
-                continue
-            values = self._buffer[: where.stop - where.start].copy_(first[where])
-            for other in others:
-                values.add_(other[where])
-            yield where, values if scale == 1.0 else values.mul_(scale)
+def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
+    """Of the sum of ``parts``. Products are summed in fp32 within a chunk and in double over chunks."""
+    kernel = native.library()
+    if kernel is not None and native.can_read(parts):
+        return native.sum_of_squares(kernel, parts)
+    return math.fsum(float(torch.dot(values, values)) for _, values in chunks(parts))
 
-    def sum_of_squares(self, parts: Sequence[torch.Tensor]) -> float:
-        """Products are summed in fp32 within a chunk and in double over chunks."""
-        return math.fsum(float(torch.dot(values, values)) for _, values in self.chunks(parts))
+
+def _buffer() -> torch.Tensor:
+    """One per thread, kept, because fresh memory costs a page fault per 4 KiB."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = torch.empty(_CHUNK)
+    buffer: torch.Tensor = _local.buffer
+    return buffer

@@ -9,13 +9,14 @@ import torch
 from ..errors import ConfigError
 from ..params.copies import Master
 from . import context
-from .chunks import ChunkBuffer
+from .chunks import sum_of_squares
 
 
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Gradients are read as they landed and are not written: the factor is applied when an optimizer reads them.
+    Gradients are read as they landed and are not written: the factor is applied when an optimizer reads them. Nor are
+    they read twice: devices send the sums of squares along, unless several calls or uses of a weight were added up.
 
     Args:
         optimizer_or_model: an optimizer over masters, or the engine.
@@ -30,8 +31,7 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     if context.current_step() is None:
         raise ConfigError("clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside")
     masters = list(_masters_of(optimizer_or_model))
-    buffer = ChunkBuffer()
-    total = math.fsum(_square(master, buffer) for master in masters)
+    total = math.fsum(_square(master) for master in masters)
     norm = math.sqrt(total) if total >= 0 else total
     # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite stays visible.
     factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else max_norm / (norm + 1e-6)
@@ -48,10 +48,13 @@ def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
     return masters
 
 
-def _square(master: torch.Tensor, buffer: ChunkBuffer) -> float:
+def _square(master: torch.Tensor) -> float:
     if isinstance(master, Master):
-        parts = master.landed()
-        return buffer.sum_of_squares(parts) * master.scale**2 if parts else 0.0
+        square = master.landed_square()
+        if square is None:
+            parts = master.landed()
+            square = sum_of_squares(parts) if parts else 0.0
+        return square * master.scale**2
     return 0.0 if master.grad is None else float(master.grad.double().square().sum())
 
 

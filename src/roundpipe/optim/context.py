@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,10 +12,19 @@ from ..errors import ConfigError
 from ..runtime.worker import in_worker
 
 if TYPE_CHECKING:
+    from .handle import StepHandle
     from .hyperparameters import StepOptimizers
     from .step_thread import StepThread
 
+
+class StepListener(Protocol):
+    """What has settings of its own to remember when ``RoundPipe.step`` is called. Called on the caller's thread."""
+
+    def step_called(self, step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None: ...
+
+
 _threads: "weakref.WeakSet[StepThread]" = weakref.WeakSet()
+_listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
 
 
 class _Local(threading.local):
@@ -85,3 +94,13 @@ def introduce(optimizer: torch.optim.Optimizer) -> None:
 
 def register(thread: "StepThread") -> None:
     _threads.add(thread)
+
+
+def listen(listener: StepListener) -> None:
+    """From now on the listener, while it lives, is told of each step before it is queued."""
+    _listeners.add(listener)
+
+
+def tell_called(step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None:
+    for listener in list(_listeners):
+        listener.step_called(step, handle, is_async)

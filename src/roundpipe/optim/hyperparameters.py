@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ConfigError
+from ..params.pending import PendingUpdates
 from . import context
 
 Hyperparameters = list[dict[str, Any]]
@@ -63,7 +64,12 @@ class LearntOptimizers:
 
 
 class StepOptimizers:
-    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a step begins."""
+    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a step begins.
+
+    ``updates`` are those decided in it and not computed yet; set by the optimizer thread.
+    """
+
+    updates: PendingUpdates
 
     def __init__(
         self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]

@@ -2,81 +2,54 @@
 
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
 being the last step before a flush. Step t's job first publishes W_(t-1), layer by layer, then runs ``step_fn``; it may
-write working copies because every call that read older ones was committed by a job queued before it.
+write working copies because every call that read older ones was committed by a job queued before it. Layers with a
+second working copy are published by their own step; see [Note: two working copies].
 """
 
 import os
-import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 from .. import trace
+from ..memory.free import free_host_bytes
 from ..params.copies import Masters
-from ..params.gradients import GradientWindow
-from ..params.store import ParameterStore
-from ..runtime.call import Call
+from ..params.gradients import LandedLayer
+from ..params.pending import PendingUpdates
+from ..params.store import LayerParameters, ParameterStore
+from ..params.window import GradientWindow
+from ..runtime.interrupts import SteadyCondition, deferred
 from ..runtime.worker import Job, Worker
 from . import context
+from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
+from .updates import pending_updates
 
 
-class StepHandle:
-    """An update under way."""
+class Backward(Protocol):
+    """What has made gradients: a call, or a backward pass over several."""
 
-    def __init__(self, condition: threading.Condition, on_raise: Callable[[BaseException], None]) -> None:
-        self._condition = condition
-        self._on_raise = on_raise
-        self._is_done = False
-        self._is_entered = False
-        self._result: Any = None
-        self._error: BaseException | None = None
+    @property
+    def landed(self) -> Sequence[LandedLayer]: ...
 
-    def __repr__(self) -> str:
-        state = "pending" if not self._is_done else "failed" if self._error is not None else "done"
-        return f"<StepHandle: {state}>"
+    def wait_finished(self) -> None:
+        """Blocks until all that landed is known and on the host; raises what kept it from landing."""
+        ...
 
-    def wait(self) -> None:
-        """Blocks until the masters are updated. Raises what ``step_fn`` raised.
 
-        An interrupt is raised only after the update, so that it is never half applied.
-        """
-        self._wait(lambda: self._is_done)
-        if self._error is not None:
-            self._on_raise(self._error)  # because what the caller has seen here is not to come up again later
-            raise self._error
+@contextmanager
+def _noted(what: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"RoundPipe: {what}, on the optimizer thread")
+        raise
 
-    def result(self) -> Any:
-        """Waits, then returns what ``step_fn`` returned."""
-        self.wait()
-        return self._result
 
-    def wait_entered(self) -> None:
-        """Blocks until an optimizer's ``step`` has begun, or the job is over."""
-        self._wait(lambda: self._is_entered or self._is_done)
-
-    def _wait(self, is_true: Callable[[], bool]) -> None:
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._condition:
-                    self._condition.wait_for(is_true)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-    def _enter(self) -> None:
-        with self._condition:
-            self._is_entered = True
-            self._condition.notify_all()
-
-    def _finish(self, result: Any, error: BaseException | None) -> None:
-        with self._condition:
-            self._is_done, self._result, self._error = True, result, error
-            self._condition.notify_all()
+_SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
 
 
 def leave_cores_for(num_devices: int) -> Job:
@@ -102,7 +75,7 @@ class StepThread:
     def __init__(
         self,
         worker: Worker,
-        condition: threading.Condition,
+        condition: SteadyCondition,
         store: ParameterStore,
         masters: Masters,
         new_window: Callable[[], GradientWindow],
@@ -120,6 +93,7 @@ class StepThread:
         self._late_error: BaseException | None = None
         self._publish_error: BaseException | None = None
         self.num_steps = 0
+        self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
         self.num_loads = 0
         hook_optimizers()
         context.register(self)
@@ -137,10 +111,23 @@ class StepThread:
         """Tells whether two calls would compute with the same working weights: equal if so."""
         return self.num_steps, self.version, self.num_loads
 
+    def refuse_other_than(self, weights: tuple[int, int, int]) -> None:
+        """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was computed with."""
+        if self.weights != weights:
+            raise RuntimeError(
+                "step(), a flush or a load ran between this forward and its backward, so the weights are no longer "
+                "those of the forward; call backward() first"
+            )
+
     @property
     def window(self) -> GradientWindow:
         """The gradients accumulated since the last step. Complete only after ``wait_idle``."""
         return self._window
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls committed and all steps taken are over."""
+        return self._jobs_left == 0
 
     def is_published(self, layer: int, version: int) -> bool:
         """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
@@ -174,7 +161,15 @@ class StepThread:
         if is_behind:
             self._publish_all()  # because publishing failed, which the caller was told
 
-    def commit(self, call: Call) -> None:
+    def wait_published(self, layer: int) -> None:
+        """Blocks the caller, who computes with the layer himself, until its working copies hold ``version``.
+
+        They then stay as they are until the job of the next step.
+        """
+        version = self.version
+        self._condition.wait_interruptibly(lambda: self.is_published(layer, version))
+
+    def commit(self, call: Backward) -> None:
         """Queues adding a call's gradients to the current window; that job waits for its late backward visits."""
         window = self._window
         self._submit(lambda: self._commit(call, window))
@@ -183,6 +178,12 @@ class StepThread:
         self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepHandle:
         """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
+        with deferred():  # because a step that is counted must be queued, or others would wait for its weights forever
+            return self._queue_step(step_fn, is_async, args, kwargs)
+
+    def _queue_step(
+        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepHandle:
         handle = StepHandle(self._condition, self._forget_late_error)
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
@@ -191,6 +192,7 @@ class StepThread:
         if is_first:
             self._learnt.find(master for _, master in self._masters.existing())
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
+        context.tell_called(optimizers, handle, is_async)
         self._submit(lambda: self._step(handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)))
         if is_async and is_first:
             # An optimizer made inside step_fn could not be found above: its hyper-parameters are read when it steps.
@@ -214,7 +216,7 @@ class StepThread:
 
     def _publish_all(self) -> None:
         try:
-            self._publish(self.num_steps)
+            self._publish(self.num_steps, self._store.layers)
         except BaseException as error:
             self._forget_late_error(error)
             raise
@@ -222,13 +224,9 @@ class StepThread:
 
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._jobs_left == 0)
+        self._condition.wait_interruptibly(lambda: self._jobs_left == 0)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        with self._condition:
-            self._jobs_left += 1
-
         def counted() -> None:
             failure: BaseException | None = None
             try:
@@ -241,11 +239,14 @@ class StepThread:
                 self._jobs_left -= 1
                 self._condition.notify_all()
 
-        self._worker.submit(counted)
+        with deferred():
+            with self._condition:
+                self._jobs_left += 1
+            self._worker.submit(counted)
 
     # Jobs, on the optimizer thread.
 
-    def _commit(self, call: Call, window: GradientWindow) -> None:
+    def _commit(self, call: Backward, window: GradientWindow) -> None:
         try:
             with trace.span("wait_landed"):
                 call.wait_finished()
@@ -264,42 +265,84 @@ class StepThread:
         optimizers: StepOptimizers,
         step_fn: Callable[[], Any],
     ) -> None:
-        result, error = None, None
+        began, result, error = time.perf_counter(), None, None
+        updates = optimizers.updates = pending_updates()
         try:
-            self._publish(number - 1)
+            self._publish(number - 1, self._behind(number - 1))
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)
-            with trace.span("step_fn", step=number), context.running_step(optimizers):
+            with (
+                _noted(f"step_fn of step {number}"),
+                trace.span("step_fn", step=number),
+                context.running_step(optimizers),
+            ):
                 result = step_fn()
             self._masters.mark_ahead()
+            if is_async:
+                with _noted(f"the update of step {number}"):
+                    self._update_aside(number, updates, window)
         except BaseException as raised:
             error = raised
             if error is not self._publish_error:
-                if error is not window.error:
-                    error.add_note(f"RoundPipe: step_fn of step {number}, on the optimizer thread")
                 self._advance(number - 1 if is_async else number)
             if error is not window.error:
                 self._fail_late(error)
         finally:
             try:
                 self._masters.take_gradients()
-                window.release()
             finally:
                 handle._finish(result, error)  # whatever happens, because somebody may be waiting for it
-        if error is None and not is_async:
-            # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
-            self._publish(number)
+        try:
+            if error is None and not is_async:
+                # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
+                self._publish(number, self._store.layers, updates, window)
+        finally:
+            try:
+                updates.compute_all()  # after a failure: masters are to be as the optimizers' steps left them
+            finally:
+                window.release()
+        if error is None:
+            for listener in self.update_listeners:
+                listener(1e3 * (time.perf_counter() - began))
 
-    def _publish(self, version: int) -> None:
+    def _update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
+        """While calls still read the version before: layers with one working copy are published by the next step."""
+        for layer in self._store.layers:
+            with trace.span("update", layer=layer.layer):
+                is_published = self._masters.publish_aside(layer, version, updates)
+                if not is_published:
+                    self._masters.update(layer, updates)
+            window.release_layer(layer.layer)
+            if is_published:
+                self._mark_published(layer, version)
+        if not self._store.spares:
+            self._make_spares()
+
+    def _make_spares(self) -> None:
+        """After an update, when all other memory that a step takes is taken, but for another set of gradients."""
+        num_bytes = self._store.spare_bytes()
+        if 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
+            self._store.make_spares()
+
+    def _behind(self, version: int) -> list[LayerParameters]:
+        return [layer for layer in self._store.layers if self._published[layer.layer] < version]
+
+    def _publish(
+        self,
+        version: int,
+        layers: Sequence[LayerParameters],
+        updates: PendingUpdates | None = None,
+        window: GradientWindow | None = None,
+    ) -> None:
         """Shallow layers first, because the next call's forward needs them first."""
         try:
-            for layer in self._store.layers:
+            for layer in layers:
                 with trace.span("publish", layer=layer.layer):
-                    self._masters.publish(layer)
-                with self._condition:
-                    self._published[layer.layer] = max(self._published[layer.layer], version)
-                    self._condition.notify_all()
+                    self._masters.publish(layer, version, updates)
+                if window is not None:
+                    window.release_layer(layer.layer)  # before a call that may land there has all its weights
+                self._mark_published(layer, version)
             self._publish_error = None
         except BaseException as error:
             error.add_note(f"RoundPipe: publishing the weights after step {version}")
@@ -307,6 +350,11 @@ class StepThread:
                 self._fail_late(error)
                 self._publish_error = error  # for the calls that wait for this version
             raise
+
+    def _mark_published(self, layer: LayerParameters, version: int) -> None:
+        with self._condition:
+            self._published[layer.layer] = max(self._published[layer.layer], version)
+            self._condition.notify_all()
 
     def _advance(self, version: int) -> None:
         """After a failure nothing is published, yet calls that wait for the version must go on."""

@@ -1,15 +1,18 @@
 """The optimizer's own copies: masters are made on first use, follow loaded weights, and are published."""
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .gradients import GradientRules, GradientWindow
-from .store import LayerParameters, ParameterStore
+from .gradients import GradientRules
+from .pending import HELD, Held, PendingUpdates
+from .store import LayerParameters, ParameterStore, ParameterUse
+from .window import GradientWindow
 
 
 class Master(nn.Parameter):
@@ -48,9 +51,21 @@ class Master(nn.Parameter):
         return () if self._made is None else (self._made,)
 
     @property
+    def is_gradient_seen(self) -> bool:
+        """Whether ``.grad`` was made or set, so that somebody else may write to it."""
+        return self._made is not None
+
+    def landed_square(self) -> float | None:
+        """The sum of squares of ``landed``, where the device has sent it along."""
+        if self._window is not None and self._working is not None:
+            return self._window.square(self._working)
+        return None
+
+    @property
     def grad(self) -> torch.Tensor | None:
         if self._is_elsewhere:
             return None
+        _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
         if self._window is not None and self._working is not None:
             gradient = self._window.gradient(self._working)
             # A copy, because step_fn may keep it while the landed memory already serves the next call.
@@ -66,6 +81,22 @@ class Master(nn.Parameter):
         if not self._is_elsewhere:
             self._window = self._working = None
             self._made, self.scale = gradient, 1.0
+
+
+class HeldMaster(Held, Master):
+    """A master that an update is going to write. See [Note: pending updates]."""
+
+
+HELD[Master] = HeldMaster
+
+
+def _refuse_torch_grad_scaler(reader: str) -> None:
+    """Its scale may have moved on by now and its skips would come too late. ``reader``: the module that reads."""
+    if reader.startswith("torch.") and reader.endswith("grad_scaler"):
+        raise ConfigError(
+            "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes into loss_fn, "
+            "unscale_() and step() into step_fn, and update() after RoundPipe.step()"
+        )
 
 
 class Masters:
@@ -120,18 +151,61 @@ class Masters:
         """Masters were (or may have been) updated: working copies are behind until published."""
         self._is_ahead = set(self._masters)
 
-    def publish(self, layer: LayerParameters) -> None:
-        """Writes the layer's masters into its working copies. No upload of them may be in flight."""
+    def publish(self, layer: LayerParameters, version: int, pending: PendingUpdates | None = None) -> None:
+        """Writes the layer's newest weights into the user's parameters, pending updates in the same pass.
+
+        No upload of the user's parameters may be in flight.
+        """
+        spare = self._store.spares.get(layer.layer)
+        if spare is not None and spare.is_newest and not self._ahead(layer):
+            with torch.no_grad():
+                for use in layer.uses:
+                    use.parameter.data.copy_(spare.tensors[use.place])
+        self._write(layer, [use.parameter.data for use in layer.uses], pending)
+        if spare is not None:
+            spare.turn(False, version)
+
+    def publish_aside(self, layer: LayerParameters, version: int, pending: PendingUpdates) -> bool:
+        """The same into whichever of two working copies is idle. Nothing, and False, for a layer that has but one.
+
+        See [Note: two working copies].
+        """
+        spare = self._store.spares.get(layer.layer)
+        if spare is None:
+            return False
+        is_spare = not spare.is_newest
+        own = [use.parameter.data for use in layer.uses]
+        self._write(layer, list(spare.tensors.values()) if is_spare else own, pending)
+        spare.turn(is_spare, version)
+        return True
+
+    def _ahead(self, layer: LayerParameters) -> list[ParameterUse]:
+        return [use for use in layer.uses if id(use.parameter) in self._is_ahead]
+
+    def _write(
+        self, layer: LayerParameters, working: Sequence[torch.Tensor], pending: PendingUpdates | None = None
+    ) -> None:
+        """Masters that are ahead into ``working``, a tensor for each use."""
+        ahead = self._ahead(layer)
+        targets = [(self._masters[id(use.parameter)], working[use.place]) for use in ahead]
+        updated = [pair for pair in targets if pending is not None and pair[0] in pending]
         with torch.no_grad():
-            for use in layer.uses:
-                if id(use.parameter) in self._is_ahead:
-                    use.parameter.data.copy_(self._masters[id(use.parameter)])
-                    self._is_ahead.discard(id(use.parameter))  # only now, as an interrupt may come before
+            for master, target in targets:
+                if pending is None or master not in pending:
+                    target.copy_(master)
+            if pending is not None:
+                pending.compute(updated)
+        self._is_ahead -= {id(use.parameter) for use in ahead}  # only now, as an interrupt may come before
+
+    def update(self, layer: LayerParameters, pending: PendingUpdates) -> None:
+        """Computes the layer's pending updates and publishes nothing."""
+        masters = [self._masters[id(use.parameter)] for use in layer.uses if id(use.parameter) in self._masters]
+        pending.compute((master, None) for master in masters if master in pending)
 
     @property
     def are_ahead(self) -> bool:
         """Whether some update has not been published."""
-        return bool(self._is_ahead)
+        return bool(self._is_ahead) or any(spare.is_newest for spare in self._store.spares.values())
 
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
@@ -157,4 +231,8 @@ class Masters:
             self._is_ahead.discard(id(parameter))
 
     def statistics(self) -> dict[str, Any]:
-        return {"masters": len(self._masters), "master_bytes": sum(m.nbytes for m in self._masters.values())}
+        return {
+            "masters": len(self._masters),
+            "master_bytes": sum(master.nbytes for master in self._masters.values()),
+            "spare_bytes": sum(spare.image.nbytes for spare in self._store.spares.values()),
+        }

@@ -1,15 +1,17 @@
-"""Gradients on their way to the optimizer: summed on the device, landed on the host, added up per step."""
+"""Gradients on their way to the optimizer: summed on the device, landed on the host."""
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..device import Device, Event
-from ..memory.pinning import HostArena, HostMemory
-from .store import LayerParameters, ParameterStore, ParameterUse
+from ..memory.pinning import HostMemory
+from ..memory.slots import ALIGNMENT
+from .store import LayerParameters, ParameterUse
 
 
 class GradientDtypes(NamedTuple):
@@ -91,21 +93,43 @@ class Accumulator:
 
 
 class LandedLayer(NamedTuple):
-    """A layer's gradients on the host, complete once ``ready`` is reached. ``gradients`` maps a use's index to them."""
+    """A layer's gradients on the host, complete once ``ready`` is reached.
+
+    ``gradients`` maps a use's index to them, ``norms`` to the 2-norms of their rows. ``first_microbatch`` tells apart
+    what several visits of a layer, each for a share of the microbatches, have sent.
+    """
 
     layer: LayerParameters
     buffer: "GradientBuffer"
     gradients: dict[int, torch.Tensor]
+    norms: dict[int, torch.Tensor]
     ready: Event
+    first_microbatch: int = 0
+
+
+Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
 
 
 class GradientBuffer:
-    """Host memory for the landed gradients of one layer, one tensor per trainable use."""
+    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and norms of all their rows.
 
-    def __init__(self, layout: tuple[tuple[int, torch.Size, torch.dtype, int], ...], arena: HostArena) -> None:
+    ``home`` is the list of free buffers that it goes back to.
+    """
+
+    def __init__(self, layout: Layout, memory: HostMemory, home: "list[GradientBuffer]") -> None:
         self.layout = layout
-        self._arena = arena
-        self.tensors = {index: arena.tensor(offset, shape, dtype) for index, shape, dtype, offset in layout}
+        self.home = home
+        offsets, num_bytes = [], 0
+        for _, shape, dtype in layout:
+            offsets.append(num_bytes)
+            num_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        num_rows = sum(num_norms(shape) for _, shape, _ in layout)
+        arena = memory.arena(num_bytes + num_rows * torch.float64.itemsize)
+        self.tensors = {
+            place: arena.tensor(offset, shape, dtype)
+            for offset, (place, shape, dtype) in zip(offsets, layout, strict=True)
+        }
+        self.norms = arena.tensor(num_bytes, (num_rows,), torch.float64)
 
 
 class GradientBuffers:
@@ -115,103 +139,83 @@ class GradientBuffers:
         self._memory = memory
         self._rules = rules
         self._lock = threading.Lock()  # because workers take buffers and the optimizer thread gives them back
-        self._free: dict[int, list[GradientBuffer]] = {}
+        self._landed: dict[int, list[GradientBuffer]] = {}
+        self._summed: dict[int, list[GradientBuffer]] = {}
 
     def take(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
-        layout, num_bytes = [], 0
-        for use in uses:
-            dtype = self._rules.dtypes(use.parameter).landed
-            layout.append((use.place, use.parameter.shape, dtype, num_bytes))
-            num_bytes += -(-use.parameter.numel() * dtype.itemsize // 64) * 64
+        """For gradients as they land."""
+        dtypes = [(use, self._rules.dtypes(use.parameter).landed) for use in uses]
+        return self._take(self._landed, layer, dtypes)
+
+    def take_sums(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
+        """For sums over calls that are too wide for the memory that gradients land in."""
+        dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
+        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.landed])
+
+    def _take(
+        self,
+        homes: dict[int, list[GradientBuffer]],
+        layer: LayerParameters,
+        dtypes: Iterable[tuple[ParameterUse, torch.dtype]],
+    ) -> GradientBuffer:
+        layout = tuple((use.place, use.parameter.shape, dtype) for use, dtype in dtypes)
         with self._lock:
-            free = self._free.setdefault(layer.layer, [])
+            free = homes.setdefault(layer.layer, [])
             while free:
                 buffer = free.pop()
-                if buffer.layout == tuple(layout):
+                if buffer.layout == layout:
                     return buffer
-        return GradientBuffer(tuple(layout), self._memory.arena(num_bytes))
+        return GradientBuffer(layout, self._memory, free)
 
-    def give_back(self, layer: LayerParameters, buffer: GradientBuffer) -> None:
+    def give_back(self, buffer: GradientBuffer) -> None:
         with self._lock:
-            self._free.setdefault(layer.layer, []).append(buffer)
+            buffer.home.append(buffer)
 
     def clear(self) -> None:
         with self._lock:
-            self._free.clear()
+            self._landed.clear()
+            self._summed.clear()
 
 
-def land(accumulator: Accumulator, buffers: GradientBuffers, device: Device) -> LandedLayer:
-    """Sends a layer's sums down.
+def num_norms(shape: torch.Size) -> int:
+    """How many rows a gradient is taken norms of."""
+    return shape[0] if len(shape) > 1 else 1
 
-    Called by the device's worker after it queued the last backward of the visit; returns at once. The sums stay alive
-    through ``borrow`` until the copies are done.
+
+def row_norms(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of each row, in fp32 or wider: short sums, which stay precise for any size of the whole."""
+    dtype = torch.float32 if gradient.itemsize < 4 else None
+    inner = tuple(range(1, gradient.ndim)) or None
+    norms: torch.Tensor = torch.linalg.vector_norm(gradient, dim=inner, dtype=dtype)
+    return norms.reshape(-1)
+
+
+def land(
+    accumulator: Accumulator,
+    buffers: GradientBuffers,
+    device: Device,
+    copies: Callable[[int], AbstractContextManager[None]],
+) -> LandedLayer:
+    """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping need not read it.
+
+    Called by the device's worker after it queued the last backward of the visit; returns at once. What is sent stays
+    alive through ``borrow`` until the copies are done. ``copies`` is entered for the time of so many bytes' copies.
     """
     if accumulator.buffer is None:
         accumulator.buffer = buffers.take(accumulator.layer, accumulator.uses)
     buffer = accumulator.buffer
+    with device.compute.work(), torch.no_grad():
+        sent = {place: summed.to(buffer.tensors[place].dtype) for place, summed in accumulator.sums.items()}
+        all_norms = torch.cat([row_norms(gradient) for gradient in sent.values()]).double()
     device.down.wait(device.compute.record())
-    gradients = {}
-    for index, summed in accumulator.sums.items():
-        target = buffer.tensors[index]
-        device.down.copy_(target, summed)
-        device.down.borrow(summed)
-        gradients[index] = target
-    return LandedLayer(accumulator.layer, buffer, gradients, device.down.record())
-
-
-class GradientWindow:
-    """The gradients between two optimizer steps: one sum per use over the calls committed so far.
-
-    Touched by the optimizer thread only; the first call's buffers are adopted, so one call per step copies nothing.
-    """
-
-    def __init__(self, store: ParameterStore, rules: GradientRules, buffers: GradientBuffers) -> None:
-        self._store = store
-        self._rules = rules
-        self._buffers = buffers
-        self._sums: dict[tuple[int, int], torch.Tensor] = {}
-        self._held: dict[int, tuple[LayerParameters, GradientBuffer]] = {}
-        self.error: BaseException | None = None
-
-    def commit(self, landed: Iterable[LandedLayer]) -> None:
-        """Adds one call's gradients. Sums over calls are fp32 (or wider)."""
-        for layer, buffer, gradients, _ in landed:
-            adopted = False
-            for place, gradient in gradients.items():
-                key = (layer.layer, place)
-                if key not in self._sums:
-                    adopted = layer.layer not in self._held
-                    self._sums[key] = gradient if adopted else gradient.clone()
-                    continue
-                total = self._sums[key]
-                summed = self._rules.dtypes(layer.uses[place].parameter).summed
-                self._sums[key] = (total if total.dtype == summed else total.to(summed)).add_(gradient)
-            if adopted:
-                self._held[layer.layer] = (layer, buffer)
-            else:
-                self._buffers.give_back(layer, buffer)
-
-    def parts(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """What reached the parameter: one tensor for each use, in layer order, to be added in the dtype of sums.
-
-        They are the window's own memory: not to be written, valid until ``release``.
-        """
-        keys = [(use.layer, use.place) for use in self._store.uses[id(parameter)]]
-        return tuple(self._sums[key] for key in keys if key in self._sums)
-
-    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum of ``parts``; None if nothing reached the parameter."""
-        parts = self.parts(parameter)
-        if not parts:
-            return None
-        total = parts[0]
-        for part in parts[1:]:
-            total = total.to(self._rules.dtypes(parameter).summed) + part
-        return total
-
-    def release(self) -> None:
-        """Forgets all sums and gives the memory back for the next call."""
-        self._sums.clear()
-        for layer, buffer in self._held.values():
-            self._buffers.give_back(layer, buffer)
-        self._held.clear()
+    gradients, norms, first = {}, {}, 0
+    with copies(sum(gradient.nbytes for gradient in sent.values())):
+        for place, gradient in sent.items():
+            gradients[place] = buffer.tensors[place]
+            device.down.copy_(gradients[place], gradient)
+            device.down.borrow(gradient)
+            norms[place] = buffer.norms[first : first + num_norms(gradient.shape)]
+            first += norms[place].numel()
+    device.down.copy_(buffer.norms[:first], all_norms)
+    device.down.borrow(all_norms)
+    return LandedLayer(accumulator.layer, buffer, gradients, norms, device.down.record())

@@ -1,7 +1,8 @@
 """Which parameters belong to which layer, where their working copies live, and their names in the user's model."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slots import ALIGNMENT
+from .spares import Place, SpareCopy
 
 
 class ParameterUse(NamedTuple):
@@ -45,10 +47,18 @@ class ParameterStore:
     is moved into the layer's page-locked arena, so that a layer goes up in one copy while each parameter still has a
     storage of its own. *Masters* (see copies.py) belong to the optimizer and are written back by publishing. *Resident*
     copies are views of a slot and live for one visit.
+
+    Args:
+        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which visits no device;
+            one that a staged layer has too is tied.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], memory: HostMemory) -> None:
-        self.layers = tuple(_layout(index, layer) for index, layer in enumerate(layers))
+    def __init__(self, layers: Sequence[nn.Module], memory: HostMemory, on_host: Sequence[nn.Parameter] = ()) -> None:
+        staged = tuple(_layout(index, layer) for index, layer in enumerate(layers))
+        host = (ParameterUse(index, 0, parameter, 0) for index, parameter in enumerate(on_host, len(staged)))
+        self.on_host = tuple(LayerParameters(use.layer, (use,), 0) for use in host)
+        self.layers = (*staged, *self.on_host)
+        self.first = 0  # the number of the first layer in the whole store
         self.uses: dict[int, list[ParameterUse]] = {}
         for layer in self.layers:
             for use in layer.uses:
@@ -56,10 +66,12 @@ class ParameterStore:
         if not self.uses:
             raise ConfigError("the model has no parameters; there is nothing to place on a device")
         self.names: dict[int, str] = {}
+        self.spares: dict[int, SpareCopy] = {}  # by layer; see [Note: two working copies]
+        self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
-            self._rehome(memory)
-        memory.lock_in_place(uses[0].parameter.data for uses in self.uses.values())
+            self._rehome(memory, staged)
+        memory.lock_in_place(uses[0].parameter.data for uses in self.uses.values() if uses[0].layer < len(staged))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -72,21 +84,67 @@ class ParameterStore:
 
     def first_trainable_layer(self) -> int:
         """The shallowest layer with something to train; the number of layers if there is none."""
-        for layer in self.layers:
-            if layer.trainable:
-                return layer.layer
-        return len(self.layers)
+        return next((index for index, layer in enumerate(self.layers) if layer.trainable), len(self.layers))
 
-    def image_of(self, layer: LayerParameters) -> torch.Tensor | None:
-        """The layer's working copies as one block of bytes, if they (still) lie in one."""
+    def part(self, layers: range) -> "ParameterStore":
+        """This store as an engine sees it that has only these layers, numbered from 0. What parameters there are, their
+        uses and names stay those of the whole."""
+        part = copy.copy(self)
+        part.first = layers.start
+        own = self.layers[layers.start : layers.stop]
+        part.layers = tuple(replace(layer, layer=index) for index, layer in enumerate(own))
+        part._arenas = {index - layers.start: arena for index, arena in self._arenas.items() if index in layers}
+        return part
+
+    def working(self, use: ParameterUse, version: int) -> torch.Tensor:
+        """Where the parameter's value at that version lies on the host."""
+        home = self.uses[id(use.parameter)][0]
+        spare = self.spares.get(home.layer)
+        return spare.tensors[home.place] if spare is not None and spare.holds(version) else use.parameter.detach()
+
+    def image_of(self, layer: LayerParameters, version: int = 0) -> torch.Tensor | None:
+        """The layer's working copies at that version as one block of bytes, if they (still) lie in one."""
+        spare = self.spares.get(layer.layer)
+        if spare is not None and spare.holds(version):
+            return spare.image
         arena, first_address = self._arenas.get(layer.layer, (None, 0))
         if arena is None or any(use.parameter.data_ptr() - use.offset != first_address for use in layer.uses):
             return None
         return arena.bytes
 
-    def _rehome(self, memory: HostMemory) -> None:
+    def spare_bytes(self) -> int:
+        """What ``make_spares`` would take."""
+        return sum(layer.num_bytes for layer in self._spareable())
+
+    def make_spares(self) -> None:
+        """Gives layers a second working copy where all of a layer's weights are trained, on devices only.
+
+        A frozen weight would only be there twice, and where the caller's thread computes with a parameter it has to be
+        up to date itself.
+        """
+        for layer in self._spareable():
+            places = [Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype) for use in layer.uses]
+            self.spares[layer.layer] = SpareCopy(places, layer.num_bytes, self._memory)
+
+    def _spareable(self) -> list[LayerParameters]:
+        if self._memory.needs_staging:
+            return []  # because who leaves weights where they are has no memory for them
+        on_host = {id(use.parameter) for layer in self.layers if layer.num_bytes == 0 for use in layer.uses}
+        return [
+            layer
+            for layer in self.layers
+            if layer.num_bytes
+            and all(
+                use.parameter.requires_grad
+                and use == self.uses[id(use.parameter)][0]
+                and id(use.parameter) not in on_host
+                for use in layer.uses
+            )
+        ]
+
+    def _rehome(self, memory: HostMemory, layers: Sequence[LayerParameters]) -> None:
         """Moves working copies into one arena per layer. A tied parameter moves with its first layer."""
-        for layer in self.layers:
+        for layer in layers:
             own = [use for use in layer.uses if self.uses[id(use.parameter)][0].layer == layer.layer]
             if not own:
                 continue
@@ -99,9 +157,8 @@ class ParameterStore:
 
 
 def _layout(index: int, module: nn.Module) -> LayerParameters:
-    uses: list[ParameterUse] = []
-    offset = 0
-    for name, parameter in module.named_parameters():
+    named = list(module.named_parameters())
+    for name, parameter in named:
         if type(parameter) is not nn.Parameter:
             raise ConfigError(
                 f"layer {index}: parameter {name!r} is a {type(parameter).__name__}; "
@@ -109,6 +166,10 @@ def _layout(index: int, module: nn.Module) -> LayerParameters:
             )
         if parameter.device.type != "cpu":
             raise ConfigError(f"layer {index}: parameter {name!r} is on {parameter.device}; keep the model on the CPU")
-        uses.append(ParameterUse(index, len(uses), parameter, offset))
-        offset += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    return LayerParameters(index, tuple(uses), offset)
+    offsets, num_bytes = {}, 0
+    # Frozen ones first, because what steps change then lies together and goes up in one copy.
+    for _, parameter in sorted(named, key=lambda pair: pair[1].requires_grad):
+        offsets[id(parameter)] = num_bytes
+        num_bytes += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    uses = (ParameterUse(index, place, p, offsets[id(p)]) for place, (_, p) in enumerate(named))
+    return LayerParameters(index, tuple(uses), num_bytes)

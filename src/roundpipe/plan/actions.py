@@ -12,13 +12,16 @@ class Pass(Enum):
     BACKWARD = "B"
 
 
-Passes = list[tuple[Pass, range]]  # the visits of a round in order, before they have devices
+Passes = list[tuple[Pass, range]]
+"""The visits of a round in order, before they have devices. A stage that stands there n times in a row is visited n
+times, each time for a share of the microbatches."""
 
 
 class Op(Enum):
     """One kind of action. Drawn by its letter; compute is drawn by the letter of its pass."""
 
     UPLOAD = "U"  # the stage's weights go up into slots
+    FETCH = "G"  # an input that waits on the host for one microbatch's recompute comes back
     COMPUTE = "C"  # one microbatch: its boundary tensors arrive, it runs, its results are handed on
     LAND = "L"  # the stage's gradients go down to the host
     RELEASE = "R"  # the slots go back behind the last compute
@@ -26,7 +29,7 @@ class Op(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One stage in one pass on one device, its microbatches in a row."""
+    """One stage in one pass on one device, its microbatches, or a share of them, in a row."""
 
     pass_: Pass
     stage: int
@@ -45,5 +48,5 @@ class Action:
 
     def __repr__(self) -> str:
         letter = self.visit.pass_.value if self.op is Op.COMPUTE else f"{self.op.value}{self.visit.pass_.value}"
-        part = f".{self.microbatch}" if self.op is Op.COMPUTE else ""
+        part = f".{self.microbatch}" if self.microbatch >= 0 else ""
         return f"{letter}{self.visit.stage}{part}@{self.visit.device}"

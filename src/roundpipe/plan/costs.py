@@ -9,20 +9,24 @@ from typing import Literal
 from .actions import Pass
 
 Grain = Literal["stage", "layer"]
+# Of the 28 bytes that an update moves for each parameter, 2 are its gradient.
+_SHARE_READ = 2 / 28
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a forward.
+    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a forward, ``landed_bytes``
+    as ``gradient_bytes``.
 
     Args:
         forward, recompute, backward: milliseconds; backward without the recompute before it.
         weight_bytes: what an upload moves and a slot holds.
         gradient_bytes: its accumulators on the device.
+        landed_bytes: what of them goes down, in the dtype they land in.
         saved_bytes: what autograd keeps of its forward.
         passing_bytes: the largest gradient inside it, alive only while its backward runs.
         input_bytes: the boundary that goes into it.
-        copy_ms_per_byte: of weights up and gradients down, over a lane of their own.
+        up_ms_per_byte, down_ms_per_byte: of copies to and from a device, each over a lane of their own.
     """
 
     forward: tuple[float, ...]
@@ -30,24 +34,28 @@ class LayerCosts:
     recompute: tuple[float, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
+    landed_bytes: tuple[int, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     passing_bytes: tuple[int, ...] = ()
     input_bytes: tuple[int, ...] = ()
-    copy_ms_per_byte: float = 0.0
+    up_ms_per_byte: float = 0.0
+    down_ms_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", self.recompute or self.forward)
-        for name in ("weight_bytes", "gradient_bytes", "saved_bytes", "passing_bytes", "input_bytes"):
+        object.__setattr__(self, "landed_bytes", self.landed_bytes or self.gradient_bytes)
+        for name in ("weight_bytes", "landed_bytes", "gradient_bytes", "saved_bytes", "passing_bytes", "input_bytes"):
             object.__setattr__(self, name, getattr(self, name) or (0,) * self.num_layers)
-        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self) if f.name != "copy_ms_per_byte"}
+        lengths = {f.name: len(value) for f in fields(self) if isinstance(value := getattr(self, f.name), tuple)}
         assert set(lengths.values()) == {self.num_layers}, lengths
 
     @property
     def num_layers(self) -> int:
         return len(self.forward)
 
-    def without_copies(self) -> "LayerCosts":
-        return replace(self, copy_ms_per_byte=0.0)
+    def by_layer(self) -> "LayerCosts":
+        """With grain "layer" a recompute is two runs of a layer: one to reach it, one for its backward."""
+        return replace(self, recompute=tuple(2 * ms for ms in self.recompute))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,9 @@ class Round:
         first_trained: nothing below this layer needs a backward.
         budget_bytes: what one device may hold.
         min_stages: at least so many visits, while there are layers for them.
+        may_share: a stage may be visited several times, each time for a share of the microbatches. Its gradients are
+            then summed in another order than on one device.
+        optimizer_ms: what an update takes. After a round that stands alone; beside the next one if rounds overlap.
     """
 
     num_devices: int
@@ -68,6 +79,21 @@ class Round:
     first_trained: int = 0
     budget_bytes: float = inf
     min_stages: int = 1
+    may_share: bool = False
+    optimizer_ms: float = 0.0
+
+    def of_share(self, num_shares: int) -> "Round":
+        """What is left to plan for each of ``num_shares`` groups of devices, the one with the most microbatches."""
+        return replace(
+            self,
+            num_devices=self.num_devices // num_shares,
+            num_microbatches=-(-self.num_microbatches // num_shares),
+        )
+
+    def step_ms(self, round_ms: float, num_shares: int = 1) -> float:
+        """From step to step, the update in it, which reads a gradient for every share."""
+        update_ms = self.optimizer_ms * (1 + (num_shares - 1) * _SHARE_READ)
+        return max(round_ms, update_ms) if self.overlaps else round_ms + update_ms
 
 
 class StageSums:
@@ -80,8 +106,13 @@ class StageSums:
         self.fused = sums([f + b for f, b in zip(costs.forward, costs.backward, strict=True)])
         self.weights = sums(costs.weight_bytes)
         self.gradients = sums(costs.gradient_bytes)
+        self.landed = sums(costs.landed_bytes)
         self.saved = sums(costs.saved_bytes)
         self.inputs = sums(costs.input_bytes)
+        # A gradient that comes in and the one made of it are there at once; where weights train, the activation that
+        # was kept for them goes in between.
+        trains = [2 * landed >= own for landed, own in zip(costs.landed_bytes, costs.weight_bytes, strict=True)]
+        self.passing = [n if t else 2 * n for n, t in zip(costs.passing_bytes, trains, strict=True)]
         self._of_pass = {Pass.FORWARD: self.forward, Pass.FUSED: self.fused, Pass.BACKWARD: self.again}
 
     def compute_ms(self, pass_: Pass, layers: range) -> float:
@@ -91,14 +122,12 @@ class StageSums:
 
     def visit_ms(self, pass_: Pass, layers: range, num_microbatches: int) -> float:
         """One microbatch's share of a visit: the larger of its compute and its copies."""
-        compute = self.compute_ms(pass_, layers)
-        rate = self.costs.copy_ms_per_byte
-        if not rate:
-            return compute
-        moved = self.weights[layers.stop] - self.weights[layers.start]
+        costs = self.costs
+        up = (self.weights[layers.stop] - self.weights[layers.start]) * costs.up_ms_per_byte
+        down = 0.0
         if pass_ is not Pass.FORWARD:
-            moved = max(moved, self.gradients[layers.stop] - self.gradients[layers.start])
-        return max(compute, moved * rate / num_microbatches)
+            down = (self.landed[layers.stop] - self.landed[layers.start]) * costs.down_ms_per_byte
+        return max(self.compute_ms(pass_, layers), up / num_microbatches, down / num_microbatches)
 
 
 def sums(values: Sequence[float]) -> list[float]:

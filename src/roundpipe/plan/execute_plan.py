@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import PlanError
 from .actions import Pass, Passes
-from .costs import LayerCosts, Round
+from .costs import LayerCosts, Round, StageSums
+from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
-from .schedule import backward_passes, forward_passes, fused_passes
-from .search import plan_fused
+from .schedule import backward_passes, forward_passes, fused_passes, group_of
+from .search import MAX_VISITS_TIMED, plan_fused, predicted_ms
 from .together import Part, plan_together
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ RunType = Literal["infer", "train", "fused"]
 @dataclass(frozen=True)
 class ModelExecutePlan:
     """Stages as ``range``s of layer indices.
+
+    A stage that is listed n times in a row is visited n times, by n devices in turn, each time for a share of the
+    microbatches. Gradients are then summed share by share: the sum is not to the bit that of a single visit.
 
     Args:
         fwd_plan: forward stages, ascending. Complete for "infer" and "train"; for "fused" they end where the first
@@ -41,20 +46,30 @@ class ModelExecutePlan:
         object.__setattr__(self, "bwd_plan", tuple(self.bwd_plan))
 
     def __repr__(self) -> str:
-        return f"ModelExecutePlan({' | '.join(f'{pass_.value} {_span(stage)}' for pass_, stage in self._visits())})"
+        stages = [(pass_.value, _span(stage), len(list(same))) for (pass_, stage), same in groupby(self._visits())]
+        return f"ModelExecutePlan({' | '.join(f'{p} {s} x{n}' if n > 1 else f'{p} {s}' for p, s, n in stages)})"
 
     def __str__(self) -> str:
-        rows = [(str(n), pass_.name.lower(), _span(stage)) for n, (pass_, stage) in enumerate(self._visits())]
-        return "\n".join(f"{n:>5}  {name:8}  {layers}" for n, name, layers in [("visit", "pass", "layers"), *rows])
+        is_shared = any(one == other for one, other in pairwise(self._visits()))
+        rows = [("visit", "pass", "layers", "share" if is_shared else "")]
+        for (pass_, stage), same in groupby(self._visits()):
+            num_shares = len(list(same))
+            for share in range(num_shares):
+                of_many = f"{share + 1}/{num_shares}" if num_shares > 1 else ""
+                rows.append((str(len(rows) - 1), pass_.name.lower(), _span(stage), of_many))
+        width = max(len(layers) for _, _, layers, _ in rows)
+        return "\n".join(f"{n:>5}  {name:8}  {layers:{width}}  {share}".rstrip() for n, name, layers, share in rows)
 
     def _visits(self) -> Passes:
         """In order. The first backward stage is fused if the forward stages end where it begins."""
         fused = bool(self.bwd_plan) and not (self.fwd_plan and self.fwd_plan[-1].stop >= self.bwd_plan[0].stop)
-        backward = [Pass.FUSED if fused else Pass.BACKWARD, *[Pass.BACKWARD] * len(self.bwd_plan)]
-        return [*forward_passes(self.fwd_plan), *zip(backward, self.bwd_plan, strict=False)]
+        if fused:
+            return fused_passes(self, 0)
+        return [*forward_passes(self.fwd_plan), *((Pass.BACKWARD, stage) for stage in self.bwd_plan)]
 
     def check(self, run_type: RunType, num_layers: int) -> None:
         """Raises PlanError, naming the layer, unless this plan is valid for ``run_type`` on ``num_layers`` layers."""
+        _check_run_type(run_type)
         if run_type != "infer" and not self.bwd_plan:
             raise PlanError(
                 f"a {run_type!r} plan needs bwd_plan; layers {_span(range(num_layers))} have no backward stage"
@@ -73,8 +88,16 @@ class ModelExecutePlan:
         if run_type == "fused":
             is_complete = bool(self.fwd_plan) and self.fwd_plan[-1].stop == self.bwd_plan[0].stop
             return ModelExecutePlan(forward, self.bwd_plan) if is_complete else self
-        complete = self.fwd_plan if len(forward) < len(self.fwd_plan) else [*forward, self.bwd_plan[0]]
+        fused = [stage for stage in self.bwd_plan if stage == self.bwd_plan[0]]
+        complete = self.fwd_plan if len(forward) < len(self.fwd_plan) else [*forward, *fused]
         return ModelExecutePlan(complete, self.bwd_plan if run_type == "train" else ())
+
+    def shared(self, num_shares: int) -> "ModelExecutePlan":
+        """Every visit made ``num_shares`` times, each for its share of the microbatches."""
+        return ModelExecutePlan(
+            [stage for stage in self.fwd_plan for _ in range(num_shares)],
+            [stage for stage in self.bwd_plan for _ in range(num_shares)],
+        )
 
     def rounds(self, run_type: RunType, first_trained: int = 0) -> list[Passes]:
         """The visits of each round that ``run_type`` takes: two for "train", with the user's own graph between them."""
@@ -104,8 +127,10 @@ class ModelExecutePlan:
                 engine may use of it.
 
         Raises:
-            PlanError: no plan fits into the limit.
+            PlanError: no plan fits into the limit, or an argument makes no sense.
         """
+        _check_run_type(run_type)
+        _check_wishes(len(models), min_stages, upper_threshold, model_memory_limit)
         parts = []
         for model in models:
             costs, round_ = model.planner.problem(run_type, model.default_num_microbatch)
@@ -117,13 +142,69 @@ class ModelExecutePlan:
 
 
 def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecutePlan:
-    """The plan with the shortest predicted rounds that fits into memory.
+    """The plan with the shortest predicted steps that fits into memory.
 
     Raises:
         PlanError: nothing fits; says what the smallest plan needs.
     """
+    best: tuple[float, ModelExecutePlan] | None = None
+    failure: PlanError | None = None
+    counts = _share_counts(round_)
+    for num_shares in counts:
+        if best is not None and _least_ms(run_type, costs, round_, num_shares) >= best[0]:
+            continue  # because not even a round without any waiting would be shorter
+        try:
+            share = round_.of_share(num_shares)
+            plan = _pipelined(run_type, costs, share, MAX_VISITS_TIMED // len(counts)).shared(num_shares)
+        except PlanError as error:
+            failure = error
+            continue
+        ms = step_ms(plan, run_type, costs, round_)
+        if best is None or ms < best[0]:
+            best = ms, plan
+    if best is None:
+        raise failure or PlanError(f"a {run_type!r} plan for {round_.num_devices} devices was not found")
+    return best[1]
+
+
+def step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> float:
+    """Predicted time from step to step, without what the caller's own graph takes."""
+    group = group_of(plan.rounds(run_type, round_.first_trained), round_)
+    totals = StageSums(costs)
+    round_ms = sum(predicted_ms(passes, totals, group.round_) for passes in group.rounds)
+    return round_ms if run_type == "infer" else round_.step_ms(round_ms, group.num_groups)
+
+
+def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
+    """What the plan needs on one device, and what it has to keep on the host for that."""
+    group = group_of(plan.rounds(run_type, round_.first_trained), round_)
+    return fitted_peak([visit for passes in group.rounds for visit in passes], StageSums(costs), group.round_)
+
+
+def _share_counts(round_: Round) -> list[int]:
+    """Ways to divide devices into groups that each run the whole model for a share, the largest groups last.
+
+    One device a group, one group, and one way between, because each is a search of its own.
+    """
+    if not round_.may_share:
+        return [1]
+    devices = round_.num_devices
+    between = max(n for n in range(1, devices + 1) if devices % n == 0 and n * n <= devices)
+    return sorted((n for n in {1, between, devices} if n <= round_.num_microbatches), reverse=True)
+
+
+def _least_ms(run_type: RunType, costs: LayerCosts, round_: Round, num_shares: int) -> float:
+    """No plan with so many shares can be faster: nothing recomputed, nobody waiting."""
+    share = round_.of_share(num_shares)
+    compute = sum(costs.forward) + (sum(costs.backward) if run_type != "infer" else 0.0)
+    round_ms = compute * share.num_microbatches / share.num_devices
+    return round_ms if run_type == "infer" else round_.step_ms(round_ms, num_shares)
+
+
+def _pipelined(run_type: RunType, costs: LayerCosts, round_: Round, max_visits: int) -> ModelExecutePlan:
+    """A plan that visits each stage once."""
     if run_type == "fused":
-        stages = plan_fused(costs, round_)
+        stages = plan_fused(costs, round_, max_visits)
         return ModelExecutePlan(stages.forward, stages.backward)
     forward = plan_one_way(Pass.FORWARD, costs, round_)
     if run_type == "infer":
@@ -162,11 +243,30 @@ def _span(stage: range) -> str:
     return f"{stage.start}-{stage.stop - 1}"
 
 
+def _check_run_type(run_type: str) -> None:
+    if run_type not in ("infer", "train", "fused"):
+        raise PlanError(f"run_type is {run_type!r}; use 'infer', 'train' or 'fused'")
+
+
+def _check_wishes(num_models: int, min_stages: int, upper_threshold: float, model_memory_limit: float | None) -> None:
+    if num_models == 0:
+        raise PlanError("ModelExecutePlan.auto was given no model; pass the engines to plan for")
+    if min_stages < 1:
+        raise PlanError(f"min_stages is {min_stages}; it must be at least 1")
+    if upper_threshold < 1:
+        raise PlanError(f"upper_threshold is {upper_threshold}; it must be at least 1: a stage may reach the target")
+    if model_memory_limit is not None and model_memory_limit <= 0:
+        raise PlanError(f"model_memory_limit is {model_memory_limit}; it must be positive")
+
+
 def _check_cover(name: str, stages: Sequence[range], end: int) -> None:
-    expected = 0
+    expected, before = 0, None
     for stage in stages:
-        if stage.step != 1 or len(stage) == 0:
+        if not isinstance(stage, range) or stage.step != 1 or len(stage) == 0:
             raise PlanError(f"{name}: {stage!r} is not a range of consecutive layers")
+        if stage == before:
+            continue  # another share of the same stage
+        before = stage
         if stage.start != expected:
             fault = "is in no stage" if stage.start > expected else "is in two stages or out of order"
             raise PlanError(f"{name}: layer {min(stage.start, expected)} {fault}; {stage!r} should begin at {expected}")

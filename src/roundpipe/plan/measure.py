@@ -1,32 +1,30 @@
 """Costs as they turn out while running. The one file of plan/ that looks at tensors and is shared between threads."""
 
 import threading
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
-from .actions import Pass
 from .costs import LayerCosts
 
-# Share of a new measurement in the smoothed one, and how many of a visit's first ones are not to be trusted.
-_NEW, _EARLY = 0.3, 3
+# What a visit spends its time on: a layer's forward (with or without a graph), its forward once more, its backward.
+Part = Literal["forward", "recompute", "backward"]
+Way = Literal["up", "down"]
+PARTS: tuple[Part, ...] = ("forward", "recompute", "backward")
+
+# Share of a new measurement in the smoothed one. No single one counts for more than so many times what was known: a
+# hiccup of the machine is no property of a layer, and what is one shows again.
+_NEW, _MOST = 0.3, 2.0
 # A smaller relative change is no reason to plan again.
 _NOTABLE = 0.05
-# Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate, copy rate, and what
-# any layer costs. 16-bit weights then take as long to go up over PCIe gen4 as to run forward.
-_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS = 8192, 2e14, 25e6, 0.01
-
-# What a pass runs of a layer.
-_PARTS = {
-    Pass.FORWARD: ("forward",),
-    Pass.FUSED: ("forward", "backward"),
-    Pass.BACKWARD: ("recompute", "backward"),
-}
-_ALL_PARTS = ("forward", "recompute", "backward")
+# Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate, copy rate, what
+# any layer costs, and the host's memory bandwidth. 16-bit weights then take as long to go up over PCIe gen4 as to run.
+_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
+# An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and two moments.
+_UPDATE_BYTES = 28
 
 
 class LayerSize(NamedTuple):
@@ -34,21 +32,29 @@ class LayerSize(NamedTuple):
 
     weight_bytes: int
     gradient_bytes: int
+    landed_bytes: int
     matmul_elements: int
-    trains: bool
+    trained_elements: int
 
 
 def prior_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient of the backward."""
     forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
-    gradients = [(index >= first_trained) * (1 + layer.trains) for index, layer in enumerate(layers)]
+    gradients = [(index >= first_trained) * (1 + (layer.trained_elements > 0)) for index, layer in enumerate(layers)]
     return LayerCosts(
         forward=tuple(forward),
         backward=tuple(ms * count for ms, count in zip(forward, gradients, strict=True)),
         weight_bytes=tuple(layer.weight_bytes for layer in layers),
         gradient_bytes=tuple(layer.gradient_bytes for layer in layers),
-        copy_ms_per_byte=1 / _BYTES_PER_MS,
+        landed_bytes=tuple(layer.landed_bytes for layer in layers),
+        up_ms_per_byte=1 / _BYTES_PER_MS,
+        down_ms_per_byte=1 / _BYTES_PER_MS,
     )
+
+
+def prior_update_ms(layers: Sequence[LayerSize]) -> float:
+    """An update, from its bytes."""
+    return sum(layer.trained_elements for layer in layers) * _UPDATE_BYTES / _HOST_BYTES_PER_MS
 
 
 def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize]) -> LayerCosts:
@@ -97,61 +103,102 @@ class GraphBytes:
         return tensor
 
 
-class ShapeMeasurements:
-    """What was measured on microbatches of the same shapes; what was not is ``prior``, scaled to what was.
+class _Changes:
+    """Counts changes large enough to plan again, each measured from where the last one that counted ended."""
 
-    Workers record and the caller's thread reads: every method may be called from any thread, and none waits for long.
-    """
+    def __init__(self) -> None:
+        self.count = 0
+        self._announced: dict[Hashable, float] = {}
 
-    def __init__(self, prior: LayerCosts) -> None:
-        self._lock = threading.Lock()  # because a reader must not see half of an update
-        self._prior = {
-            (part, layer): ms for part in _ALL_PARTS for layer, ms in enumerate(getattr(prior, part)) if ms > 0
-        }
-        self._costs = prior
-        self._ms: dict[tuple[str, int], float] = {}
-        self._times_seen: Counter[tuple[Pass, range]] = Counter()
-        self._saved: dict[int, int] = {}
-        self._passing: dict[int, int] = {}
-        self._inputs: dict[int, int] = {}
-        self._version = 0
+    def note(self, key: Hashable, now: float) -> None:
+        before = self._announced.get(key)
+        if before is None or abs(now - before) > _NOTABLE * before:
+            self._announced[key] = now
+            self.count += 1
 
-    def __repr__(self) -> str:
-        return f"<ShapeMeasurements: {len(self._ms)} times, {len(self._saved)} graphs, version {self._version}>"
+
+class Rates:
+    """What the machine itself takes, whatever the shapes: copies each way, and an update. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # because sums of bytes and of times belong together
+        self._changes = _Changes()
+        self._copies: dict[Way, tuple[float, float]] = {}
+        self._updates_seen = 0
+        self._update_ms = 0.0
 
     @property
     def version(self) -> int:
         """Grows when something changed that could change a plan."""
-        return self._version
+        return self._changes.count
 
-    def record_time(self, pass_: Pass, layers: range, ms: float) -> None:
-        """One microbatch of a visit took ``ms``; the parts of its layers share the surprise in proportion."""
+    def record_copy(self, way: Way, num_bytes: int, ms: float) -> None:
+        """Bytes and times are smoothed apart, so that a large copy says more than a small one."""
+        if not num_bytes or ms <= 0:
+            return
         with self._lock:
-            expected = {
-                (part, layer): self._estimate(part, layer)
-                for layer in layers
-                for part in _PARTS[pass_]
-                if (part, layer) in self._prior
-            }
-            total = sum(expected.values())
-            if not total:
-                return
-            surprise = ms / total - 1
-            self._times_seen[pass_, layers] += 1
-            # First times contain compilation and allocation, so for a while a faster one replaces what was known.
-            is_early = self._times_seen[pass_, layers] <= _EARLY
-            weight = 1.0 if is_early and surprise < 0 else _NEW
-            is_new = any(key not in self._ms for key in expected)
-            for key, value in expected.items():
-                self._ms[key] = value * (1 + (weight if key in self._ms else 1.0) * surprise)
-            if is_new or abs(surprise) * weight > _NOTABLE:
-                self._version += 1
+            all_bytes, all_ms = self._copies.get(way, (0.0, 0.0))
+            all_bytes, all_ms = (1 - _NEW) * all_bytes + num_bytes, (1 - _NEW) * all_ms + ms
+            self._copies[way] = all_bytes, all_ms
+            self._changes.note(way, all_ms / all_bytes)
+
+    def ms_per_byte(self, way: Way, prior: float) -> float:
+        num_bytes, ms = self._copies.get(way, (0.0, 0.0))
+        return ms / num_bytes if num_bytes else prior
+
+    def record_update(self, ms: float) -> None:
+        """The second one stands for the first, in which optimizers allocate their moments."""
+        with self._lock:
+            self._update_ms = ms if self._updates_seen < 2 else _smoothed(self._update_ms, ms)
+            self._updates_seen += 1
+            self._changes.note("update", self._update_ms)
+
+    def update_ms(self, prior: float) -> float:
+        return self._update_ms if self._updates_seen else prior
+
+
+class ShapeMeasurements:
+    """What was measured on microbatches of the same shapes; what was not is taken from a layer like it, else it is
+    ``prior``, scaled to what was.
+
+    Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread reads: every method
+    may be called from any thread, and none waits for long.
+    """
+
+    def __init__(self, prior: LayerCosts, rates: Rates) -> None:
+        self._lock = threading.Lock()  # because a reader must not see half of an update
+        self._prior = prior
+        self._rates = rates
+        self._ms: dict[Part, dict[int, float]] = {part: {} for part in PARTS}
+        self._saved: dict[int, int] = {}
+        self._passing: dict[int, int] = {}
+        self._inputs: dict[int, int] = {}
+        self._changes = _Changes()
+
+    def __repr__(self) -> str:
+        times = sum(map(len, self._ms.values()))
+        return f"<ShapeMeasurements: {times} times, {len(self._saved)} graphs, version {self.version}>"
+
+    @property
+    def version(self) -> int:
+        """Grows when something changed that could change a plan."""
+        return self._changes.count + self._rates.version
+
+    @property
+    def rates(self) -> Rates:
+        return self._rates
+
+    def record_time(self, part: Part, layer: int, ms: float) -> None:
+        """One microbatch took so long in ``layer``. Smoothed; the first one stands as it is."""
+        with self._lock:
+            self._ms[part][layer] = now = _smoothed(self._ms[part].get(layer), ms)
+            self._changes.note((part, layer), now)
 
     def record_saved_bytes(self, layer: int, num_bytes: int, largest_bytes: int = 0) -> None:
         """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for the loss."""
         with self._lock:
             self._passing[layer] = largest_bytes
-        self._record(self._saved, layer, num_bytes)
+        self._record("saved", self._saved, layer, num_bytes)
 
     def knows_graph(self, layer: int) -> bool:
         """Whether ``record_saved_bytes`` was called for ``layer``."""
@@ -159,18 +206,21 @@ class ShapeMeasurements:
 
     def record_input_bytes(self, layer: int, num_bytes: int) -> None:
         """What one microbatch brings into ``layer``."""
-        self._record(self._inputs, layer, num_bytes)
+        self._record("input", self._inputs, layer, num_bytes)
 
     def costs(self) -> LayerCosts:
-        """Everything known by now. Layers with as many weight bytes are taken to be alike."""
-        layers = range(self._costs.num_layers)
+        """Everything known by now."""
+        prior, past_last = self._prior, self._prior.num_layers
         with self._lock:
-            times: dict[str, Any] = {part: tuple(self._estimate(part, i) for i in layers) for part in _ALL_PARTS}
-            past_last = self._costs.num_layers
+            forward = self._times("forward")
             saved, passing = self._alike(self._saved), self._alike(self._passing)
             return replace(
-                self._costs,
-                **times,
+                prior,
+                forward=forward,
+                recompute=self._times("recompute") if self._ms["recompute"] else forward,
+                backward=self._times("backward"),
+                up_ms_per_byte=self._rates.ms_per_byte("up", prior.up_ms_per_byte),
+                down_ms_per_byte=self._rates.ms_per_byte("down", prior.down_ms_per_byte),
                 saved_bytes=(*saved[:-1], saved[-1] + self._saved.get(past_last, 0)),
                 passing_bytes=(*passing[:-1], max(passing[-1], self._passing.get(past_last, 0))),
                 input_bytes=self._alike(self._inputs),
@@ -180,36 +230,40 @@ class ShapeMeasurements:
     def knows_graphs(self) -> bool:
         """Whether every layer's saved bytes were measured, or those of one like it."""
         with self._lock:
-            sizes = self._costs.weight_bytes
+            sizes = self._prior.weight_bytes
             return not {*sizes} - {sizes[layer] for layer in self._saved if layer < len(sizes)}
 
-    def _estimate(self, part: str, layer: int) -> float:
-        measured = self._ms.get((part, layer))
-        if measured is None and part == "recompute":
-            measured = self._ms.get(("forward", layer))
-        if measured is not None:
-            return measured
-        guessed: float = self._prior.get((part, layer), 0.0)
-        return guessed * self._scale()
+    def _times(self, part: Part) -> tuple[float, ...]:
+        known, prior, sizes = self._ms[part], getattr(self._prior, part), self._prior.weight_bytes
+        of_size: dict[int, list[float]] = {}
+        for layer, ms in known.items():
+            of_size.setdefault(sizes[layer], []).append(ms)
+        means = {size: sum(times) / len(times) for size, times in of_size.items()}
+        scale = self._scale()
+        # What the prior says takes no time is never run.
+        return tuple(
+            ms and known.get(layer, means.get(size, ms * scale))
+            for layer, (ms, size) in enumerate(zip(prior, sizes, strict=True))
+        )
 
     def _scale(self) -> float:
         """How much slower the measured parts are than the prior said."""
-        guessed = sum(self._prior[key] for key in self._ms)
-        measured: float = sum(self._ms.values())
+        guessed = measured = 0.0
+        for part, known in self._ms.items():
+            guessed += sum(getattr(self._prior, part)[layer] for layer in known)
+            measured += sum(known.values())
         return measured / guessed if guessed else 1.0
 
     def _alike(self, known: dict[int, int]) -> tuple[int, ...]:
         of_size: dict[int, int] = {}
-        for layer, size in enumerate(self._costs.weight_bytes):
+        for layer, size in enumerate(self._prior.weight_bytes):
             of_size[size] = max(of_size.get(size, 0), known.get(layer, 0))
-        return tuple(known.get(layer, of_size.get(size, 0)) for layer, size in enumerate(self._costs.weight_bytes))
+        return tuple(known.get(layer, of_size.get(size, 0)) for layer, size in enumerate(self._prior.weight_bytes))
 
-    def _record(self, known: dict[int, int], layer: int, num_bytes: int) -> None:
+    def _record(self, kind: str, known: dict[int, int], layer: int, num_bytes: int) -> None:
         with self._lock:
-            before = known.get(layer)
             known[layer] = num_bytes
-            if before is None or abs(num_bytes - before) > _NOTABLE * before:
-                self._version += 1
+            self._changes.note((kind, layer), num_bytes)
 
 
 class Measurements:
@@ -218,8 +272,16 @@ class Measurements:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # because two threads asking first must get the same object
         self._by_shapes: dict[Hashable, ShapeMeasurements] = {}
+        self.rates = Rates()
 
     def of(self, shapes: Hashable, prior: LayerCosts) -> ShapeMeasurements:
         """The measurements of ``shapes``; ``prior`` is used if they are the first."""
         with self._lock:
-            return self._by_shapes.setdefault(shapes, ShapeMeasurements(prior))
+            known = self._by_shapes.get(shapes)
+            if known is None:
+                known = self._by_shapes[shapes] = ShapeMeasurements(prior, self.rates)
+            return known
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else before + _NEW * (min(now, _MOST * before) - before)

@@ -5,18 +5,25 @@
 * *slots*: the weights of the visit that runs and of the device's next one, already on its way up. Slots are kept by
   size (memory/slots.py), so a size counts with the most layers of it ever held at once.
 * *graph*: what autograd keeps of one microbatch, for the layers whose backward runs at once: the whole stage, or with
-  grain "layer" one layer, beside the inputs of the others. And the largest gradient that passes through a layer.
+  grain "layer" one layer, beside the inputs of the others. And the largest gradients that pass through a layer.
 * *sums*: gradient accumulators of the visit, and of the device's visit before it, which are still going down.
 * *boundaries*: inputs kept for backward visits, and tensors on their way to the next visit, for all microbatches.
+  Kept inputs that do not fit wait on the host (they are *spilled*) and come back one microbatch ahead of their use.
+
+A stage visited in shares is not looked at here: each group of devices is a round of its own, see ``Round.of_share``.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
+from operator import add
 from typing import NamedTuple
 
+from ..errors import PlanError
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums, sums
+from .schedule import saved_layers
 
 # What a single stage may take of a budget that it shares with prefetched weights and boundaries: loosest first.
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)
@@ -39,6 +46,13 @@ class PeakBytes(NamedTuple):
         return f"{readable(self.total)} ({', '.join(parts)})"
 
 
+class Peak(NamedTuple):
+    """What a plan needs on one device if the inputs of the ``spilled`` layers wait on the host."""
+
+    bytes: PeakBytes
+    spilled: frozenset[int]
+
+
 def readable(num_bytes: float) -> str:
     """Three digits and a unit."""
     for unit in ("B", "KiB", "MiB"):
@@ -53,18 +67,72 @@ def predicted_peak_bytes(passes: Passes, costs: LayerCosts, round_: Round) -> in
     return predicted_peak(passes, StageSums(costs), round_).total
 
 
-def predicted_peak(passes: Passes, stages: StageSums, round_: Round) -> PeakBytes:
-    """``predicted_peak_bytes`` by kind, over sums that the caller already has."""
-    slots = _slot_bytes([layers for _, layers in passes], stages.costs.weight_bytes, round_.num_devices)
-    landing = [_sums(visit, stages, round_) for visit in passes]
-    boundaries = _boundaries(passes, stages.costs, round_)
-    moments = []
-    for visit, parts in enumerate(passes):
-        before = landing[visit - round_.num_devices] if visit >= round_.num_devices else 0
-        moments.append(
-            PeakBytes(slots, graph_bytes(*parts, stages, round_), landing[visit] + before, boundaries[visit])
+def predicted_peak(
+    passes: Passes,
+    stages: StageSums,
+    round_: Round,
+    spilled: frozenset[int] = frozenset(),
+    resident: frozenset[int] = frozenset(),
+) -> PeakBytes:
+    """``predicted_peak_bytes`` by kind, over sums that the caller already has.
+
+    Args:
+        spilled: layers whose kept inputs wait on the host.
+        resident: layers whose slots stay on every device.
+    """
+    weights, num_devices = stages.costs.weight_bytes, round_.num_devices
+    coming = tuple(0 if layer in resident else num_bytes for layer, num_bytes in enumerate(weights))
+    slots = _slot_bytes([layers for _, layers in passes], coming if resident else weights, num_devices)
+    slots += sum(weights[layer] for layer in resident)
+    gradients = stages.gradients
+    landing = [0 if pass_ is Pass.FORWARD else gradients[at.stop] - gradients[at.start] for pass_, at in passes]
+    boundaries = _boundaries(passes, stages.costs, round_, spilled)
+    fullest, most = (0, 0, 0), -1
+    for visit, (pass_, layers) in enumerate(passes):
+        graph = graph_bytes(pass_, layers, stages, round_)
+        landed = int(landing[visit] + (landing[visit - num_devices] if visit >= num_devices else 0))
+        if graph + landed + boundaries[visit] > most:
+            fullest, most = (graph, landed, boundaries[visit]), graph + landed + boundaries[visit]
+    return PeakBytes(slots, *fullest)
+
+
+def least_peak(passes: Passes, stages: StageSums, round_: Round) -> PeakBytes:
+    """With every kept input on the host: if that does not fit, nothing does."""
+    return predicted_peak(passes, stages, round_, saved_layers(passes))
+
+
+def fitted_peak(passes: Passes, stages: StageSums, round_: Round) -> Peak:
+    """With as few inputs on the host as the budget asks for: the shallowest first, because they wait longest."""
+    spilled: frozenset[int] = frozenset()
+    peak = predicted_peak(passes, stages, round_)
+    for layer in sorted(saved_layers(passes)):
+        if peak.total <= round_.budget_bytes:
+            break
+        spilled |= {layer}
+        peak = predicted_peak(passes, stages, round_, spilled)
+    return Peak(peak, spilled)
+
+
+def nothing_fits(
+    costs: LayerCosts, round_: Round, least: PeakBytes | None, *, has_backward: bool = True, model: str = ""
+) -> PlanError:
+    """Names the layer that is too large by itself, else says what the smallest plan tried needs."""
+    budget, remedy = round_.budget_bytes, "use smaller microbatches or raise max_gpu_memory"
+    kinds = [costs.weight_bytes]
+    if has_backward:
+        kinds += [costs.gradient_bytes, costs.saved_bytes, costs.passing_bytes]
+    alone = [sum(parts) for parts in zip(*kinds, strict=True)]
+    layer = max(range(costs.num_layers), key=alone.__getitem__)
+    if alone[layer] > budget:
+        return PlanError(
+            f"{model}layer {layer} alone needs {readable(alone[layer])} on a device (weights "
+            f"{readable(costs.weight_bytes[layer])}, the rest activations and gradients), {readable(budget)} is "
+            f"allowed; {remedy}"
         )
-    return max(moments, key=lambda moment: moment.total)
+    return PlanError(
+        f"{model}the smallest plan tried needs {least} on a device, {readable(budget)} is allowed; layer {layer} needs "
+        f"{readable(alone[layer])} of that; {remedy}"
+    )
 
 
 def graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) -> int:
@@ -72,18 +140,11 @@ def graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) ->
     start = max(layers.start, min(round_.first_trained, layers.stop))
     if pass_ is Pass.FORWARD or start == layers.stop:
         return 0
-    passing = max(stages.costs.passing_bytes[start : layers.stop])
+    passing = max(stages.passing[start : layers.stop])
     if pass_ is Pass.BACKWARD and round_.grain == "layer":
         inner = stages.inputs[layers.stop] - stages.inputs[start + 1]
         return int(max(stages.costs.saved_bytes[start : layers.stop]) + inner) + passing
     return int(stages.saved[layers.stop] - stages.saved[start]) + passing
-
-
-def _sums(visit: tuple[Pass, range], stages: StageSums, round_: Round) -> int:
-    pass_, layers = visit
-    if pass_ is Pass.FORWARD:
-        return 0
-    return int(stages.gradients[layers.stop] - stages.gradients[layers.start])
 
 
 @lru_cache(maxsize=8)
@@ -93,38 +154,44 @@ def _layers_of_size(weight_bytes: tuple[int, ...]) -> list[tuple[int, list[float
 
 
 def _slot_bytes(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> int:
-    pairs = [(visit, visits[i + num_devices : i + num_devices + 1]) for i, visit in enumerate(visits)]
     total = 0
     for size, counts in _layers_of_size(weight_bytes):
-        held = (
-            counts[visit.stop] - counts[visit.start] + sum(counts[n.stop] - counts[n.start] for n in following)
-            for visit, following in pairs
-        )
-        total += size * int(max(held))
+        own = [counts[visit.stop] - counts[visit.start] for visit in visits]
+        following = [*own[num_devices:], *[0.0] * num_devices]
+        total += size * int(max(map(add, own, following)))
     return total
 
 
-def _boundaries(passes: Passes, costs: LayerCosts, round_: Round) -> list[int]:
+def _boundaries(passes: Passes, costs: LayerCosts, round_: Round, spilled: frozenset[int]) -> list[int]:
     """By visit, on its device. A device alone also holds what its last visit handed on; else that is elsewhere."""
     inputs, microbatches = (*costs.input_bytes, 0), round_.num_microbatches
     is_alone = round_.num_devices == 1
-    kept = {layers.start for pass_, layers in passes if pass_ is Pass.BACKWARD}
-    saved: list[dict[int, int]] = [{} for _ in range(round_.num_devices)]
+    saved_set = saved_layers(passes)
+    saved = sorted(saved_set)
+    on_device: list[list[int]] = [[] for _ in range(round_.num_devices)]  # layers, deepest last
+    kept_bytes = [0] * round_.num_devices
     held = []
     for visit, (pass_, layers) in enumerate(passes):
-        own = saved[visit % round_.num_devices]
-        arriving = microbatches if is_alone and layers.start else 1
+        device, start, stop = visit % round_.num_devices, layers.start, layers.stop
+        arriving = microbatches if is_alone and start else 1
         if pass_ is Pass.FORWARD:
-            own.update((layer, inputs[layer] * microbatches) for layer in layers if layer in kept)
-            taken, made = 0 if layers.start in kept else inputs[layers.start], inputs[layers.stop]
-            moving = max(taken * arriving + made, taken + made * microbatches)
+            moving = 0
+            for layer in saved[bisect_left(saved, start) : bisect_left(saved, stop)]:
+                if layer not in spilled:
+                    on_device[device].append(layer)
+                    kept_bytes[device] += inputs[layer] * microbatches
+                elif layer != start:
+                    moving += inputs[layer]
+            taken = inputs[start] if start in spilled or start not in saved_set else 0
+            moving += max(taken * arriving + inputs[stop], taken + inputs[stop] * microbatches)
         elif pass_ is Pass.FUSED:
-            moving = inputs[layers.start] * (arriving if is_alone else microbatches)
+            moving = inputs[start] * (arriving if is_alone else microbatches)
         else:
-            moving = inputs[layers.stop] * arriving + (0 if is_alone else inputs[layers.start] * microbatches)
-            for done in [layer for layer in own if layer > layers.start]:
-                del own[done]
-        held.append(sum(own.values()) + moving)
+            moving = inputs[stop] * arriving + (0 if is_alone else inputs[start] * microbatches)
+            moving += inputs[start] * min(2, microbatches) if start in spilled else 0
+            while on_device[device] and on_device[device][-1] > start:
+                kept_bytes[device] -= inputs[on_device[device].pop()] * microbatches
+        held.append(kept_bytes[device] + moving)
     return held
 
 

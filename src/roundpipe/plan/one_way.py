@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
-from ..errors import PlanError
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
-from .memory import PeakBytes, predicted_peak, readable, stage_limits, stage_needs
+from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import even_limits, pack_within
 from .predict import round_ms
 from .search import VISIT_TAX
@@ -30,16 +29,13 @@ def plan_one_way(pass_: Pass, costs: LayerCosts, round_: Round, before: Passes |
             ms *= 1 + VISIT_TAX * len(stages)
             if best is not None and ms >= best[0]:
                 continue
-            peak = predicted_peak([*(before or []), *visits], totals, round_)
+            peak = least_peak([*(before or []), *visits], totals, round_)
             least = peak if least is None or peak.total < least.total else least
             if peak.total <= round_.budget_bytes:
                 best = ms, stages
         if best is not None:
             return best[1]
-    raise PlanError(
-        f"the smallest plan tried needs {least} on a device, {readable(round_.budget_bytes)} is allowed; "
-        "use smaller microbatches or raise max_gpu_memory"
-    )
+    raise nothing_fits(costs, round_, least, has_backward=pass_ is not Pass.FORWARD)
 
 
 def _cuts(pass_: Pass, totals: StageSums, round_: Round, stage_bytes: float) -> Iterator[tuple[range, ...]]:

@@ -17,16 +17,17 @@ from itertools import accumulate, pairwise, product
 from math import inf
 from typing import Any, NamedTuple
 
-from ..errors import PlanError
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
-from .memory import PeakBytes, predicted_peak, readable, stage_limits, stage_needs
+from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import even_limits, pack_within
 from .predict import least_period_ms, period_ms, round_ms, visits_in_period
 from .stages import Sizes, Stages
 
-# Visits that one search may time, each in about half a microsecond: some 40 ms.
-MAX_VISITS_TIMED = 60_000
+# Visits that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
+# device takes as long as to time a few.
+MAX_VISITS_TIMED = 55_000
+_TIMED_PER_PEAK = 3
 _GRID, _GRID_TIMED, _DESCENTS, _CLIMBS, _FINALISTS = 6, 30, 3, 3, 8
 # A visit more has to gain this share of a round, because it costs the host something that no lane shows.
 VISIT_TAX = 1e-6
@@ -34,7 +35,7 @@ VISIT_TAX = 1e-6
 _IMBALANCE_FELT = 0.2
 
 
-def plan_fused(costs: LayerCosts, round_: Round) -> Stages:
+def plan_fused(costs: LayerCosts, round_: Round, max_visits: int = MAX_VISITS_TIMED) -> Stages:
     """The best cut found for a fused round.
 
     One device and enough memory give one fused stage, in which nothing is recomputed; less memory a smaller one.
@@ -42,7 +43,7 @@ def plan_fused(costs: LayerCosts, round_: Round) -> Stages:
     Raises:
         PlanError: no cut fits into the budget.
     """
-    search = Search(costs, round_)
+    search = Search(costs, round_, max_visits)
     search.run()
     return search.best
 
@@ -77,9 +78,12 @@ _Ladders = dict[str, Sequence[Any]]
 class Search:
     """One search. ``best_ms`` is the best so far, ``visits_timed`` the work done."""
 
-    def __init__(self, costs: LayerCosts, round_: Round) -> None:
+    def __init__(self, costs: LayerCosts, round_: Round, max_visits: int = MAX_VISITS_TIMED) -> None:
+        self._max_visits = max_visits
         self._round = round_
         self._sums = StageSums(costs)
+        self._up = _scaled(self._sums.weights, costs.up_ms_per_byte / round_.num_microbatches)
+        self._down = _scaled(self._sums.landed, costs.down_ms_per_byte / round_.num_microbatches)
         self._needs = stage_needs(costs, round_)
         self._num_layers = costs.num_layers
         self._lowest = min(round_.first_trained, costs.num_layers - 1)
@@ -95,7 +99,7 @@ class Search:
     @property
     def best(self) -> Stages:
         if self._best is None:
-            raise self._nothing_fits()
+            raise nothing_fits(self._sums.costs, self._round, self._least_peak)
         return self._best.stages(self._num_layers, self._lowest)
 
     def run(self) -> None:
@@ -208,7 +212,7 @@ class Search:
         while improved is not None:
             sizes, reached, improved = improved, self._known[improved], None
             for moved in sizes.neighbours():
-                if self.visits_timed > MAX_VISITS_TIMED:
+                if self.visits_timed > self._max_visits:
                     return
                 if self._try(moved, reached) < reached:
                     improved = moved
@@ -219,7 +223,7 @@ class Search:
     def _try(self, sizes: Sizes, bar: float) -> float:
         """The cut's time if that is below ``bar``; infinite if it does not fit or has too few visits."""
         if sizes not in self._known:
-            if self.visits_timed > MAX_VISITS_TIMED and self._best is not None:
+            if self.visits_timed > self._max_visits and self._best is not None:
                 return inf
             ms = self._time(sizes, bar)
             if ms is None:
@@ -255,50 +259,45 @@ class Search:
         return least + _IMBALANCE_FELT * (most - least)
 
     def _visits_ms(self, sizes: Sizes) -> list[float]:
-        """``StageSums.visit_ms`` of every visit, but where copies are free without making the visits."""
-        totals, fused_start = self._sums, self._num_layers - sizes.fused
-        if totals.costs.copy_ms_per_byte:
-            passes = sizes.stages(self._num_layers, self._lowest).passes(self._lowest)
-            return [totals.visit_ms(*visit, self._round.num_microbatches) for visit in passes]
-        forward = accumulate(sizes.forward, initial=0)
-        backward = list(accumulate(sizes.backward, initial=self._lowest))[::-1]
-        ahead, again = totals.forward, totals.again
+        """``StageSums.visit_ms`` of every visit, without making the visits."""
+        totals, up, down = self._sums, self._up, self._down
+        ahead = list(pairwise(accumulate(sizes.forward, initial=0)))
+        fused = [(self._num_layers - sizes.fused, self._num_layers)]
+        back = list(pairwise(accumulate(sizes.backward, initial=self._lowest)))[::-1]
         return [
-            *(ahead[b] - ahead[a] for a, b in pairwise(forward)),
-            totals.fused[-1] - totals.fused[fused_start],
-            *(again[b] - again[a] for b, a in pairwise(backward)),
+            *_slowest(ahead, totals.forward, up),
+            *_slowest(fused, totals.fused, up, down),
+            *_slowest(back, totals.again, up, down),
         ]
 
     def _fits(self, sizes: Sizes) -> bool:
         if self._is_ample:
             return True
         passes = sizes.stages(self._num_layers, self._lowest).passes(self._lowest)
-        peak = predicted_peak(passes, self._sums, self._round)
+        self.visits_timed += _TIMED_PER_PEAK * len(passes)
+        peak = least_peak(passes, self._sums, self._round)
         if self._least_peak is None or peak.total < self._least_peak.total:
             self._least_peak = peak
         return peak.total <= self._round.budget_bytes
 
-    def _nothing_fits(self) -> PlanError:
-        """Names the layer that is too large by itself, else says what the smallest plan tried needs."""
-        costs, budget = self._sums.costs, self._round.budget_bytes
-        kinds = (costs.weight_bytes, costs.gradient_bytes, costs.saved_bytes, costs.passing_bytes)
-        alone = [sum(parts) for parts in zip(*kinds, strict=True)]
-        layer = max(range(self._num_layers), key=alone.__getitem__)
-        remedy = "use smaller microbatches or raise max_gpu_memory"
-        if alone[layer] > budget:
-            weights = readable(costs.weight_bytes[layer])
-            return PlanError(
-                f"layer {layer} alone needs {readable(alone[layer])} on a device (weights {weights}, "
-                f"the rest activations and gradients), {readable(budget)} is allowed; {remedy}"
-            )
-        return PlanError(
-            f"the smallest plan tried needs {self._least_peak} on a device, {readable(budget)} is allowed; {remedy}"
-        )
+
+def _scaled(totals: Sequence[float], factor: float) -> Sequence[float]:
+    """Empty if everything is nothing."""
+    return [total * factor for total in totals] if factor else []
+
+
+def _slowest(stages: Sequence[tuple[int, int]], *kinds: Sequence[float]) -> list[float]:
+    """By stage the largest of several sums; ``kinds`` are running sums, empty ones left out."""
+    first, *others = kinds
+    slowest = [first[b] - first[a] for a, b in stages]
+    for sums in filter(None, others):
+        slowest = [max(ms, sums[b] - sums[a]) for ms, (a, b) in zip(slowest, stages, strict=True)]
+    return slowest
 
 
 def _most_bytes(costs: LayerCosts, round_: Round) -> float:
     """More than any plan can need, so that ample memory costs the search nothing."""
-    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes + costs.passing_bytes) + 2 * sum(costs.gradient_bytes)
+    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes) + 2 * sum(costs.passing_bytes + costs.gradient_bytes)
     return stages + (1 + 3 * round_.num_microbatches) * sum(costs.input_bytes)
 
 

@@ -147,6 +147,10 @@ class _Clock:
         times = [self._posted.get(key) for key in needs]
         return None if None in times else max([0.0, *(time for time in times if time is not None)])
 
+    def saved_ms(self, call: int, action: Action) -> float | None:
+        """When the input that a recompute starts from was made; None while that is not known."""
+        return self._posted.get(("saved", call, action.visit.layers.start, action.microbatch))
+
     def done(self, call: int, action: Action, start: float, end: float) -> None:
         self.spans.append(Span(action, call, start, end))
         self._left[call] -= 1
@@ -180,6 +184,7 @@ class _Device:
     down_ms: float = 0.0
     slot_free_ms: float = 0.0
     uploaded_ms: dict[tuple[int, Visit], float] = field(default_factory=dict)
+    fetched_ms: dict[tuple[int, int, int], float] = field(default_factory=dict)  # by call, layer, microbatch
 
     def __post_init__(self) -> None:
         self.queue = [
@@ -205,18 +210,26 @@ class _Device:
         if action.op is Op.UPLOAD:
             start = max(begin, self.up_ms, self.slot_free_ms)
             moved = sum(costs.weight_bytes[layer] for layer in visit.layers)
-            self.up_ms = end = start + moved * costs.copy_ms_per_byte
+            self.up_ms = end = start + moved * costs.up_ms_per_byte
             self.uploaded_ms[call, visit] = end
+        elif action.op is Op.FETCH:
+            saved = clock.saved_ms(call, action)
+            if saved is None:
+                return False
+            start = max(begin, self.up_ms, saved)
+            self.up_ms = end = start + costs.input_bytes[visit.layers.start] * costs.up_ms_per_byte
+            self.fetched_ms[call, visit.layers.start, action.microbatch] = end
         elif action.op is Op.COMPUTE:
             arrived = clock.inputs_ms(call, action)
             if arrived is None:
                 return False
-            start = max(begin, self.compute_ms, arrived, self.uploaded_ms[call, visit])
+            fetched = self.fetched_ms.get((call, visit.layers.start, action.microbatch), 0.0)
+            start = max(begin, self.compute_ms, arrived, fetched, self.uploaded_ms[call, visit])
             self.compute_ms = end = start + clock.stages.compute_ms(visit.pass_, visit.layers)
         elif action.op is Op.LAND:
             start = max(self.compute_ms, self.down_ms)
-            moved = sum(costs.gradient_bytes[layer] for layer in visit.layers)
-            self.down_ms = end = start + moved * costs.copy_ms_per_byte
+            moved = sum(costs.landed_bytes[layer] for layer in visit.layers)
+            self.down_ms = end = start + moved * costs.down_ms_per_byte
         else:
             start = end = self.slot_free_ms = self.compute_ms
         clock.done(call, action, start, end)

@@ -5,10 +5,9 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from ..errors import PlanError
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
-from .memory import predicted_peak, readable, stage_limits, stage_needs
+from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import even_limits, pack_within, partition_layers
 
 
@@ -47,10 +46,15 @@ def plan_together(parts: Sequence[Part], *, min_stages: int, upper_threshold: fl
     totals = [StageSums(part.costs) for part in parts]
     limits = {limit for total in totals for times in (total.forward, total.again) for limit in even_limits(times)}
     _, target, limit = min((*_together_ms(parts, totals, limit, min_stages), limit) for limit in {*limits, 0.0})
-    evened = [_evened(part, total, target * upper_threshold) for part, total in zip(parts, totals, strict=True)]
-    if sum(map(len, evened)) < min_stages:
-        evened = [_evened(part, total, limit) for part, total in zip(parts, totals, strict=True)]
-    return evened
+    evened = _all_evened(parts, totals, target * upper_threshold)
+    return evened if sum(map(len, evened)) >= min_stages else _all_evened(parts, totals, limit)
+
+
+def _all_evened(parts: Sequence[Part], totals: Sequence[StageSums], limit: float) -> list[Passes]:
+    return [
+        _evened(part, total, limit, f"model {number} of {len(parts)}: ")
+        for number, (part, total) in enumerate(zip(parts, totals, strict=True), 1)
+    ]
 
 
 def _together_ms(
@@ -82,13 +86,13 @@ def _cut(part: Part, total: StageSums, limit: float) -> _Cut:
     )
 
 
-def _evened(part: Part, total: StageSums, limit: float) -> Passes:
+def _evened(part: Part, total: StageSums, limit: float, name: str) -> Passes:
     """As many stages as ``limit`` asks for, evened out, and cut further as far as memory asks for it."""
     cut, round_, num_layers = _cut(part, total, limit), part.round_, part.costs.num_layers
     start = min(round_.first_trained, num_layers - 1)
     again = [r + b for r, b in zip(part.costs.recompute, part.costs.backward, strict=True)]
     needs = stage_needs(part.costs, round_)
-    smallest = inf
+    smallest: PeakBytes | None = None
     for fused, stage_bytes in product(range(cut.fused, min(cut.fused, 1) - 1, -1), stage_limits(round_)):
         forward = _even(part.costs.forward, 0, num_layers - fused, len(cut.forward))
         backward = _even(again, start, num_layers - fused, len(cut.backward)) if part.has_backward else []
@@ -97,14 +101,11 @@ def _evened(part: Part, total: StageSums, limit: float) -> Passes:
             fused=fused,
             backward=_within(needs[Pass.BACKWARD], stage_bytes, backward),
         ).passes(num_layers)
-        peak = predicted_peak(passes, total, round_)
-        smallest = min(smallest, peak.total)
+        peak = least_peak(passes, total, round_)
+        smallest = peak if smallest is None or peak.total < smallest.total else smallest
         if peak.total <= round_.budget_bytes:
             return passes
-    raise PlanError(
-        f"the smallest plan tried needs {readable(smallest)} on a device, {readable(round_.budget_bytes)} is allowed; "
-        "use smaller microbatches or raise max_gpu_memory"
-    )
+    raise nothing_fits(part.costs, round_, smallest, has_backward=part.has_backward, model=name)
 
 
 def _even(costs: Sequence[float], start: int, stop: int, num_stages: int) -> list[range]:

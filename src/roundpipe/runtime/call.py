@@ -11,16 +11,18 @@ from torch import nn
 
 from ..device import Device, Event
 from ..params.gradients import LandedLayer
-from ..plan.actions import Visit
+from ..plan.actions import Pass, Visit
 from ..plan.measure import ShapeMeasurements
 from ..plan.schedule import Schedule
 from .board import Board, Cancelled
+from .interrupts import deferred
+from .kept import Kept
 from .recompute import AmbientState, RandomStreams
 from .replica import Modes
+from .residency import WeightsVersion
 from .transfer import Boundary, BoundaryGradient
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
-SavedInputs = dict[tuple[int, int], Boundary]
 
 
 class MicrobatchLoss(NamedTuple):
@@ -62,10 +64,18 @@ class CallSettings:
     keeps_outputs: bool
     loss_fn: LossFn | None
     labels: tuple[Any, ...]
-    version: int
+    weights: WeightsVersion
     ambient: AmbientState
     modes: Modes
+    spilled_layers: frozenset[int] = frozenset()
     measured: ShapeMeasurements | None = None
+    is_first: bool = False
+    is_timed: bool = False
+    only_loss: bool = False
+
+    def is_recomputed(self, pass_: Pass, layer: int) -> bool:
+        """Whether a layer run in that pass runs again before its backward."""
+        return pass_ is Pass.FORWARD and layer >= min(self.saved_layers, default=self.num_layers)
 
 
 @dataclass(kw_only=True)
@@ -78,9 +88,10 @@ class Call:
 
     settings: CallSettings
     schedule: Schedule
+    resident_layers: frozenset[int]
     streams: RandomStreams
     condition: threading.Condition
-    saved: SavedInputs
+    kept: Kept
     board: Board = field(init=False)
     losses: dict[int, MicrobatchLoss] = field(default_factory=dict)
     outputs: dict[int, Boundary] = field(default_factory=dict)
@@ -88,6 +99,7 @@ class Call:
     buffer_updates: list[BufferUpdate] = field(default_factory=list)
     attribute_updates: list[AttributeUpdate] = field(default_factory=list)
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
+    is_started: bool = False  # workers have it, or are about to
     _devices_left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,14 +127,28 @@ class Call:
             self.condition.notify_all()
 
     @contextmanager
-    def awaited(self, *, advance: bool = True) -> Iterator[None]:
-        """The caller waits inside. Whatever ends that early, an interrupt between two waits too, ends the call."""
-        with self.streams.owned(advance=advance):
+    def awaited(self, start: Callable[[], None], commit: Callable[[], None], *, advance: bool = True) -> Iterator[None]:
+        """The caller waits inside. Whatever ends that early, an interrupt too, ends the call.
+
+        Args:
+            start: hands the call to its workers.
+            commit: makes a call that has succeeded count; not run if anything has failed.
+            advance: the caller's generator is one draw on afterwards if a layer drew.
+        """
+        with deferred(self.board.fail) as interrupts:
             try:
+                start()
                 yield
+                interrupts.keep()
+                if interrupts.error is not None:
+                    raise interrupts.error
+                self.streams.give_back(advance=advance)
+                commit()
             except BaseException as error:
+                interrupts.keep()
                 self.board.fail(error)
                 self._drain()
+                self.streams.give_back(advance=False)
                 raise
 
     def wait_results(self) -> None:
@@ -151,11 +177,11 @@ class Call:
 
     def _drain(self) -> None:
         with self.condition:
-            self.condition.wait_for(lambda: self.is_finished)
+            self.condition.wait_for(lambda: self.is_finished or not self.is_started)
         for layer in self.landed:
             layer.ready.wait()  # because the memory that gradients are copied to goes with this call
         self.board.clear()
-        self.saved.clear()
+        self.kept.clear()
 
 
 def describe(visit: Visit, microbatch: int, layer: str | None, device: str) -> str:

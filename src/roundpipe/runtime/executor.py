@@ -1,11 +1,12 @@
 """Carries out one device's actions of a call. Decides nothing: the schedule says what, this says how.
 
 [Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the visit that made it, kept in
-``saved[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that backward visit.
+``kept.inputs[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that backward visit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,18 @@ from torch.utils import _pytree as pytree
 from .. import trace
 from ..device import Device
 from ..errors import ConfigError
+from ..memory.blocks import HostBlocks
 from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
 from ..plan.actions import Action, Op, Pass, Visit
 from ..plan.measure import GraphBytes
 from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
+from .recompute_data import LayerRun, running
+from .spill import fetch, restored, spill
 from .stage import Stage, StageLoader
+from .timing import Stopwatch, Timer, timer_of
 from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
+from .wanted import wanting
 
 
 class LayerFacts(NamedTuple):
@@ -61,6 +67,7 @@ class Executor:
         device: Device,
         loader: StageLoader,
         buffers: GradientBuffers,
+        blocks: HostBlocks,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
         is_published: Callable[[int, int], bool],
@@ -68,6 +75,8 @@ class Executor:
         self.device = device
         self._loader = loader
         self._buffers = buffers
+        self._blocks = blocks
+        self._watch = Stopwatch()
         self._layer_names = layer_names
         self._knowledge = knowledge
         self._is_published = is_published
@@ -75,25 +84,29 @@ class Executor:
         self._layer: str | None = None
         self._do = {
             Op.UPLOAD: self._upload,
+            Op.FETCH: self._fetch,
             Op.COMPUTE: self._compute,
             Op.LAND: self._land,
             Op.RELEASE: self._release,
         }
+        self._lanes = {
+            Op.UPLOAD: device.up,
+            Op.FETCH: device.up,
+            Op.COMPUTE: device.compute,
+            Op.LAND: device.down,
+        }
         self._passes = {Pass.FORWARD: self._forward, Pass.FUSED: self._fused, Pass.BACKWARD: self._backward}
-
-    @property
-    def slot_bytes(self) -> int:
-        """Device memory held in slots."""
-        return self._loader.slots.num_bytes
 
     def run(self, call: Call, actions: Sequence[Action]) -> None:
         """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
         try:
+            self._loader.residency.want(call.resident_layers)
             for action in actions:
                 call.board.check()
                 self._layer = None
                 try:
-                    with trace.span(action.op.name.lower(), action=action, device=self.device.name):
+                    lane = self._lanes.get(action.op)
+                    with trace.span(action.op.name.lower(), lane=lane, action=action, device=self.device.name):
                         self._do[action.op](call, action)
                 except Cancelled:
                     raise
@@ -113,44 +126,62 @@ class Executor:
 
     def close(self) -> None:
         """Frees the device's memory. Called on the worker thread after its last call."""
-        self._loader.slots.clear()
-        self._loader.buffers.clear()
+        self._loader.close()
         self.device.trim()
 
     def _drop_stages(self) -> None:
         if not self._stages:
             return
+        for stage in self._stages.values():
+            stage.give_up()
         # After a failure nobody may still read working copies, or write to gradient memory that stages let go of.
         for lane in (self.device.up, self.device.compute, self.device.down):
             lane.record().wait()
         for stage in self._stages.values():
             self._loader.release(stage)
         self._stages.clear()
+        self._loader.residency.clear()
 
     def _upload(self, call: Call, action: Action) -> None:
-        stage = self._stages[action.visit] = Stage(action.visit, call.settings.modes)
+        settings = call.settings
+        if settings.is_first and not self._stages:
+            self._loader.slots.clear()  # because another plan may have needed slots that this one has no use for
+        timer = timer_of(action.visit, self.device, self._watch, settings.measured if settings.is_timed else None)
+        stage = self._stages[action.visit] = Stage(action.visit, settings.modes, settings.weights, timer)
         for layer in action.visit.layers:
             # Layer by layer, because deeper layers may still be being published while these already go up.
-            call.board.wait_until(lambda layer=layer: self._is_published(layer, call.settings.version))  # type: ignore[misc]
+            call.board.wait_until(lambda layer=layer: self._is_published(layer, call.settings.weights.version))  # type: ignore[misc]
             self._loader.upload(stage, layer)
+
+    def _fetch(self, call: Call, action: Action) -> None:
+        inputs, key = call.kept.inputs, (action.visit.layers.start, action.microbatch)
+        call.board.wait_until(lambda: key in inputs)  # because a forward visit on another device may be still to make it
+        inputs[key] = fetch(inputs[key], self.device)
 
     def _compute(self, call: Call, action: Action) -> None:
         stage, device = self._stages[action.visit], self.device
         if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[-1]:
-            stage.land_when_complete(self._land_layer)
+            stage.land_when_complete(partial(self._land_early, stage))
         with device.compute.work():
             self._passes[action.visit.pass_](call, stage, action.microbatch)
 
     def _land(self, call: Call, action: Action) -> None:
-        for accumulator in reversed(self._stages[action.visit].accumulators.values()):
+        stage, share = self._stages[action.visit], action.visit.microbatches
+        for accumulator in reversed(stage.accumulators.values()):
             if accumulator.sums:
-                call.landed.append(accumulator.landed or self._land_layer(accumulator))
+                landed = accumulator.landed or self._land_layer(stage.timer, accumulator)
+                call.landed.append(landed._replace(first_microbatch=share.start))
 
-    def _land_layer(self, accumulator: Accumulator) -> LandedLayer:
-        return land(accumulator, self._buffers, self.device)
+    def _land_early(self, stage: Stage, accumulator: Accumulator) -> LandedLayer:
+        stage.departures[accumulator.layer.layer].parameters_came()
+        return self._land_layer(stage.timer, accumulator)
+
+    def _land_layer(self, timer: Timer, accumulator: Accumulator) -> LandedLayer:
+        return land(accumulator, self._buffers, self.device, partial(timer.copies, "down", self.device.down))
 
     def _release(self, call: Call, action: Action) -> None:
         self._loader.release(self._stages.pop(action.visit))
+        self._watch.read()
 
     # The three passes. Each runs one microbatch on the compute lane.
 
@@ -159,6 +190,10 @@ class Executor:
         boundary = self._run_forward(call, stage, stage.visit.layers, microbatch, boundary)
         self._note_buffers(call, stage, microbatch)
         stop = stage.visit.layers.stop
+        if stop == call.settings.num_layers and call.settings.loss_fn is not None:
+            _, call.losses[microbatch] = self._loss(call, stage, microbatch, boundary.value)
+            call.announce()
+            return
         boundary = stage.let_go(boundary)._replace(source=self.device, ready=self.device.compute.record())
         if stop == call.settings.num_layers:
             call.outputs[microbatch] = boundary
@@ -176,10 +211,9 @@ class Executor:
         if settings.keeps_outputs:
             made = stage.let_go(boundary_of(pytree.tree_map(_detached, output), self.device, None))
             call.outputs[microbatch] = made._replace(ready=self.device.compute.record())
-        self._layer = "loss_fn"
-        losses, known = self._loss(call, stage, microbatch, output)
-        self._layer = None
-        torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
+        with stage.timer.backward(range(trained, layers.stop), microbatch):
+            losses, known = self._loss(call, stage, microbatch, output)
+            torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradients(call, trained, microbatch, leaves)
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient only now.
         call.losses[microbatch] = known
@@ -189,16 +223,17 @@ class Executor:
         layers = stage.visit.layers
         received: BoundaryGradient = call.board.take(("g", layers.stop, microbatch))
         gradients: Sequence[Any] = bring(received.leaves, received.source, received.ready, self.device)
-        saved = call.saved.pop((layers.start, microbatch))
-        boundary = saved._replace(leaves=bring(saved.leaves, saved.source, saved.ready, self.device))
+        boundary = restored(call.kept.inputs.pop((layers.start, microbatch)), self.device)
         for chunk, start in self._chunks(call, stage, microbatch, boundary):
             leaves, output = self._run_with_grad(call, stage, chunk, microbatch, start, again=True)
             outputs = pytree.tree_leaves(output)
             flowing = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and _tracked(o)]
             if flowing:
                 self._layer = None
-                torch.autograd.backward([o for o, _ in flowing], [g for _, g in flowing])
+                with stage.timer.backward(chunk, microbatch):
+                    torch.autograd.backward([o for o, _ in flowing], [g for _, g in flowing])
             gradients = [leaf.grad if _tracked(leaf) else None for leaf in leaves]
+            call.kept.forget(chunk, microbatch)
         self._post_gradients(call, layers.start, microbatch, gradients, are_gradients=True)
 
     def _chunks(
@@ -249,7 +284,9 @@ class Executor:
             saves = keep or (not again and layer in call.settings.saved_layers)
             if saves and not again:
                 ready = self.device.compute.record()
-                call.saved[layer, microbatch] = stage.let_go(boundary)._replace(source=self.device, ready=ready)
+                kept = stage.let_go(boundary)._replace(source=self.device, ready=ready)
+                is_spilled = layer in call.settings.spilled_layers
+                call.kept.inputs[layer, microbatch] = spill(kept, self.device, self._blocks) if is_spilled else kept
             facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
             if facts is None:
                 boundary = self._learn(call, stage, layer, microbatch, boundary)
@@ -299,19 +336,51 @@ class Executor:
             writes = facts is None or facts.writes_input
             given = [copied(leaf) if c or writes else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
+            is_last = microbatch == stage.visit.microbatches[-1]
             for layer in layers:
+                if is_last:
+                    stage.depart(layer, value, self.device.compute)
                 with self._counted(call, stage, layer, value):
                     value = self._run_layer(call, stage, layer, microbatch, value, again)
+                stage.timer.made(layer, microbatch, value)
         return leaves, value
 
     def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
         self._layer = self._layer_names[layer]
         module = self._loader.module(stage, layer)
-        with call.streams.layer(self.device, layer, microbatch, again=again):
+        run = self._layer_run(call, stage.visit.pass_, layer, microbatch, again)
+        is_kept = not again and call.settings.is_recomputed(stage.visit.pass_, layer)
+        if is_kept:
+            call.kept.states[layer, microbatch] = self._loader.watch(stage, layer).look()
+        elif again:
+            self._loader.watch(stage, layer).restore(call.kept.states[layer, microbatch])
+        wanted = wanting(only_loss=call.settings.only_loss)
+        with (
+            call.streams.layer(self.device, layer, microbatch, again=again),
+            running(run),
+            wanted,
+            stage.timer.layer("recompute" if again else "forward", layer, microbatch),
+        ):
             if layer == 0:
                 args, kwargs = value
-                return module(*args, **kwargs)
-            return module(value)
+                output = module(*args, **kwargs)
+            else:
+                output = module(value)
+        if is_kept:
+            self._loader.watch(stage, layer).learn_writes()
+        if run is not None and run.saved is not None:
+            call.kept.data[layer, microbatch] = boundary_of(run.saved, self.device, self.device.compute.record())
+        return output
+
+    def _layer_run(self, call: Call, pass_: Pass, layer: int, microbatch: int, again: bool) -> LayerRun | None:
+        if not call.settings.needs_grad:
+            return None
+        data = call.kept.data.get((layer, microbatch)) if again else None
+        if data is None:
+            return LayerRun(is_recompute=again, is_kept=call.settings.is_recomputed(pass_, layer))
+        leaves = bring(data.leaves, data.source, data.ready, self.device)
+        # Copied, because a layer may run again twice, and may write to what it gets.
+        return LayerRun(is_recompute=True, recalled=data._replace(leaves=tuple(map(copied, leaves))).value)
 
     def _loss(
         self, call: Call, stage: Stage, microbatch: int, output: Any
@@ -320,12 +389,14 @@ class Executor:
         assert settings.loss_fn is not None
         label = bring_value(settings.labels[microbatch], self.device)
         past_last = settings.num_layers
+        self._layer = "loss_fn"
         with (
-            self._entered(call, grad=True),
+            self._entered(call, grad=settings.needs_grad),
             call.streams.layer(self.device, past_last, microbatch),
-            self._counted(call, None, past_last, output),
+            self._counted(call, None, past_last, output) if settings.needs_grad else nullcontext(),
         ):
             loss: Any = settings.loss_fn(output, label)
+        self._layer = None
         parts: list[Any] = list(loss) if isinstance(loss, (list, tuple)) else [loss]
         for part in parts:
             if not isinstance(part, torch.Tensor):

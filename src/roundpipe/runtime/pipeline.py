@@ -1,4 +1,4 @@
-"""The machinery behind one engine: devices with their workers, and what turns passes into a running call."""
+"""The machinery behind one engine: its layers on the devices of a crew, and what turns passes into a running call."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device import Device
 from ..errors import InternalError
 from ..params.gradients import GradientBuffers, GradientRules
 from ..params.store import ParameterStore
 from ..plan.schedule import Passes, round_robin
-from .call import Call, CallSettings, SavedInputs
+from .buffers import SilentWrites
+from .call import Call, CallSettings
+from .crew import Crew
 from .executor import Executor, LayerKnowledge
+from .kept import Kept
+from .layer_state import Writers
 from .recompute import RandomStreams
-from .stage import BlockCompiler, SilentWrites, StageLoader
+from .stage import BlockCompiler, StageLoader
 from .transfer import Boundary
-from .worker import Worker
 
 
 class Pipeline:
-    """Devices, one worker thread each, and the round-robin position that carries on from call to call.
+    """Runs calls of some layers.
 
     Used by the caller's thread. Holds no reference to the engine.
     """
@@ -29,88 +31,89 @@ class Pipeline:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        devices: Sequence[Device],
+        crew: Crew,
         store: ParameterStore,
         rules: GradientRules,
         buffers: GradientBuffers,
         condition: threading.Condition,
         is_published: Callable[[int, int], bool],
-        *,
-        compile: bool,
+        compiler: BlockCompiler | None,
     ) -> None:
-        self.devices = list(devices)
+        self.devices = crew.devices
         self.layer_names = [str(index) for index in range(len(layers))]
         self._condition = condition
-        self._next_device = 0
-        knowledge, silent = LayerKnowledge(), SilentWrites()
-        compiler = BlockCompiler(layers) if compile else None
+        self._crew = crew
+        knowledge, silent, writers = LayerKnowledge(), SilentWrites(), Writers()
         self._executors = [
             Executor(
                 device,
-                StageLoader(device, layers, store, rules, compiler, silent),
+                StageLoader(device, layers, store, rules, compiler, silent, writers, sender, slots),
                 buffers,
+                crew.blocks,
                 self.layer_names,
                 knowledge,
-                is_published,
+                lambda layer, version: is_published(store.first + layer, version),
             )
-            for device in devices
+            for device, sender, slots in zip(crew.devices, crew.senders, crew.slots, strict=True)
         ]
-        self.workers = [Worker(f"roundpipe-worker-{device.name}") for device in devices]
 
     def streams(self, *, enabled: bool) -> RandomStreams:
         return RandomStreams(self.devices, enabled=enabled)
 
-    def submit(
+    def prepare(
         self,
         passes: Passes,
         settings: CallSettings,
         streams: RandomStreams,
         *,
         posts: dict[Any, Any],
-        saved: SavedInputs | None = None,
+        resident_layers: frozenset[int],
+        kept: Kept | None = None,
     ) -> Call:
-        """Starts a call and returns at once.
+        """A call that is not started yet.
 
         Args:
             posts: what its first visits take from the board (inputs, or gradients for a backward round).
-            saved: the saved inputs of the forward round this is the backward of.
+            resident_layers: what stays on the devices when its visits are over.
+            kept: what was kept by the forward round that this is the backward of.
         """
         schedule = round_robin(
             passes,
             num_devices=len(self.devices),
             num_microbatches=settings.num_microbatches,
-            first_device=self._next_device,
+            first_device=self._crew.next_device,
+            spilled=settings.spilled_layers,
         )
-        self._next_device = schedule.next_device
+        self._crew.next_device = schedule.next_device
         call = Call(
             settings=settings,
             schedule=schedule,
+            resident_layers=resident_layers,
             streams=streams,
             condition=self._condition,
-            saved={} if saved is None else saved,
+            kept=Kept() if kept is None else kept,
         )
         for key, value in posts.items():
             call.board.post(key, value)
-        for executor, worker, actions in zip(self._executors, self.workers, schedule.actions, strict=True):
-            # Because the caller may have queued work on its own stream that makes the inputs.
-            executor.device.follow_caller()
-            worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
         return call
 
+    def start(self, call: Call) -> None:
+        """Hands a call to the workers and returns at once."""
+        for executor in self._executors:
+            # Because the caller may have queued work on its own stream that makes the inputs.
+            executor.device.follow_caller()
+        call.is_started = True
+        for executor, worker, actions in zip(self._executors, self._crew.workers, call.schedule.actions, strict=True):
+            worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
+
     def close(self) -> None:
-        """Frees the devices and joins the workers, after the calls already submitted."""
-        for executor, worker in zip(self._executors, self.workers, strict=True):
+        """Has the devices freed after the calls already submitted. Returns at once."""
+        for executor, worker in zip(self._executors, self._crew.workers, strict=True):
             worker.submit(executor.close)
-            worker.stop()
-        for worker in self.workers:
-            worker.join()
-
-    def statistics(self) -> dict[str, int]:
-        return {executor.device.name: executor.slot_bytes for executor in self._executors}
 
 
-def deliver(boundary: Boundary, target: torch.device, *, is_shared: bool) -> Boundary:
-    """A call's output on the caller's device, complete. Blocks until the device has made it.
+def deliver(boundary: Boundary, target: torch.device | None, *, is_shared: bool) -> Boundary:
+    """A call's output on the caller's device (None: wherever it is), complete. Blocks until the device has made it.
 
     ``is_shared``: a backward still under way may read it, so that the caller, who may write to it, gets a copy.
     """
@@ -121,6 +124,6 @@ def deliver(boundary: Boundary, target: torch.device, *, is_shared: bool) -> Bou
     for leaf in boundary.leaves:
         if isinstance(leaf, torch.Tensor):
             boundary.source.lend_to_caller(leaf)
-            leaf = leaf.to(target, copy=is_shared)
+            leaf = leaf.to(leaf.device if target is None else target, copy=is_shared)
         leaves.append(leaf)
     return boundary._replace(leaves=tuple(leaves))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..device import Device
+from .interrupts import deferred
 
 # One process has one CPU generator: layers that may draw from it run one at a time on virtual devices.
 _cpu_generator_lock = threading.RLock()
@@ -39,28 +40,17 @@ class RandomStreams:
         self.enabled = enabled
         self.drawn: set[tuple[int, int]] = set()
         self.take_over()
-        self._seed = _draw() if enabled else 0
-        torch.set_rng_state(self._before)
+        with deferred():
+            self._seed = _draw() if enabled else 0
+            torch.set_rng_state(self._before)
 
     def take_over(self) -> None:
         """The caller waits from now on: remembers what its generators must look like afterwards."""
         self._before = torch.get_rng_state()
         self._device_states = [device.rng_state() for device in self._devices] if self.enabled else []
 
-    @contextmanager
-    def owned(self, *, advance: bool = True) -> Iterator[None]:
-        """Gives the generators back to the caller at the end: as before, or one draw on if a layer drew.
-
-        After a failure they are always as before.
-        """
-        try:
-            yield
-        except BaseException:
-            self._restore(advance=False)
-            raise
-        self._restore(advance=advance)
-
-    def _restore(self, *, advance: bool) -> None:
+    def give_back(self, *, advance: bool) -> None:
+        """The generators are the caller's again: as before, or with ``advance`` one draw on if a layer drew."""
         if not self.enabled:
             return
         for device, state in zip(self._devices, self._device_states, strict=True):

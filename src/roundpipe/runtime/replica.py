@@ -5,16 +5,22 @@ calls and because two devices may run the same layer at the same time. Replicas 
 """
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from .structure import Structure
+
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 _CONTAINERS = (list, tuple, dict)
-_STRUCTURE = ("_parameters", "_buffers", "_modules", "training", "forward")
+_TREES = ("_parameters", "_buffers", "_modules")
+STRUCTURE = (*_TREES, "training", "forward")
+# Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
+_INERT = frozenset({bool, int, float, str, type(None), torch.dtype, OrderedDict, type, types.FunctionType})
 _NOTHING = object()
 
 
@@ -29,10 +35,10 @@ class Modes:
     trains: frozenset[int]
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module]) -> "Modes":
+    def of(cls, structure: Structure) -> "Modes":
         return cls(
-            training={id(module): module.training for layer in layers for module in layer.modules()},
-            trains=frozenset(id(p) for layer in layers for p in layer.parameters() if p.requires_grad),
+            training={id(module): module.training for module in structure.modules},
+            trains=frozenset(id(parameter) for parameter in structure.parameters if parameter.requires_grad),
         )
 
 
@@ -58,9 +64,13 @@ class _Replication:
             return self._done[id(module)]
         replica = module.__new__(type(module))
         self._done[id(module)] = replica
-        state = {name: self._attribute(module, replica, value) for name, value in module.__dict__.items()}
+        # Copies, because the caller may be writing what an earlier part of the call has set.
+        state = module.__dict__.copy()
+        for name, value in state.items():
+            if type(value) not in _INERT and name not in _TREES:
+                state[name] = self._attribute(module, replica, value)
         state["_parameters"] = {name: self._tensor(p) for name, p in module._parameters.items()}
-        state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.items()}
+        state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.copy().items()}
         state["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
         state["training"] = self._modes.training.get(id(module), module.training)
         replica.__dict__ = state
@@ -120,8 +130,11 @@ def pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn
 
 def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[str, Any]]:
     """The plain attributes that a forward has set on ``replica``. Tensors are left out: they live on the device."""
-    for name, value in replica.__dict__.items():
-        if name in _STRUCTURE or value is original.__dict__.get(name, _NOTHING):
-            continue
-        if not isinstance(value, (torch.Tensor, types.MethodType)) and type(value) not in _CONTAINERS:
-            yield name, value
+    theirs = original.__dict__
+    changed = [item for item in replica.__dict__.items() if item[1] is not theirs.get(item[0], _NOTHING)]
+    return ((name, value) for name, value in changed if name not in STRUCTURE and is_plain(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an attribute of a replica is the user's own, neither made for the device nor bound to the replica."""
+    return not isinstance(value, (torch.Tensor, types.MethodType)) and type(value) not in _CONTAINERS

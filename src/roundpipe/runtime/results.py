@@ -25,8 +25,11 @@ def input_gradients(call: Call, boundaries: list[Boundary]) -> list[torch.Tensor
         if received is not None and received.ready is not None:
             received.ready.wait()
         for leaf, carried, gradient in zip(boundary.leaves, boundary.carries, leaves, strict=True):
+            if carried and gradient is not None and received is not None and received.source is not None:
+                received.source.lend_to_caller(gradient)
+                gradient = gradient.to(leaf.device)
             if carried:
-                gradients.append(None if gradient is None else gradient.to(leaf.device))
+                gradients.append(gradient)
     return gradients
 
 
@@ -52,10 +55,16 @@ def _already_run(*_: Any, **__: Any) -> None:
 
 
 def refuse_shared_buffers(call: Call) -> None:
-    """Raises ConfigError if a module that two layers share wrote a buffer: each worked on a copy, one would be lost."""
+    """Raises ConfigError if two visits wrote one buffer: each worked on a copy, one would be lost."""
+    is_shared = any(len(visit.microbatches) < call.settings.num_microbatches for visit in call.schedule.visits)
     seen: set[tuple[int, str]] = set()
     for owner, name, *_ in call.buffer_updates:
         if (id(owner), name) in seen:
+            if is_shared:
+                raise ConfigError(
+                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan visits in shares, none "
+                    "of which sees what the others wrote; list each stage once in execute_plan"
+                )
             raise ConfigError(
                 f"a {type(owner).__name__} is used in more than one layer and writes its buffer {name!r}; give each "
                 "layer a module of its own"

@@ -3,27 +3,35 @@
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from ..device import Device, Event
+from ..device import Device, Lane
 from ..memory.slots import Slot, SlotPool
 from ..params.gradients import Accumulator, GradientRules, LandedLayer
-from ..params.store import LayerParameters, ParameterStore
+from ..params.store import LayerParameters, ParameterStore, ParameterUse
 from ..plan.actions import Pass, Visit
+from .buffers import BufferCache, SilentWrites
 from .call import AttributeUpdate, BufferUpdate
+from .departure import Departure
+from .layer_state import LayerWatch, Writers
 from .replica import Modes, attributes_set, pairs, replicate
+from .residency import FROZEN, Residency, Stamp, WeightsVersion
+from .staging import Queued, Sender, Sent, view_of
+from .timing import Timer
 from .transfer import Boundary, copied
 
 
 class UploadedLayer(NamedTuple):
-    """A layer's weights in a slot, usable once ``ready``."""
+    """A layer's weights in a slot, usable after ``sent.event()``."""
 
     layer: LayerParameters
     slot: Slot
-    ready: Event
+    sent: Sent
 
 
 class BlockCompiler:
@@ -42,77 +50,29 @@ class BlockCompiler:
             replica.__dict__["forward"] = types.MethodType(compiled, replica)
 
 
-class SilentWrites:
-    """Which buffers are written without raising their version, as batch norm does with its statistics.
-
-    Learnt by comparing values after a buffer's first forward in each mode. Shared by all devices, because a recompute
-    on one must know what a forward on another has shown.
-    """
-
-    def __init__(self) -> None:
-        self._compared: set[tuple[int, bool]] = set()
-        self._written: set[int] = set()
-
-    def happen_to(self, original: torch.Tensor) -> bool:
-        return id(original) in self._written
-
-    def happened(self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool) -> bool:
-        """Whether a forward in that mode has written ``copy``, whose version says that it has not."""
-        if id(original) not in self._written and (look_again or (id(original), training) not in self._compared):
-            self._compared.add((id(original), training))
-            if not torch.equal(copy.cpu(), original.cpu()):
-                self._written.add(id(original))
-        return training and id(original) in self._written
-
-
-_MOST_COPIES = 4096
-
-
-class BufferCache:
-    """Device copies of module buffers, reused while neither side was written."""
-
-    def __init__(self, device: Device, silent: SilentWrites) -> None:
-        self._device = device
-        self._silent = silent
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
-
-    def place(self, original: torch.Tensor) -> torch.Tensor:
-        held = self._copies.get(id(original))
-        if held is not None and not self._silent.happen_to(original):
-            host, host_version, copy, copy_version = held
-            if host is original and host._version == host_version and copy._version == copy_version:
-                return copy
-        if len(self._copies) >= _MOST_COPIES:
-            self._copies.clear()  # because modules that make new tensors in every forward would fill it
-        copy = original.detach().to(self._device.torch_device, copy=True)
-        self._copies[id(original)] = (original, original._version, copy, copy._version)
-        return copy
-
-    def is_placed(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-        """Whether ``copy`` still is what ``place`` gave for ``original``, as far as versions tell."""
-        if original is None or copy is None:
-            return original is copy
-        held = self._copies.get(id(original))
-        return held is not None and held[2] is copy and copy._version == held[3]
-
-    def clear(self) -> None:
-        self._copies.clear()
-
-
 class Stage:
     """One visit's stage. Filled by ``StageLoader``; used and released by the same worker.
 
     ``modes``: per layer, whether it trains and which of its parameters do; what a layer's behaviour may depend on.
     """
 
-    def __init__(self, visit: Visit, flags: Modes) -> None:
+    def __init__(self, visit: Visit, flags: Modes, weights: WeightsVersion, timer: Timer) -> None:
         self.visit = visit
+        self.timer = timer
         self.flags = flags
+        self.weights = weights
         self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
         self.modules: dict[int, nn.Module] = {}
+        self.watches: dict[int, LayerWatch] = {}
         self.accumulators: dict[int, Accumulator] = {}
+        self.departures: dict[int, Departure] = {}
         self._land: Callable[[Accumulator], LandedLayer] | None = None
+
+    def give_up(self) -> None:
+        """Nobody will compute with it: no copies into its slots are queued any more."""
+        for uploaded in self.uploaded.values():
+            uploaded.sent.give_up()
 
     def holds(self, leaf: Any) -> bool:
         """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a layer has returned."""
@@ -124,6 +84,10 @@ class Stage:
     def let_go(self, boundary: Boundary) -> Boundary:
         """The boundary without memory of slots, which will hold other weights when somebody reads it."""
         return boundary._replace(leaves=tuple(copied(leaf) if self.holds(leaf) else leaf for leaf in boundary.leaves))
+
+    def depart(self, layer: int, value: Any, compute: Lane) -> None:
+        """The layer is about to run for its last backward; ``value`` goes into it."""
+        self.departures[layer] = Departure(compute, pytree.tree_leaves(value), trains=any(self.modes[layer][1:]))
 
     def land_when_complete(self, land: Callable[[Accumulator], LandedLayer]) -> None:
         """The last microbatch begins: layers send their gradients down as soon as they have all."""
@@ -148,36 +112,51 @@ class StageLoader:
         rules: GradientRules,
         compiler: BlockCompiler | None,
         silent: SilentWrites,
+        writers: Writers,
+        sender: Sender,
+        slots: SlotPool,
     ) -> None:
         self._device = device
+        self._sender = sender
         self._layers = layers
         self._store = store
         self._rules = rules
         self._compiler = compiler
         self._silent = silent
-        self.slots = SlotPool(device)
+        self._writers = writers
+        self.slots = slots
+        self.residency = Residency(slots)
         self.buffers = BufferCache(device, silent)
 
     def upload(self, stage: Stage, index: int) -> None:
-        """Queues a layer's weights on the up lane; returns at once.
+        """Queues those of a layer's weights that are not on the device yet on the up lane; returns at once.
 
         The working copies must not be written until the lane has read them: publishing waits for the visit's results.
         """
         layer = self._store.layers[index]
-        slot = self.slots.take(layer.num_bytes)
+        stamps = [self._stamp(stage, use) for use in layer.uses]
+        slot, missing, sent = self.residency.claim(layer, stamps)
         # Noted before anything can fail, so that ``release`` gives the slot back in any case.
-        stage.uploaded[index] = UploadedLayer(layer, slot, slot.free)
-        self._device.up.wait(slot.free)
-        image = self._store.image_of(layer)
-        if image is not None:
-            self._device.up.copy_(slot.buffer[: image.numel()], image)
-        else:
-            for use in layer.uses:
-                self._device.up.copy_(_view(slot.buffer, use.offset, use.parameter), use.parameter.detach())
-        stage.uploaded[index] = UploadedLayer(layer, slot, self._device.up.record())
+        stage.uploaded[index] = UploadedLayer(layer, slot, sent or Queued(slot.free))
+        if sent is None:
+            self._device.up.wait(slot.free)
+            num_bytes = sum(use.parameter.nbytes for use in missing)
+            # What a helper sends is not on the lane yet when it would be marked.
+            timed = (
+                stage.timer.copies("up", self._device.up, num_bytes) if self._sender.helper is None else nullcontext()
+            )
+            with timed:
+                sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
+            self.residency.filled(layer, slot, stamps, sent)
+            stage.uploaded[index] = UploadedLayer(layer, slot, sent)
         module, flags = self._layers[index], stage.flags
         trains = (id(use.parameter) in flags.trains for use in layer.uses)
         stage.modes[index] = (flags.training.get(id(module), module.training), *trains)
+
+    def _stamp(self, stage: Stage, use: ParameterUse) -> Stamp:
+        parameter, weights = use.parameter, stage.weights
+        version = weights.version if parameter.requires_grad else FROZEN
+        return Stamp(parameter.data_ptr(), parameter._version, weights.num_loads, version)
 
     def module(self, stage: Stage, index: int) -> nn.Module:
         """The layer's replica, made when it is first asked for. To be called on the compute lane."""
@@ -186,14 +165,13 @@ class StageLoader:
         return stage.modules[index]
 
     def _open(self, stage: Stage, index: int) -> None:
-        layer, slot, ready = stage.uploaded[index]
-        self._device.compute.wait(ready)
+        layer, slot, sent = stage.uploaded[index]
+        self._device.compute.wait(sent.event())
         accumulator = Accumulator(layer, self._rules)
         residents: dict[int, nn.Parameter] = {}
         for use in layer.uses:
-            view = _view(slot.buffer, use.offset, use.parameter)
             trains = id(use.parameter) in stage.flags.trains
-            resident = nn.Parameter(view, requires_grad=trains)
+            resident = nn.Parameter(view_of(slot.buffer, use), requires_grad=trains)
             if trains and stage.visit.pass_ is not Pass.FORWARD:
                 accumulator.attach(use, resident)
             residents[id(use.parameter)] = resident
@@ -202,6 +180,15 @@ class StageLoader:
             self._compiler.apply(replica)
         stage.modules[index] = replica
         stage.add_accumulator(accumulator)
+
+    def watch(self, stage: Stage, index: int) -> LayerWatch:
+        """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
+        if index not in stage.watches:
+            replicas = list(pairs(self._layers[index], self.module(stage, index)))
+            stage.watches[index] = LayerWatch(
+                replicas, self._device, self.buffers, self._silent, self._writers, stage.flags
+            )
+        return stage.watches[index]
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         """The buffers that the visit's forwards changed."""
@@ -239,14 +226,21 @@ class StageLoader:
         return self._silent.happened(original, value, owner.training, look_again=look_again)
 
     def release(self, stage: Stage) -> None:
-        """The slots may be overwritten once the compute lane is past this point."""
+        """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
         stage.modules.clear()
+        stage.watches.clear()
         stage.accumulators.clear()
-        free = self._device.compute.record()
-        for uploaded in stage.uploaded.values():
-            self.slots.give_back(uploaded.slot.buffer, free)
+        over = self._device.compute.record()
+        # Layers that were done early first, in that order, because the pool hands out what came first.
+        early = {index: departure.free for index, departure in stage.departures.items() if departure.free is not None}
+        stage.departures.clear()
+        for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
+            uploaded = stage.uploaded[index]
+            self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
         stage.uploaded.clear()
 
-
-def _view(buffer: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    return buffer[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+    def close(self) -> None:
+        """Frees what it holds on the device."""
+        self.residency.clear()
+        self.slots.clear()
+        self.buffers.clear()

@@ -1,0 +1,59 @@
+"""The backward of a ``forward()``: a round of its own, made when the caller's backward comes to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .optim.step_thread import StepThread
+from .plan.schedule import Passes
+from .runtime.autograd import Gradients
+from .runtime.call import Call
+from .runtime.pipeline import Pipeline
+from .runtime.results import input_gradients
+from .runtime.transfer import Boundary, BoundaryGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRound:
+    """Takes the place of ``run_backward`` in `runtime.autograd.attach`. Called by the caller's thread, at most once.
+
+    Args:
+        begin: the checks at the door of every engine call.
+        commit: takes the finished round, with its gradients.
+        boundaries: what ``forward`` was given; its result are gradients for these.
+        made_at: which weights ``forward`` has used.
+    """
+
+    begin: Callable[[str], None]
+    commit: Callable[[Call], None]
+    steps: StepThread
+    pipeline: Pipeline
+    forward: Call
+    passes: Passes
+    boundaries: list[Boundary]
+    made_at: tuple[int, int, int]
+
+    def __call__(self, gradients: list[Gradients]) -> Gradients:
+        self.begin("backward()")
+        self.steps.refuse_other_than(self.made_at)
+        forward = self.forward
+        posts = {
+            ("g", forward.settings.num_layers, m): _of_all_leaves(given, forward.outputs[m].carries)
+            for m, given in enumerate(gradients)
+        }
+        forward.streams.take_over()
+        call = self.pipeline.prepare(
+            self.passes,
+            forward.settings,
+            forward.streams,
+            posts=posts,
+            resident_layers=forward.resident_layers,
+            kept=forward.kept,
+        )
+        with call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False):
+            call.wait_finished()
+        return input_gradients(call, self.boundaries)
+
+
+def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
+    remaining = iter(given)
+    return BoundaryGradient(tuple(next(remaining) if carried else None for carried in carries), None, None)

@@ -1,0 +1,110 @@
+"""One model's state on the host, which one engine owns or the engines of its parts share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .device import Device
+from .device.choose import DeviceSpec, choose_devices
+from .errors import ConfigError
+from .memory.pinning import HostMemory, PinMode
+from .optim.hyperparameters import know_working
+from .optim.step_thread import StepThread, leave_cores_for
+from .params.copies import Masters
+from .params.gradients import GradientBuffers, GradientRules
+from .params.store import ParameterStore
+from .params.window import GradientWindow
+from .runtime.crew import Crew
+from .runtime.interpreter import QuietInterpreter
+from .runtime.interrupts import SteadyCondition
+from .runtime.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """What `RoundPipe` takes beside a model, a name and a run config."""
+
+    optim_dtype: torch.dtype | None = None
+    pin_model: PinMode = "alloc"
+    devices: DeviceSpec = None
+    compile: bool = False
+    grad_dtype: torch.dtype | None = None
+    max_gpu_memory: float | None = None
+
+    @classmethod
+    def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
+        """From the keyword arguments of `RoundPipe`.
+
+        Raises:
+            ConfigError: a process group.
+        """
+        if process_group is not None:
+            raise ConfigError(
+                "process_group: training over several processes is not supported; leave it out and give this one "
+                "process all its devices (devices=None takes every visible one)"
+            )
+        return cls(**settings)
+
+    def choose_devices(self) -> list[Device]:
+        """The devices that were asked for, or ConfigError."""
+        return choose_devices(self.devices, self.max_gpu_memory)
+
+
+class Host:
+    """Weights, masters, gradients, the thread that updates them, and a crew that computes with them.
+
+    Made and closed by the caller's thread. Holds no reference to an engine.
+
+    Args:
+        layers: all layers of all engines.
+        on_host: parameters that the caller's thread computes with itself; see `ParameterStore`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device],
+        settings: HostSettings,
+        on_host: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.condition = SteadyCondition()
+        is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
+        self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
+        self.store = store = ParameterStore(layers, self.memory, on_host)
+        self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
+        self.buffers = buffers = GradientBuffers(self.memory, rules)
+        self.masters = Masters(store, rules)
+        self._worker = Worker("roundpipe-optimizer")
+        # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
+        self._interpreter = QuietInterpreter() if is_accelerated else None
+        if is_accelerated:
+            self._worker.submit(leave_cores_for(len(devices)))
+        self.steps = StepThread(
+            self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
+        )
+        self.crew = Crew(devices, store, self.memory)
+        for parameter in store.parameters:
+            know_working(parameter)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All threads."""
+        return [*self.crew.workers, self._worker]
+
+    def begin_call(self) -> None:
+        """An engine call begins."""
+        if self._interpreter is not None:
+            self._interpreter.begin_call()
+
+    def close(self) -> None:
+        """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
+        self.crew.close()
+        self._worker.stop()
+        self._worker.join()
+        if self._interpreter is not None:
+            self._interpreter.close()
+        self.buffers.clear()
+        self.memory.close()

@@ -1,0 +1,358 @@
+"""Loss scaling for fp16 over three threads: losses on workers, gradients on the optimizer thread, the scale on yours.
+
+[Note: iterations] An iteration lies between two calls of ``update``. A step belongs to the iteration in which it was
+called, and what it finds is kept there. A synchronous ``update`` takes up its own iteration; an asynchronous one the
+iteration before, whether or not its own step is already done, so that timing decides nothing.
+"""
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ConfigError
+from ..params.copies import Master
+from . import context
+from .chunks import chunks
+from .handle import StepHandle
+from .hyperparameters import StepOptimizers
+
+
+class _Stage(Enum):
+    """READY -> UNSCALED by ``unscale_``; either -> STEPPED by ``step``. A new iteration begins at READY."""
+
+    READY = 0
+    UNSCALED = 1
+    STEPPED = 2
+
+
+class _Checked:
+    """What one iteration knows of one optimizer. ``found_inf`` is None until some gradient was looked at."""
+
+    def __init__(self, found_inf: bool | None = None) -> None:
+        self.stage = _Stage.READY
+        self.found_inf = found_inf
+
+
+class _Iteration:
+    """See [Note: iterations]. ``optimizers`` belongs to the optimizer thread until all of ``steps`` are over."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepHandle] = []
+        self.optimizers: dict[int, _Checked] = {}
+
+    def wait_found(self) -> list[bool]:
+        """Blocks until its steps are over: one entry per optimizer that was checked, True for infs or NaNs.
+
+        Raises:
+            ConfigError: no step failed, and yet none checked a gradient.
+        """
+        have_succeeded = [handle.wait_over() for handle in self.steps]
+        found = [checked.found_inf for checked in self.optimizers.values() if checked.found_inf is not None]
+        if not found and all(have_succeeded):
+            raise ConfigError(_NOTHING_CHECKED)
+        return found
+
+
+class _Called(NamedTuple):
+    """What a step remembers of its call: its iteration, and the scale that its losses were multiplied with."""
+
+    iteration: _Iteration
+    scale: torch.Tensor | None
+
+
+class GradScaler:
+    """``torch.amp.GradScaler`` for engines, safe across their threads.
+
+    ``scale`` belongs into ``loss_fn``, ``unscale_`` and ``step`` into ``step_fn``, ``update`` after ``RoundPipe.step``.
+    With synchronous steps scales and skipped steps are torch's exactly. With asynchronous ones what step t found takes
+    effect at the next ``update``, always; each step is unscaled by the scale of its own losses.
+
+    Args:
+        device: accepted as torch's is, and ignored: gradients are on the host.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+
+    Raises:
+        ConfigError: a growth factor of 1 or less, or a backoff factor of 1 or more.
+
+    Example:
+        >>> def loss_fn(outputs, target):
+        ...     return scaler.scale(((outputs - target) ** 2).sum() / 64)
+        >>> def step_fn():
+        ...     scaler.unscale_(optimizer)
+        ...     roundpipe.clip_grad_norm_(optimizer, 1.0)
+        ...     scaler.step(optimizer)
+        >>> for x, y in batches:
+        ...     scaled_loss = engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+        ...     engine.step(step_fn)
+        ...     scaler.update()
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if growth_factor <= 1.0:
+            raise ConfigError(f"growth_factor is {growth_factor}; it must be more than 1")
+        if backoff_factor >= 1.0:
+            raise ConfigError(f"backoff_factor is {backoff_factor}; it must be less than 1")
+        self._enabled = enabled
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._lock = threading.Lock()  # because workers read the scale while the caller's thread replaces it
+        # Replaced and never written: the backward of a loss multiplied with it may still be running.
+        self._scale = torch.full((), init_scale, dtype=torch.float32)
+        self._multiplied: torch.Tensor | None = None  # the scale of the newest losses
+        self._growth_tracker = torch.zeros((), dtype=torch.int32)
+        self._current = _Iteration()
+        self._pending: _Iteration | None = None  # the one before, its findings not yet taken up
+        self._is_async = False
+        self._calls: weakref.WeakKeyDictionary[StepOptimizers, _Called] = weakref.WeakKeyDictionary()
+        context.listen(self)
+
+    def __repr__(self) -> str:
+        return f"GradScaler({self.get_scale()})" if self._enabled else "GradScaler(enabled=False)"
+
+    # In loss_fn, on workers.
+
+    def scale(self, outputs: Any) -> Any:
+        """A tensor times the scale, or a list, tuple or iterable of such. Callable on any thread."""
+        if not self._enabled:
+            return outputs
+        with self._lock:
+            self._multiplied = scale = self._scale
+        return _times(outputs, scale)
+
+    # In step_fn, on the optimizer thread.
+
+    def step_called(self, step: StepOptimizers, handle: StepHandle, is_async: bool) -> None:
+        """``RoundPipe.step`` was called; on the caller's thread, before the step is queued."""
+        with self._lock:
+            self._calls[step] = _Called(self._current, self._multiplied)
+            self._current.steps.append(handle)
+            self._is_async = is_async
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides the gradients of the optimizer's parameters by the scale and looks for infs and NaNs in them.
+
+        The division is applied when the gradients are read. Once per optimizer and iteration, before ``step``.
+
+        Raises:
+            RuntimeError: it was called before, or ``step`` was.
+            ConfigError: outside ``step_fn``; or masters are fp16, in which what was unscaled may vanish.
+        """
+        if not self._enabled:
+            return
+        called, checked = self._look_up(optimizer, "unscale_()")
+        if checked.stage is _Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if checked.stage is _Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._unscale(optimizer, called, checked)
+        checked.stage = _Stage.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps the optimizer unless a gradient of any of its parameters is inf or NaN; unscales first if need be.
+
+        Returns:
+            What ``optimizer.step(*args, **kwargs)`` returned; None if it was skipped.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        called, checked = self._look_up(optimizer, "step()")
+        if checked.stage is _Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if checked.stage is _Stage.READY:
+            self._unscale(optimizer, called, checked)
+        if checked.found_inf is None:
+            raise ConfigError("no parameter of this optimizer has a gradient, so there is nothing to step")
+        result = None if checked.found_inf else optimizer.step(*args, **kwargs)
+        checked.stage = _Stage.STEPPED
+        return result
+
+    def _look_up(self, optimizer: torch.optim.Optimizer, what: str) -> tuple[_Called, _Checked]:
+        step = context.current_step()
+        if step is None:
+            raise ConfigError(f"GradScaler.{what} was called outside step_fn, where there is no gradient")
+        called = self._calls.get(step)
+        if called is None:
+            raise ConfigError("this GradScaler was made after step() was called; make it before the first loss")
+        return called, called.iteration.optimizers.setdefault(id(optimizer), _Checked())
+
+    @torch.no_grad()
+    def _unscale(self, optimizer: torch.optim.Optimizer, called: _Called, checked: _Checked) -> None:
+        if called.scale is None:
+            raise ConfigError("no loss was multiplied by GradScaler.scale() before this step; do so in loss_fn")
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            if parameter.dtype is torch.float16:
+                raise ConfigError(
+                    f"the optimizer's copy of a parameter of shape {tuple(parameter.shape)} is torch.float16, in which "
+                    "an unscaled gradient may vanish; pass optim_dtype=torch.float32 to RoundPipe"
+                )
+        inverse = called.scale.double().reciprocal().float()
+        found = [_unscale(parameter, inverse) for parameter in parameters]
+        checks = [found_inf for found_inf in found if found_inf is not None]
+        checked.found_inf = any(checks) if checks else None
+
+    # On the caller's thread.
+
+    def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool | None = None) -> None:
+        """Moves the scale: back if a gradient was inf or NaN, up after ``growth_interval`` steps without.
+
+        Waits for the steps whose findings it takes up, see [Note: iterations].
+
+        Args:
+            new_scale: the scale from now on, in place of those findings.
+            is_async: whether this iteration's own findings are left for the next ``update``; None follows the last
+                ``RoundPipe.step``.
+
+        Raises:
+            ConfigError: in ``step_fn``, a layer or ``loss_fn``; or no gradient was checked since the last ``update``.
+        """
+        context.refuse_inside("GradScaler.update()")
+        if not self._enabled:
+            return
+        if new_scale is None and not self._current.steps:
+            raise ConfigError(_NOTHING_CHECKED)
+        waits_on = self._is_async if is_async is None else is_async
+        due = [self._pending] if waits_on else [self._pending, self._current]
+        try:
+            found = [iteration.wait_found() for iteration in due if iteration is not None] if new_scale is None else []
+        except ConfigError:
+            self._pending = None  # because what was amiss then is not to come up again
+            raise
+        scale, tracker = self._scale.clone(), self._growth_tracker.clone()
+        if new_scale is not None:
+            scale.fill_(float(new_scale))
+        for flags in filter(None, found):
+            found_inf = torch.full((), float(any(flags)))
+            torch._amp_update_scale_(
+                scale, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
+            )
+        with self._lock:
+            self._scale, self._growth_tracker = scale, tracker
+            self._pending = self._current if waits_on else None
+            self._current = _Iteration()
+
+    def get_scale(self) -> float:
+        """The scale of the next losses; 1.0 if disabled."""
+        return float(self._scale) if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        return self._growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        self._growth_factor = new_factor
+
+    def get_backoff_factor(self) -> float:
+        return self._backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        self._backoff_factor = new_factor
+
+    def get_growth_interval(self) -> int:
+        return self._growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        self._growth_interval = new_interval
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries, and what the last step found if that is still to be taken up. To be called after ``update``.
+
+        Waits for that step.
+        """
+        context.refuse_inside("GradScaler.state_dict()")
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": int(self._growth_tracker),
+            "_found_pending": (None if self._pending is None else self._pending.wait_found()) or None,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the state of another, or of a ``torch.amp.GradScaler``. Nothing if disabled.
+
+        Raises:
+            ConfigError: the state is empty, as a disabled scaler's is, or lacks an entry; nothing was changed.
+        """
+        context.refuse_inside("GradScaler.load_state_dict()")
+        if not self._enabled:
+            return
+        missing = [name for name in _TORCH_STATE if name not in state_dict]
+        if missing:
+            raise ConfigError(f"the scaler's state lacks {', '.join(missing)}; was it saved by a disabled GradScaler?")
+        pending = None
+        if state_dict.get("_found_pending") is not None:
+            pending = _Iteration()
+            pending.optimizers = {place: _Checked(found) for place, found in enumerate(state_dict["_found_pending"])}
+        with self._lock:
+            self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)
+            self._growth_tracker = torch.full((), state_dict["_growth_tracker"], dtype=torch.int32)
+            self._current, self._pending, self._multiplied = _Iteration(), pending, None
+        self._growth_factor = state_dict["growth_factor"]
+        self._backoff_factor = state_dict["backoff_factor"]
+        self._growth_interval = state_dict["growth_interval"]
+
+
+_TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_NOTHING_CHECKED = (
+    "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a step_fn first"
+)
+
+
+def _times(outputs: Any, scale: torch.Tensor) -> Any:
+    if isinstance(outputs, torch.Tensor):
+        return outputs * scale.to(outputs.device, non_blocking=True)
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(_times(output, scale) for output in outputs)
+    if isinstance(outputs, Iterable):
+        return (_times(output, scale) for output in outputs)
+    raise ConfigError(f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}")
+
+
+def _unscale(parameter: torch.Tensor, inverse: torch.Tensor) -> bool | None:
+    """Whether the gradient has infs or NaNs; None if there is no gradient."""
+    if isinstance(parameter, Master):
+        parts = parameter.landed()
+        if not parts:
+            return None
+        parameter.scale *= float(inverse)
+        square = parameter.landed_square()
+        if square is not None and math.isfinite(square):
+            return False  # the device has looked already
+        # Uses of a tied weight may each be finite and their sum not; a square may overflow where its root does not.
+        values = parts if len(parts) == 1 else (chunk for _, chunk in chunks(parts))
+        return not all(map(_is_finite, values))
+    if parameter.grad is None:
+        return None
+    found_inf = torch.zeros((), dtype=torch.float32, device=parameter.grad.device)
+    torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found_inf, inverse.to(found_inf.device))
+    return bool(found_inf)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """In one pass that writes nothing: both extremes are NaN if any value is."""
+    if values.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(values)
+    return bool(torch.isfinite(smallest) & torch.isfinite(largest))

@@ -1,0 +1,67 @@
+"""What the caller of ``step`` holds: an update under way."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class StepHandle:
+    """An update under way."""
+
+    def __init__(self, condition: threading.Condition, on_raise: Callable[[BaseException], None]) -> None:
+        self._condition = condition
+        self._on_raise = on_raise
+        self._is_done = False
+        self._is_entered = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._is_done else "failed" if self._error is not None else "done"
+        return f"<StepHandle: {state}>"
+
+    def wait(self) -> None:
+        """Blocks until the masters are updated. Raises what ``step_fn`` raised.
+
+        An interrupt is raised only after the update, so that it is never half applied.
+        """
+        self._wait(lambda: self._is_done)
+        if self._error is not None:
+            self._on_raise(self._error)  # because what the caller has seen here is not to come up again later
+            raise self._error
+
+    def wait_over(self) -> bool:
+        """Blocks until the update succeeded or failed. Returns whether it succeeded; its error is left to ``wait``."""
+        self._wait(lambda: self._is_done)
+        return self._error is None
+
+    def result(self) -> Any:
+        """Waits, then returns what ``step_fn`` returned."""
+        self.wait()
+        return self._result
+
+    def wait_entered(self) -> None:
+        """Blocks until an optimizer's ``step`` has begun, or the job is over."""
+        self._wait(lambda: self._is_entered or self._is_done)
+
+    def _wait(self, is_true: Callable[[], bool]) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._condition:
+                    self._condition.wait_for(is_true)
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _enter(self) -> None:
+        with self._condition:
+            self._is_entered = True
+            self._condition.notify_all()
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        with self._condition:
+            self._is_done, self._result, self._error = True, result, error
+            self._condition.notify_all()

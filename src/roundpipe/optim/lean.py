@@ -1,0 +1,160 @@
+"""AdamW for hosts with little memory: moments in bf16 or 8 bits, masters in fp32 or bf16. Not exact, by choice.
+
+Bytes per parameter beside the working copy and the gradient: masters 4 (bf16: 2), both moments 8 (bf16: 4, 8 bits:
+2.03). See docs/optimizers.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError
+from ..params.copies import Master
+from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
+from .optimizers import AdamRule, OnePass
+from .scratch import scratch
+from .updates import BLOCK, RuleUpdate, update_of
+
+MomentFormat = torch.dtype | Literal["8bit"]
+
+# For the first moment, which has a sign and may be 0, and the second, which is divided by.
+_FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
+    torch.float32: (Float32(), Float32()),
+    torch.bfloat16: (BFloat16(), BFloat16()),
+    "8bit": (
+        Blocks8(dtype=torch.int8, power=2, least=0),
+        Blocks8(dtype=torch.uint8, power=4, least=1),
+    ),
+}
+_NAMES = (("exp_avg", "exp_avg_scale"), ("exp_avg_sq", "exp_avg_sq_scale"))
+
+
+@dataclass(frozen=True)
+class LeanRule:
+    """AdamW in fp32 on what the formats hold. ``noise`` is drawn from as the chunks come, in order."""
+
+    adam: AdamRule
+    formats: tuple[Format, Format]
+    noise: Noise
+
+    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        half = len(moments) // 2
+        for start in range(0, weight.numel(), PIECE):
+            piece = slice(start, min(start + PIECE, weight.numel()))
+            blocks = slice(start // BLOCK, -(-piece.stop // BLOCK))
+            stored = [[pair[0][piece], *(s[blocks] for s in pair[1:])] for pair in (moments[:half], moments[half:])]
+            self._apply(weight[piece], gradient[piece], stored)
+
+    def _apply(self, weight: torch.Tensor, gradient: torch.Tensor, stored: list[list[torch.Tensor]]) -> None:
+        is_wide = weight.dtype is torch.float32
+        wide = weight if is_wide else scratch("weight", weight.numel()).copy_(weight)
+        values = [form.read(kept, name) for form, kept, (name, _) in zip(self.formats, stored, _NAMES, strict=True)]
+        self.adam.apply(wide, gradient, values)
+        for form, moment, kept in zip(self.formats, values, stored, strict=True):
+            form.write(moment, kept, self.noise)
+        if not is_wide:
+            round_to_bf16(wide, weight, self.noise)
+
+    def formula(self) -> None:
+        """The one-pass kernel has no such rule."""
+
+
+class LeanAdamW(OnePass, torch.optim.AdamW):
+    """AdamW whose moments, and masters if they are bf16, are rounded stochastically. Over ``optim_parameters()``.
+
+    Args:
+        lr, betas, eps, weight_decay, maximize: as ``torch.optim.AdamW``'s.
+        moments: ``torch.bfloat16``, ``"8bit"`` (block-wise), or ``torch.float32`` (exact, for bf16 masters).
+
+    Raises:
+        ConfigError: another value for ``moments``; in ``step``, masters that are neither fp32 nor bf16.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moments: MomentFormat = torch.bfloat16,
+        maximize: bool = False,
+    ) -> None:
+        if moments not in _FORMATS:
+            raise ConfigError(f"moments is {moments!r}; use torch.bfloat16, '8bit' or torch.float32")
+        self._moments = moments
+        self._places: dict[int, int] = {}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("moments", self._moments)
+        for master in self.param_groups[-1]["params"]:
+            self._places[id(master)] = len(self._places)
+
+    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
+        formats = _FORMATS[group["moments"]]
+        state = self.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for form, names in zip(formats, _NAMES, strict=True):
+                state.update(zip(names, form.zeros(master.data), strict=False))
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        adam = AdamRule(
+            step=float(state["step"]),
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            amsgrad=False,
+            maximize=group["maximize"],
+            is_decoupled=True,
+        )
+        # Another for each parameter and step, and the same whenever a run is repeated.
+        noise = Noise(int(state["step"]) << 32 | self._places[id(master)])
+        moments = tuple(state[name] for names in _NAMES for name in names if name in state)
+        return update_of(master, moments, LeanRule(adam, formats, noise))
+
+    def _has_rules(self) -> bool:
+        for group in self.param_groups:
+            for master in group["params"]:
+                if not isinstance(master, Master) or master.dtype not in (torch.float32, torch.bfloat16):
+                    raise ConfigError(
+                        f"LeanAdamW has a {type(master).__name__} in {master.dtype}; make it over "
+                        "RoundPipe.optim_parameters() with optim_dtype torch.float32 or torch.bfloat16"
+                    )
+        return True
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Its own state to the bit; or that of ``torch.optim.AdamW``, rounded into this optimizer's formats."""
+        formats = [group["moments"] for group in self.param_groups]
+        super().load_state_dict({**state_dict, "state": {}})  # because torch would cast codes to the master's dtype
+        for group, own in zip(self.param_groups, formats, strict=True):
+            group.setdefault("moments", own)
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        masters = [(master, group) for group in self.param_groups for master in group["params"]]
+        for key, (master, group) in zip(saved, masters, strict=True):
+            if key in state_dict["state"]:
+                self.state[master] = _adopted(state_dict["state"][key], master, _FORMATS[group["moments"]])
+
+
+def _adopted(saved: dict[str, Any], master: torch.Tensor, formats: tuple[Format, Format]) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).clone()}
+    noise = Noise(0)
+    for form, names in zip(formats, _NAMES, strict=True):
+        empty = form.zeros(master.detach())
+        if saved[names[0]].dtype == empty[0].dtype:
+            state |= {name: saved[name].clone() for name, _ in zip(names, empty, strict=False)}
+            continue
+        state |= dict(zip(names, empty, strict=False))
+        values, stored = saved[names[0]].reshape(-1), [tensor.view(-1) for tensor in empty]
+        for start in range(0, values.numel(), PIECE):
+            codes = stored[0][start : start + PIECE]
+            blocks = slice(start // BLOCK, -(-(start + codes.numel()) // BLOCK))
+            form.write(values[start : start + PIECE].float().clone(), [codes, *(s[blocks] for s in stored[1:])], noise)
+    return state

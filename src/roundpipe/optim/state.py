@@ -1,0 +1,26 @@
+"""Optimizer state that is read and written between steps, never during one."""
+
+from typing import Any
+
+import torch
+
+from . import context
+
+KERNEL_CHOICES = frozenset(("capturable", "differentiable", "foreach", "fused"))  # in param groups, yet no state
+
+
+class SteadyState(torch.optim.Optimizer):
+    """``state_dict`` and ``load_state_dict`` wait for pending steps. To be named before a class of ``torch.optim``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, every step called so far in it."""
+        with context.OptimizerCtx():
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also from torch's optimizer of the same name, whose choice of a kernel stays behind."""
+        own = [{key: group[key] for key in KERNEL_CHOICES if key in group} for group in self.param_groups]
+        with context.OptimizerCtx():
+            super().load_state_dict(state_dict)
+            for group, choices in zip(self.param_groups, own, strict=True):
+                group.update(choices)

@@ -1,0 +1,231 @@
+// One pass over parameters: landed gradient, master and moments in; master, moments and working copy out.
+//
+// A block that stays in the first-level cache goes through three loops: gradient parts are added up in fp32 and scaled,
+// a rule updates master and moments, the new weight is rounded to the working dtype. Memory so is read and written once.
+// Each element's result depends on that element alone, so threads and blocks change no number. Operations and their
+// order are those of torch's fused kernels; what those contract is contracted here by name (fmaf), nothing else may be.
+
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#if !defined(__FLT16_MANT_DIG__)
+#error "this compiler has no _Float16"
+#endif
+
+enum { BLOCK = 1024, CHUNK = 64 * BLOCK, MAX_THREADS = 256 };
+enum dtype { NONE, FLOAT32, BFLOAT16, FLOAT16 };
+enum rule { ADAM, ADAM_AMSGRAD, SGD, SGD_MOMENTUM, SQUARES };
+
+typedef struct {
+    const void *address;
+    int64_t dtype;
+} array;
+
+typedef struct {
+    float *weight;
+    float *moments[3];
+    double *squares;     // for SQUARES: the result of each chunk, so that their sum has one order
+    const array *parts;  // the gradient is their sum
+    array working;       // NONE: not written
+    int64_t num_parts;
+    int64_t count;
+    int64_t rule;
+    int64_t first_chunk;  // filled in here
+    float scale;          // of the gradient; negative to maximize
+    float coupled_decay;  // times the weight, added to the gradient
+    float decay;          // the weight is multiplied by this first
+    float coefficients[7];
+} job;
+
+// fp32 <-> 16 bits. The loops are vectorised by the compiler.
+
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+    return value != value ? 0x7fc0 : rounded;
+}
+
+static void read_float16(float *restrict to, const uint16_t *restrict from, int64_t n) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+#endif
+    for (; i < n; i++) {
+        _Float16 value;
+        memcpy(&value, from + i, 2);
+        to[i] = (float)value;
+    }
+}
+
+static void write_float16(uint16_t *restrict to, const float *restrict from, int64_t n) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+    for (; i < n; i++) {
+        _Float16 value = (_Float16)from[i];
+        memcpy(to + i, &value, 2);
+    }
+}
+
+static void read(float *restrict to, array from, int64_t at, int64_t n) {
+    if (from.dtype == FLOAT32) {
+        memcpy(to, (const float *)from.address + at, n * 4);
+    } else if (from.dtype == BFLOAT16) {
+        const uint16_t *values = (const uint16_t *)from.address + at;
+        for (int64_t i = 0; i < n; i++) to[i] = from_bits((uint32_t)values[i] << 16);
+    } else {
+        read_float16(to, (const uint16_t *)from.address + at, n);
+    }
+}
+
+// Working copies are only written here: stores that pass the cache by save reading what they replace.
+static void stream(char *restrict to, const char *restrict from, int64_t num_bytes) {
+#if defined(__x86_64__)
+    if ((uintptr_t)to % 16 == 0 && num_bytes % 16 == 0) {
+        for (int64_t i = 0; i < num_bytes; i += 16)
+            _mm_stream_si128((__m128i *)(to + i), _mm_load_si128((const __m128i *)(from + i)));
+        return;
+    }
+#endif
+    memcpy(to, from, num_bytes);
+}
+
+static void write(array to, const float *restrict from, int64_t at, int64_t n) {
+    if (to.dtype == FLOAT32) {
+        stream((char *)to.address + at * 4, (const char *)from, n * 4);
+        return;
+    }
+    _Alignas(64) uint16_t rounded[BLOCK];
+    if (to.dtype == BFLOAT16)
+        for (int64_t i = 0; i < n; i++) rounded[i] = to_bfloat16(from[i]);
+    else
+        write_float16(rounded, from, n);
+    stream((char *)to.address + at * 2, (const char *)rounded, n * 2);
+}
+
+// The rules. `g` holds the gradient and is left holding the new weight.
+
+static inline __attribute__((always_inline)) void adam(
+    const job *j, float *restrict g, float *restrict x, float *restrict m, float *restrict v, float *restrict largest,
+    int64_t n) {
+    const float lerp = j->coefficients[0], beta2 = j->coefficients[1], share2 = j->coefficients[2];
+    const float correction = j->coefficients[3], eps = j->coefficients[4], step = j->coefficients[5];
+    const float decay = j->decay, near_old = fabsf(lerp) < 0.5f;
+    for (int64_t i = 0; i < n; i++) {
+        float mean = near_old ? fmaf(lerp, g[i] - m[i], m[i]) : fmaf(lerp - 1.0f, g[i] - m[i], g[i]);
+        float square = fmaf(share2 * g[i], g[i], v[i] * beta2);
+        float bound = square;
+        m[i] = mean;
+        v[i] = square;
+        if (largest) {
+            bound = largest[i] > square || largest[i] != largest[i] ? largest[i] : square;
+            largest[i] = bound;
+        }
+        x[i] = x[i] * decay + step * mean / (sqrtf(bound) / correction + eps);
+        g[i] = x[i];
+    }
+}
+
+static inline __attribute__((always_inline)) void sgd(
+    const job *j, float *restrict g, float *restrict x, float *restrict velocity, int64_t n) {
+    const float momentum = j->coefficients[0], share = j->coefficients[1], is_first = j->coefficients[2];
+    const float nesterov = j->coefficients[3], step = j->coefficients[4];
+    for (int64_t i = 0; i < n; i++) {
+        float change = g[i];
+        if (velocity) {
+            velocity[i] = is_first ? g[i] : fmaf(g[i], share, velocity[i] * momentum);
+            change = nesterov ? fmaf(velocity[i], momentum, g[i]) : velocity[i];
+        }
+        x[i] = fmaf(change, step, x[i]);
+        g[i] = x[i];
+    }
+}
+
+// Sums in lanes, because the compiler may not reorder additions, and in double from block to block.
+static double sum_of_squares(const float *restrict g, int64_t n) {
+    enum { LANES = 16 };
+    float lanes[LANES] = {0};
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = fmaf(g[i + lane], g[i + lane], lanes[lane]);
+    for (int64_t lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    for (; i < n; i++) sum += (double)g[i] * g[i];
+    return sum;
+}
+
+static void update_block(const job *j, int64_t at, int64_t n) {
+    _Alignas(64) float g[BLOCK], other[BLOCK];
+    read(g, j->parts[0], at, n);
+    for (int64_t part = 1; part < j->num_parts; part++) {
+        read(other, j->parts[part], at, n);
+        for (int64_t i = 0; i < n; i++) g[i] += other[i];
+    }
+    if (j->rule == SQUARES) {
+        j->squares[at / CHUNK] += sum_of_squares(g, n);
+        return;
+    }
+    float *x = j->weight + at;
+    if (j->scale != 1.0f)
+        for (int64_t i = 0; i < n; i++) g[i] *= j->scale;
+    if (j->coupled_decay != 0.0f)
+        for (int64_t i = 0; i < n; i++) g[i] = fmaf(x[i], j->coupled_decay, g[i]);
+    switch (j->rule) {
+        case ADAM: adam(j, g, x, j->moments[0] + at, j->moments[1] + at, 0, n); break;
+        case ADAM_AMSGRAD: adam(j, g, x, j->moments[0] + at, j->moments[1] + at, j->moments[2] + at, n); break;
+        case SGD: sgd(j, g, x, 0, n); break;
+        case SGD_MOMENTUM: sgd(j, g, x, j->moments[0] + at, n); break;
+    }
+    if (j->working.dtype != NONE) write(j->working, g, at, n);
+}
+
+// Chunks are taken by whoever is free: the calling thread and helpers that live for this call only.
+
+typedef struct {
+    job *jobs;
+    int64_t num_jobs, num_chunks;
+    atomic_llong next;
+} round_;
+
+static void *work(void *argument) {
+    round_ *all = argument;
+    int64_t number = 0;
+    for (int64_t chunk; (chunk = atomic_fetch_add(&all->next, 1)) < all->num_chunks;) {
+        while (number + 1 < all->num_jobs && all->jobs[number + 1].first_chunk <= chunk) number++;
+        const job *j = &all->jobs[number];
+        int64_t at = (chunk - j->first_chunk) * CHUNK, end = at + CHUNK < j->count ? at + CHUNK : j->count;
+        for (; at < end; at += BLOCK) update_block(j, at, end - at < BLOCK ? end - at : BLOCK);
+    }
+#if defined(__x86_64__)
+    _mm_sfence();  // streamed stores become visible before the caller publishes them
+#endif
+    return 0;
+}
+
+void roundpipe_update(job *jobs, int64_t num_jobs, int64_t num_threads) {
+    round_ all = {.jobs = jobs, .num_jobs = num_jobs, .num_chunks = 0};
+    for (int64_t i = 0; i < num_jobs; i++) {
+        jobs[i].first_chunk = all.num_chunks;
+        all.num_chunks += (jobs[i].count + CHUNK - 1) / CHUNK;
+    }
+    if (num_threads > all.num_chunks) num_threads = all.num_chunks;
+    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
+    pthread_t helpers[MAX_THREADS];
+    int64_t num_helpers = 0;
+    while (num_helpers + 1 < num_threads && !pthread_create(&helpers[num_helpers], 0, work, &all)) num_helpers++;
+    work(&all);
+    while (num_helpers > 0) pthread_join(helpers[--num_helpers], 0);
+}

@@ -1,0 +1,119 @@
+"""The gradients between two optimizer steps: what landed in one call or more, added up."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .gradients import GradientBuffer, GradientBuffers, GradientRules, LandedLayer
+from .store import LayerParameters, ParameterStore
+
+
+class GradientWindow:
+    """The gradients between two optimizer steps: one sum per use over the calls committed so far.
+
+    Touched by the optimizer thread only; the first call's buffers are adopted, so one call per step copies nothing.
+    """
+
+    def __init__(self, store: ParameterStore, rules: GradientRules, buffers: GradientBuffers) -> None:
+        self._store = store
+        self._rules = rules
+        self._buffers = buffers
+        self._layers: dict[int, list[_LayerSums]] = {}  # one for each share of the microbatches
+        self.error: BaseException | None = None
+
+    def commit(self, landed: Iterable[LandedLayer]) -> None:
+        """Adds one call's gradients. Sums over calls are fp32 (or wider).
+
+        What different shares of the microbatches made stays apart until somebody reads it, because adding it up here
+        would take memory and a pass of its own.
+        """
+        shares_seen: Counter[int] = Counter()
+        for one in sorted(landed, key=lambda layer: layer.first_microbatch):
+            layer, shares = one.layer.layer, self._layers.setdefault(one.layer.layer, [])
+            if shares_seen[layer] == len(shares):
+                shares.append(_LayerSums(one.layer, self._buffers))
+            shares[shares_seen[layer]].add(one)
+            shares_seen[layer] += 1
+
+    def parts(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
+        """What reached the parameter: one tensor for each use and share, in the order of layers, then of microbatches,
+        to be added in the dtype of sums.
+
+        They are the window's own memory: not to be written, valid until ``release``.
+        """
+        return tuple(sums.gradients[place] for sums, place in self._reached(parameter))
+
+    def square(self, parameter: nn.Parameter) -> float | None:
+        """The sum of the gradient's squares, if it can be told without reading it: one use in one call."""
+        reached = self._reached(parameter)
+        norms = reached[0][0].norms.get(reached[0][1]) if len(reached) == 1 else None
+        return None if norms is None else float(norms.dot(norms))
+
+    def _reached(self, parameter: nn.Parameter) -> "list[tuple[_LayerSums, int]]":
+        uses = self._store.uses[id(parameter)]
+        found = [(sums, use.place) for use in uses for sums in self._layers.get(use.layer, ())]
+        return [(sums, place) for sums, place in found if place in sums.gradients]
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The sum of ``parts``; None if nothing reached the parameter."""
+        parts = self.parts(parameter)
+        if not parts:
+            return None
+        total = parts[0]
+        for part in parts[1:]:
+            total = total.to(self._rules.dtypes(parameter).summed) + part
+        return total
+
+    def release(self) -> None:
+        """Forgets all sums and gives the memory back for the next call."""
+        for layer in list(self._layers):
+            self.release_layer(layer)
+
+    def release_layer(self, layer: int) -> None:
+        """Gives one layer's memory back. No update that reads it is to come any more."""
+        for sums in self._layers.pop(layer, ()):
+            sums.give_back()
+
+
+class _LayerSums:
+    """One layer's gradients in a window. ``norms`` holds what came with a gradient to which nothing was added."""
+
+    def __init__(self, layer: LayerParameters, buffers: GradientBuffers) -> None:
+        self.gradients: dict[int, torch.Tensor] = {}
+        self.norms: dict[int, torch.Tensor] = {}
+        self._layer = layer
+        self._buffers = buffers
+        self._landed: GradientBuffer | None = None  # the first call's, adopted
+        self._summed: GradientBuffer | None = None
+
+    def add(self, landed: LandedLayer) -> None:
+        if self._landed is None:
+            self._landed, self.gradients, self.norms = landed.buffer, dict(landed.gradients), dict(landed.norms)
+            return
+        if self._summed is None:
+            self._summed = self._buffers.take_sums(self._layer, self._layer.trainable)
+            self.gradients = {place: self._begun(place, gradient) for place, gradient in self.gradients.items()}
+        for place, gradient in landed.gradients.items():
+            if place in self.gradients:
+                self.gradients[place].add_(gradient)
+                self.norms.pop(place, None)
+            else:
+                self.gradients[place] = self._begun(place, gradient)
+        self._buffers.give_back(landed.buffer)
+
+    def _begun(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
+        """A sum over calls that begins with ``gradient``, in memory of its dtype."""
+        assert self._landed is not None
+        assert self._summed is not None
+        for target in (self._summed.tensors.get(place), self._landed.tensors.get(place)):
+            if target is not None:
+                return target if target is gradient else target.copy_(gradient)
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)  # frozen in the first call
+
+    def give_back(self) -> None:
+        for buffer in (self._landed, self._summed):
+            if buffer is not None:
+                self._buffers.give_back(buffer)
+        self.gradients.clear()

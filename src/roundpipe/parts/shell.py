@@ -1,0 +1,72 @@
+"""The user's model as one forward on the CPU sees it: shallow copies in which some modules call engines.
+
+The model itself is never changed, so its names, keys and methods stay its own. A shell is made for every forward,
+because hooks, modes and attributes of the user's modules may change between them.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..runtime.replica import Modes, attributes_set, pairs, replicate
+from ..runtime.structure import Structure
+from .find import is_sequence
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SET_HERE = ("gradient_checkpointing", "_loss_function")
+
+
+class Shell(NamedTuple):
+    """``root`` is called in the model's place; ``write_back`` afterwards takes over what its forward has set."""
+
+    root: nn.Module
+    write_back: Callable[[], None]
+
+
+def make_shell(
+    model: nn.Module,
+    residents: Mapping[int, nn.Parameter],
+    engines: Mapping[int, Callable[..., Any]],
+    loss: Callable[..., Any] | None,
+) -> Shell:
+    """Copies ``model``'s structure.
+
+    Args:
+        residents: what stands for each parameter, by the ``id`` of the working copy.
+        engines: what to call instead of a module's forward, by the ``id`` of the module.
+        loss: what to call instead of a Hugging Face model's ``loss_function``.
+    """
+    root = replicate(model, dict(residents), lambda tensor: tensor, Modes.of(Structure([model])))
+    on_cpu = []
+    for module, copy in pairs(model, root):
+        engine = engines.get(id(module))
+        if engine is not None:
+            copy.__dict__["forward"] = engine
+            if not is_sequence(module):  # whose own hooks its layers do not know
+                copy.__dict__.update((name, OrderedDict()) for name in _HOOKS)
+        else:
+            on_cpu.append((module, copy))
+        if copy.__dict__.get("gradient_checkpointing"):
+            copy.__dict__["gradient_checkpointing"] = False  # engines recompute already
+        if loss is not None and isinstance(getattr(type(module), "loss_function", None), property):
+            copy.__dict__["_loss_function"] = loss
+    ours = {id(resident) for resident in residents.values()}
+    return Shell(root, lambda: _write_back(on_cpu, ours))
+
+
+def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], residents: set[int]) -> None:
+    """What forwards have set on copies goes to the modules; what was written in place is the modules' own memory."""
+    for module, copy in on_cpu:
+        for name, value in copy._buffers.items():
+            if value is not module._buffers.get(name):
+                module._buffers[name] = value
+        for name, value in attributes_set(module, copy):
+            if name not in _SET_HERE:
+                module.__dict__[name] = value
+        for name, value in copy.__dict__.items():
+            is_set = isinstance(value, torch.Tensor) and value is not module.__dict__.get(name)
+            if is_set and id(value) not in residents:
+                module.__dict__[name] = value

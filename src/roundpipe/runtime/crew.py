@@ -1,0 +1,43 @@
+"""The devices of one model and what its pipelines share there: a worker thread each, the way up, and slots."""
+
+from collections.abc import Sequence
+
+from ..device import Device
+from ..memory.blocks import HostBlocks
+from ..memory.pinning import HostMemory
+from ..memory.slots import SlotPool
+from ..params.store import ParameterStore
+from .staging import make_sender
+from .worker import Worker
+
+
+class Crew:
+    """One worker per device, in the order of ``devices``, and the round-robin position that carries on from call to
+    call.
+
+    Used by the caller's thread; slots and senders belong to the workers. Holds no reference to an engine.
+    """
+
+    def __init__(self, devices: Sequence[Device], store: ParameterStore, memory: HostMemory) -> None:
+        self.devices = list(devices)
+        self.next_device = 0
+        self.slots = [SlotPool(device) for device in devices]
+        self.blocks = HostBlocks(memory)
+        self.senders = [make_sender(device, store, memory) for device in devices]
+        self.workers = [
+            Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)
+            for device, sender in zip(devices, self.senders, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends the workers after the jobs already submitted, among them the ends of all pipelines, and waits for it."""
+        for worker, sender in zip(self.workers, self.senders, strict=True):
+            worker.submit(sender.close)
+            worker.stop()
+        for worker in self.workers:
+            worker.join()
+        self.blocks.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes in slots by device."""
+        return {device.name: slots.num_bytes for device, slots in zip(self.devices, self.slots, strict=True)}

@@ -1,0 +1,52 @@
+"""The interpreter's own pauses. While it is busy elsewhere nobody queues work, so they are pauses of every device.
+
+[Note: pauses]
+[1] A full garbage collection looks at every object there is and holds the interpreter meanwhile: over half a second
+    once torch, transformers and compiled code are loaded. What is alive when training has settled is frozen, so that
+    collections from then on look only at what came later.
+[2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by default, and a
+    worker wants it back after every operation, which lets go of it.
+"""
+
+import gc
+import sys
+import threading
+import weakref
+
+_SWITCH_INTERVAL_S = 1e-4
+# Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
+_SETTLED = frozenset({4, 16, 128})
+
+_lock = threading.Lock()
+_before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
+
+
+class QuietInterpreter:
+    """Keeps pauses short for as long as it is open. Used by an engine's caller; any number may be open at once."""
+
+    def __init__(self) -> None:
+        self._num_calls = 0
+        with _lock:
+            _before.append(sys.getswitchinterval())
+        sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
+        self._finalizer = weakref.finalize(self, _restore)
+
+    def begin_call(self) -> None:
+        """An engine call begins."""
+        self._num_calls += 1
+        if self._num_calls in _SETTLED:
+            gc.collect()  # because frozen garbage would stay
+            gc.freeze()
+
+    def close(self) -> None:
+        """Everything is as it was before the first of those open, once the last is closed."""
+        self._finalizer()
+
+
+def _restore() -> None:
+    with _lock:
+        first = _before[0]
+        _before.pop()
+        if not _before:
+            sys.setswitchinterval(first)
+            gc.unfreeze()

@@ -1,0 +1,143 @@
+"""Times layers and copies in the few calls that are timed.
+
+Nothing ever waits for a device: a stopwatch keeps pairs of marks, and reads those that were reached when a later visit
+ends. A layer is timed from mark to mark around it, once per visit; its backward from the moment at which the gradient
+of its output is there to that of its input's.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..device import Device, Lane, Mark
+from ..plan.actions import Visit
+from ..plan.measure import Part, ShapeMeasurements, Way
+
+
+class _Sample(NamedTuple):
+    record: Callable[[float], None]
+    begin: Mark
+    end: Mark
+
+
+class Stopwatch:
+    """What was marked on one device and not read yet. Filled and read by its worker, and by backwards it waits for."""
+
+    def __init__(self) -> None:
+        self._unread: deque[_Sample] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Stopwatch: {len(self._unread)} unread>"
+
+    def add(self, record: Callable[[float], None], begin: Mark, end: Mark) -> None:
+        """``record`` gets the milliseconds between the marks."""
+        self._unread.append(_Sample(record, begin, end))
+
+    def read(self) -> None:
+        """Hands on what the device has come past, in order."""
+        while self._unread:
+            record, begin, end = self._unread[0]
+            seconds = end.seconds_since(begin)
+            if seconds is None:
+                return
+            self._unread.popleft()
+            record(1e3 * seconds)
+
+
+class Timer:
+    """Of a visit that is not timed."""
+
+    def layer(self, part: Part, layer: int, microbatch: int) -> AbstractContextManager[None]:
+        """The block runs a layer."""
+        return nullcontext()
+
+    def made(self, layer: int, microbatch: int, output: Any) -> None:
+        """A layer's output, in the graph that ``backward`` will run through."""
+
+    def backward(self, layers: range, microbatch: int) -> AbstractContextManager[None]:
+        """The block runs the backward of ``layers``, and first the loss if there is one."""
+        return nullcontext()
+
+    def copies(self, way: Way, lane: Lane, num_bytes: int) -> AbstractContextManager[None]:
+        """The block queues copies, so many bytes in all."""
+        return nullcontext()
+
+
+class VisitTimer(Timer):
+    """Of a timed visit.
+
+    Args:
+        microbatch: the one whose layers are timed.
+    """
+
+    def __init__(self, watch: Stopwatch, measured: ShapeMeasurements, compute: Lane, microbatch: int) -> None:
+        self._watch = watch
+        self._measured = measured
+        self._compute = compute
+        self._microbatch = microbatch
+        self._arrived: dict[int, Mark] = {}  # by layer, when the gradient of its output was there
+
+    @contextmanager
+    def layer(self, part: Part, layer: int, microbatch: int) -> Iterator[None]:
+        if microbatch != self._microbatch:
+            yield
+            return
+        begin = self._compute.mark()
+        yield
+        self._add(part, layer, begin, self._compute.mark())
+
+    def made(self, layer: int, microbatch: int, output: Any) -> None:
+        if microbatch != self._microbatch:
+            return
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(partial(self._note_arrival, layer))
+                return
+
+    def _note_arrival(self, layer: int, gradient: torch.Tensor) -> None:
+        self._arrived[layer] = self._compute.mark()
+
+    @contextmanager
+    def backward(self, layers: range, microbatch: int) -> Iterator[None]:
+        if microbatch != self._microbatch or not layers:
+            yield
+            return
+        self._arrived.clear()
+        begin = self._compute.mark()
+        yield
+        end = self._compute.mark()
+        for layer in reversed(layers):
+            below = self._arrived.get(layer - 1) if layer > layers.start else None
+            self._add("backward", layer, begin, below or end)
+            if below is None:
+                return
+            begin = below
+
+    @contextmanager
+    def copies(self, way: Way, lane: Lane, num_bytes: int) -> Iterator[None]:
+        begin = lane.mark()
+        yield
+        self._watch.add(partial(self._measured.rates.record_copy, way, num_bytes), begin, lane.mark())
+
+    def _add(self, part: Part, layer: int, begin: Mark, end: Mark) -> None:
+        self._watch.add(partial(self._measured.record_time, part, layer), begin, end)
+
+
+_UNTIMED = Timer()
+
+
+def timer_of(visit: Visit, device: Device, watch: Stopwatch, measured: ShapeMeasurements | None) -> Timer:
+    """``measured``: None if the visit is not timed.
+
+    Neither the first microbatch is timed, which opens the layers, nor the last, which lands their gradients, if there
+    is another one.
+    """
+    if measured is None:
+        return _UNTIMED
+    num_microbatches = len(visit.microbatches)
+    return VisitTimer(watch, measured, device.compute, visit.microbatches[1 if num_microbatches > 2 else 0])

@@ -1,0 +1,177 @@
+"""Ctrl-C at any moment of an engine call: the call counts whole or not at all, and the next one is right.
+
+Python raises KeyboardInterrupt where a function begins or a built-in one has returned. A profile function sends the
+signal at the n-th such place of the main thread, for n spread evenly over the whole call: also behind its last wait,
+where the generator is given back, buffers are written and gradients are committed one after the other.
+"""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe
+from device_sets import ONE
+from engines import Engines, engine_gradients, engine_weights, run_batch
+from models import MLP_WIDTH, mlp_batch
+from reference import Tensors, buffers_of
+from roundpipe import ModelExecutePlan, RoundPipe
+
+BATCH = mlp_batch(rows=4)
+PLAN = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 4), range(2)])
+WATCHED = (str(Path(roundpipe.__file__).parent), contextlib.__file__, threading.__file__)
+NUM_PLACES = 40
+
+
+class Places:
+    """Counts the places at which the calling thread can be interrupted inside the engine; sends SIGINT at one."""
+
+    def __init__(self, place: int = -1) -> None:
+        self.count = 0
+        self._place = place
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        sys.setprofile(self._come_to)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _come_to(self, frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(WATCHED):
+            self.count += 1
+            if self.count == self._place:
+                signal.raise_signal(signal.SIGINT)
+
+
+def make_engine(engines: Engines) -> RoundPipe:
+    """Dropout, so that the generator moves; batch norm, so that buffers do."""
+    torch.manual_seed(0)
+    linear = [nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(2)]
+    return engines(nn.Sequential(linear[0], nn.BatchNorm1d(MLP_WIDTH), nn.Dropout(0.5), linear[1]), ONE)
+
+
+def call(engine: RoundPipe) -> None:
+    run_batch(engine, BATCH, 2, execute_plan=PLAN)
+
+
+def forward_and_backward(engine: RoundPipe) -> None:
+    engine(*BATCH.args).square().sum().backward()
+
+
+def state(engine: RoundPipe) -> Tensors:
+    """Everything a call changes: gradients, buffers, the generator."""
+    gradients = {f"gradient of {name}": value for name, value in engine_gradients(engine).items()}
+    return {**gradients, **buffers_of(engine.model), "generator": torch.get_rng_state()}
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def places_in(run: Callable[[], None]) -> list[int]:
+    counts = []
+    for _ in range(3):  # some calls do more than others
+        places = Places()
+        with places.watched():
+            run()
+        counts.append(places.count)
+    assert min(counts) > NUM_PLACES
+    return [1 + index * (min(counts) - 1) // (NUM_PLACES - 1) for index in range(NUM_PLACES)]
+
+
+def interrupted(run: Callable[[], None], place: int) -> bool:
+    places = Places(place)
+    try:
+        with places.watched():
+            run()
+    except KeyboardInterrupt:
+        return True
+    assert places.count < place, f"the interrupt at place {place} was swallowed"
+    return False
+
+
+CALLS = {"forward_backward": call, "forward and backward": forward_and_backward}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_counts_whole_or_not_at_all(name: str, engines: Engines) -> None:
+    """`forward` and its `backward` are two calls: between them the buffers and the generator have moved already."""
+    engine = make_engine(engines)
+    call(engine)  # what is learnt only once is learnt
+    CALLS[name](engine)
+    start = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    threads = threading.enumerate()
+
+    def reset() -> None:
+        engine.zero_grad()
+        engine.load_state_dict(start)
+        torch.manual_seed(7)
+
+    reset()
+    before = state(engine)
+    allowed = [before]
+    if name != "forward_backward":
+        engine(*BATCH.args)
+        allowed.append(state(engine))
+    reset()
+    CALLS[name](engine)
+    after = state(engine)
+    allowed.append(after)
+    reset()
+    ends = set()
+    num_interrupted = 0
+    for place in places_in(lambda: CALLS[name](engine)):
+        reset()
+        num_interrupted += interrupted(lambda: CALLS[name](engine), place)
+        found = state(engine)
+        matching = [index for index, one in enumerate(allowed) if same(found, one)]
+        assert matching, f"interrupted at place {place}, it is neither as before the call nor as after it"
+        ends.add(matching[0])
+        reset()
+        CALLS[name](engine)
+        assert same(state(engine), after), f"after an interrupt at place {place} the next call is another one"
+    assert num_interrupted > NUM_PLACES * 0.8, "hardly any interrupt came through"
+    assert {0, len(allowed) - 1} <= ends, "no place was early enough, or none was late enough, to tell"
+    assert threading.enumerate() == threads
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_step_counts_whole_or_not_at_all(is_async: bool, engines: Engines) -> None:
+    """Counted but not queued, it would let everybody after it wait for its weights forever."""
+    engine = make_engine(engines)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=2**-10)
+    call(engine)
+    engine.step(optimizer.step, is_async=False)
+    for master in engine.optim_parameters():
+        master.grad = None
+
+    def step() -> None:
+        engine.step(optimizer.step, is_async=is_async)
+
+    call(engine)
+    num_steps = 0
+    for place in places_in(step):
+        call(engine)
+        gradients, weights = engine_gradients(engine), engine_weights(engine)
+        interrupted(step, place)
+        left = engine_gradients(engine)
+        now = engine_weights(engine)
+        if left:
+            ONE.check(left, gradients)
+            ONE.check(now, weights)
+        else:
+            num_steps += 1
+            ONE.check(now, {name: value - 2**-10 * gradients[name] for name, value in weights.items()}, bitwise=False)
+        engine.zero_grad()
+    assert 0 < num_steps < NUM_PLACES

@@ -1,0 +1,520 @@
+"""Models that are no sequence, through `AutoRoundPipe`: same losses, gradients and weights as without it.
+
+Their parts run on one and on three devices, whatever is between them and outside of them on the CPU. Batches are cut
+for each part, so sums are added in another order: to 1e-6, not to the bit.
+"""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import roundpipe
+from adversaries import Adversaries
+from branching import (
+    WIDTH,
+    Branches,
+    bert_batch,
+    branches_batch,
+    make_bert,
+    make_branches,
+    make_resnet,
+    make_t5,
+    resnet_batch,
+    t5_batch,
+)
+from device_sets import ONE, THREE, DeviceSet
+from models import Batch
+from optimizers import PATIENCE_S, PausingSGD, random_delays
+from reference import Reference, plain_call, weights_of
+from roundpipe import ConfigError, RoundPipeRunConfig
+from roundpipe.auto import AutoRoundPipe
+
+
+class Case(NamedTuple):
+    """A model, its batches, and an upper threshold that leaves something to the CPU."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[..., Batch]
+    upper_threshold: int
+
+
+CASES = {
+    "branches": Case(make_branches, branches_batch, 0),
+    "resnet": Case(make_resnet, resnet_batch, 200),
+    "bert": Case(make_bert, bert_batch, 1100),
+    "t5": Case(make_t5, t5_batch, 100),
+}
+case_by_name = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+one_and_three = pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
+Wrap = Callable[..., AutoRoundPipe]
+
+
+@pytest.fixture
+def wrap() -> Iterator[Wrap]:
+    """Wraps part by part; engines are closed afterwards."""
+    with ExitStack() as stack:
+
+        def make(model: nn.Module, devices: DeviceSet = ONE, **settings: Any) -> AutoRoundPipe:
+            settings.setdefault("upper_threshold", 0)
+            engine = roundpipe.wrap_model_to_roundpipe(
+                model, use_sequential_preset=False, devices=devices.argument, **settings
+            )
+            assert isinstance(engine, AutoRoundPipe)
+            return stack.enter_context(engine)
+
+        yield make
+
+
+def train(engine: AutoRoundPipe, batch: Batch) -> Tensor:
+    """Forward, loss, backward, as a user writes it."""
+    loss = batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(engine: AutoRoundPipe) -> dict[str, Tensor]:
+    engine.synchronize()
+    return {name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+
+
+def frozen_half(model: nn.Module) -> nn.Module:
+    """Every other parameter frozen, the first one too."""
+    for parameter in list(model.parameters())[::2]:
+        parameter.requires_grad_(False)
+    return model
+
+
+@case_by_name
+@one_and_three
+@pytest.mark.parametrize("prepare", [lambda model: model, frozen_half], ids=["all", "half frozen"])
+def test_loss_and_gradients(wrap: Wrap, devices: DeviceSet, case: Case, prepare: Any) -> None:
+    """BC-26: what trains gets its gradient wherever it is, above and below frozen parts; what is frozen gets none."""
+    model, batch = prepare(case.make()), case.batch()
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    engine = wrap(model, devices, upper_threshold=case.upper_threshold)
+    assert 0 < engine.statistics()["cpu_bytes"] < engine.statistics()["working_bytes"]
+    devices.check(train(engine, batch), expected.loss, bitwise=False)
+    devices.check(gradients(engine), expected.gradients, bitwise=False)
+    with torch.no_grad():
+        devices.check(batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label), expected.loss, bitwise=False)
+
+
+@case_by_name
+@one_and_three
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_four_steps(wrap: Wrap, devices: DeviceSet, case: Case, is_async: bool) -> None:
+    """Weights on devices and on the CPU are as stale as those of the written references, however slow the steps."""
+    model = case.make()
+    batches = [case.batch(seed=seed) for seed in range(4)]
+    reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), staleness=int(is_async))
+    engine = wrap(model, devices, upper_threshold=case.upper_threshold)
+    optimizer = PausingSGD(engine.optim_parameters(), pause=random_delays(3), lr=0.01, momentum=0.9)
+    for batch in batches:
+        expected = reference.forward_backward(batch.whole(), batch.loss_fn)
+        reference.step()
+        devices.check(train(engine, batch), expected, bitwise=False)
+        engine.step(optimizer.step, is_async=is_async)
+    engine.synchronize()
+    devices.check(weights_of(model), reference.weights, bitwise=False)
+
+
+def test_accumulation_and_wide_masters(wrap: Wrap) -> None:
+    """bf16 weights: gradients of two calls are added in fp32 and applied to fp32 masters, on the CPU as on devices."""
+    model, batches = make_branches().bfloat16(), [branches_batch(seed=seed) for seed in range(2)]
+    batches = [b._replace(args=(b.args[0].bfloat16(),), loss_fn=_in_fp32(b.loss_fn)) for b in batches]
+    reference = Reference(
+        model, lambda params: torch.optim.SGD(params, lr=0.01), optim_dtype=torch.float32, grad_dtype=torch.bfloat16
+    )
+    engine = wrap(model, optim_dtype=torch.float32, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01)
+    for batch in batches:
+        reference.forward_backward(batch.whole(), batch.loss_fn)
+        train(engine, batch)
+    reference.step()
+    engine.step(optimizer.step, is_async=False)
+    masters = {name: master.detach() for name, master in engine.optim_named_parameters()}
+    assert {master.dtype for master in masters.values()} == {torch.float32}
+    for name, expected in reference.weights.items():
+        torch.testing.assert_close(masters[name], expected, rtol=0, atol=2e-3)
+    untied = [name for name in masters if name != "left.2.weight"]  # whose uses are rounded one by one here
+    assert all(torch.equal(masters[name], reference.weights[name]) for name in untied if "scale" in name)
+
+
+def _in_fp32(loss_fn: Any) -> Any:
+    return lambda output, target: loss_fn(output.float(), target)
+
+
+def test_evaluation_is_never_stale(wrap: Wrap) -> None:
+    """Without grad the newest weights count, also those outside of parts; so they do in every read."""
+    model, batch = make_branches(), branches_batch()
+    reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.1))
+    engine = wrap(model)
+    optimizer = PausingSGD(engine.optim_parameters(), pause=random_delays(1), lr=0.1)
+    reference.forward_backward(batch.whole(), batch.loss_fn)
+    reference.step()
+    train(engine, batch)
+    engine.step(optimizer.step)
+    plain = make_branches()
+    plain.load_state_dict(reference.weights, strict=False)
+    with torch.no_grad():
+        ONE.check(engine(*batch.args), plain(*batch.args), bitwise=False)
+    ONE.check(dict(engine.named_parameters()), reference.weights, bitwise=False)
+
+
+def test_loaded_weights_and_those_changed_in_place(wrap: Wrap) -> None:
+    """Both reach devices, the CPU's part and the masters; a shared weight is one."""
+    model, batch, other = make_branches(), branches_batch(), make_branches()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    engine = wrap(model)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01)
+    train(engine, batch)
+    engine.step(optimizer.step)
+    engine.load_state_dict(other.state_dict())
+    ONE.check(weights_of(model), weights_of(other))
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for twin in (model, other):
+                for parameter in twin.parameters():
+                    parameter.mul_(factor)
+        engine.reload_parameters()
+        with torch.no_grad():
+            ONE.check(engine(*batch.args), other(*batch.args), bitwise=False)
+    reference = Reference(other, lambda params: torch.optim.SGD(params, lr=0.01))
+    reference.forward_backward(batch.whole(), batch.loss_fn)
+    reference.step()
+    train(engine, batch)
+    engine.step(optimizer.step, is_async=False)
+    engine.synchronize()
+    ONE.check(weights_of(model), reference.weights, bitwise=False)
+
+
+def test_steps_and_masters_as_in_any_engine(wrap: Wrap) -> None:
+    """Optimizer contexts, clipping over all parameters, what a step returns, and its errors."""
+    model, batch = make_branches(), branches_batch()
+    plain = copy.deepcopy(model)
+    expected = plain_call(plain, batch.whole(), batch.loss_fn).gradients
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    engine = wrap(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in engine.optim_named_parameters()] == names
+    with roundpipe.OptimizerCtx():
+        assert [id(p) for p in engine.parameters()] == [id(master) for master in engine.optim_parameters()]
+    assert all(a is b for a, b in zip(engine.parameters(), model.parameters(), strict=True))
+    train(engine, batch)
+    handle = engine.step(lambda: roundpipe.clip_grad_norm_(engine, 1.0))
+    torch.testing.assert_close(handle.result(), norm)
+    with pytest.raises(ZeroDivisionError):
+        engine.step(lambda: 1 / 0, is_async=False)
+
+
+@one_and_three
+def test_only_the_input_trains(wrap: Wrap, devices: DeviceSet) -> None:
+    """Inputs that require grad get theirs through all parts, frozen ones too."""
+    model, batch = make_branches(), branches_batch()
+    model.requires_grad_(False)
+    (x,) = batch.args
+    expected = torch.autograd.grad(model(x.requires_grad_()).sum(), x)[0]
+    engine = wrap(model, devices)
+    engine(x).sum().backward()
+    devices.check(x.grad, expected, bitwise=False)
+    assert not gradients(engine)
+
+
+def test_dropout_does_not_depend_on_devices(wrap: Wrap) -> None:
+    """The same masks, in recompute too, on one device and on three; other masks at every call."""
+    batch, found = bert_batch(), []
+    for devices in (ONE, THREE):
+        engine = wrap(make_bert(dropout=0.3), devices, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        torch.manual_seed(5)
+        losses = [train(engine, batch), train(engine, batch)]
+        assert not torch.equal(*losses)
+        found.append({"first": losses[0], "second": losses[1], **gradients(engine)})
+    THREE.check(found[1], found[0])
+
+
+def test_two_forwards_in_one_loss(wrap: Wrap) -> None:
+    """Every parameter is used twice, on devices and on the CPU; a third forward without grad changes nothing."""
+    model = make_branches()
+    first, second = branches_batch(seed=0).args[0], branches_batch(seed=1).args[0]
+    expected = torch.autograd.grad((model(first) * model(second)).sum(), list(model.parameters()))
+    engine = wrap(model)
+    one = engine(first)
+    with torch.no_grad():
+        engine(first)
+    (one * engine(second)).sum().backward()
+    for found, wanted in zip(gradients(engine).values(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_what_hugging_face_models_do_besides(wrap: Wrap) -> None:
+    """Hidden states are collected, autocast reaches every part, checkpointing that was on stays off inside."""
+    model, batch = make_bert(), bert_batch()
+    plain = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    engine = wrap(model, upper_threshold=1100, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain))
+    assert len(found.hidden_states) == 4
+    for one, other in zip([found.loss, *found.hidden_states], [expected.loss, *expected.hidden_states], strict=True):
+        assert torch.equal(one, other)
+    found.loss.backward()
+    expected.loss.backward()
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    ONE.check(gradients(engine), grads, bitwise=False)
+    assert model.is_gradient_checkpointing
+
+
+def test_a_frozen_tower_without_grad(wrap: Wrap) -> None:
+    """A model that runs one part without grad itself: that part keeps to the weights of the forward around it."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+            self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.tower(x)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model, batches = Tower(), [branches_batch(seed=seed) for seed in range(4)]
+    reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.1), staleness=1)
+    engine = wrap(model)
+    optimizer = PausingSGD(engine.optim_parameters(), pause=random_delays(2), lr=0.1)
+    for batch in batches:
+        batch = batch._replace(kwargs={})
+        reference.forward_backward(batch.whole(), batch.loss_fn)
+        reference.step()
+        train(engine, batch)
+        engine.step(optimizer.step)
+    engine.synchronize()
+    ONE.check(weights_of(model), reference.weights, bitwise=False)
+
+
+def test_stale_backward_is_refused(wrap: Wrap) -> None:
+    """A step between forward and backward: the weights of the CPU's part are gone too."""
+    engine = wrap(make_branches())
+    batch = branches_batch()
+    loss = batch.loss_fn(engine(*batch.args), batch.label)
+    engine.step(lambda: None, is_async=False)
+    with pytest.raises(RuntimeError, match="call backward\\(\\) first"):
+        loss.backward()
+
+
+class Explosive(nn.Module):
+    """Raises in its backward while ``armed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        if self.armed and out.requires_grad:
+            out.register_hook(_explode)
+        return out
+
+
+def _explode(_: Tensor) -> None:
+    raise ZeroDivisionError("in a backward")
+
+
+def test_a_failed_backward_leaves_no_gradient(wrap: Wrap) -> None:
+    """The part that fails is reached last: what other parts and the CPU have made by then does not count either."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(Explosive())
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+            self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) * self.scale)
+
+    torch.manual_seed(0)
+    model, batch = Chain(), branches_batch()._replace(kwargs={})
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn).gradients
+    engine = wrap(model)
+    model.first[0].armed = True
+    with pytest.raises(ZeroDivisionError):
+        train(engine, batch)
+    assert not gradients(engine)
+    model.first[0].armed = False
+    train(engine, batch)
+    ONE.check(gradients(engine), expected, bitwise=False)
+
+
+def test_state_that_forwards_write(wrap: Wrap) -> None:
+    """Buffers and attributes set by the model's own code, and by its parts, end up in the user's model."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.register_buffer("total", torch.zeros(()))
+            self.calls = 0
+            self.latest: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.total = self.total + 1
+            self.latest = x
+            return self.norm(self.part(x))
+
+    torch.manual_seed(0)
+    model, x = Counting(), branches_batch().args[0]
+    plain = copy.deepcopy(model)
+    plain(x)
+    engine = wrap(model, skip_modules=[model.norm], model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    engine(x)
+    assert model.calls == 1
+    assert model.latest is x
+    ONE.check(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_hooks_run_once(wrap: Wrap) -> None:
+    """Of the model, of a part, of a sequence that is a part, of a layer in it: as often as in the plain model."""
+    model, x = make_branches(), branches_batch().args[0]
+    seen: list[str] = []
+    for name in ("", "left", "left.0", "blocks.1", "blocks.1.inner"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    with torch.no_grad():
+        wrap(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))(x)
+    assert sorted(seen) == ["", "blocks.1", "blocks.1.inner", "left", "left.0"]
+
+
+def test_the_model_itself_is_untouched(wrap: Wrap) -> None:
+    """Its modules, keys and forward are its own, and work beside the engine."""
+    model, batch = make_branches(), branches_batch()
+    before = [id(module) for module in model.modules()]
+    expected = model(*batch.args)
+    engine = wrap(model)
+    engine(*batch.args)
+    assert engine.model is model
+    assert [id(module) for module in model.modules()] == before
+    assert torch.equal(model(*batch.args), expected)
+    assert engine.state_dict().keys() == model.state_dict().keys()
+
+
+def test_settings_reach_the_right_parts(wrap: Wrap) -> None:
+    """A call's beat the model's; what is said of one part beats both where the rules do; small parts are not cut."""
+    model: Any = make_branches()
+    rows: dict[str, list[int]] = {"left": [], "blocks.0": [], "blocks.2": [], "right": []}
+    for name, seen in rows.items():
+        module = model.get_submodule(name)
+        module = module[0] if isinstance(module, nn.Sequential) else module
+        module.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(len(args[0])))
+    engine = wrap(
+        model,
+        lower_threshold=100,
+        model_run_config=RoundPipeRunConfig(num_microbatch=2),
+        override_config={model.right: RoundPipeRunConfig(num_microbatch=3)},
+    )
+    x = torch.randn(6, WIDTH)
+    with torch.no_grad():
+        engine(x)
+        assert rows == {"left": [3, 3], "right": [2, 2, 2], "blocks.0": [3, 3], "blocks.2": [3, 3]}
+        engine(x, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+    assert [len(seen) for seen in rows.values()] == [3, 3, 3, 4]
+
+
+def test_outputs_between_elements_of_a_list(wrap: Wrap) -> None:
+    """They stay in microbatches until somebody looks; then they are the tensor of the plain model."""
+
+    class Looking(Branches):
+        def forward(self, x: Tensor, **_: Any) -> Any:
+            seen = []
+            for index, block in enumerate(self.blocks):
+                x = block(x, shift=index)
+                seen.append(x)
+            return x, seen, (seen[0] + seen[1][:, :2].sum()).shape
+
+    torch.manual_seed(0)
+    model = Looking()
+    (x,) = branches_batch().args
+    expected, all_expected, shape = model(x)
+    grads = torch.autograd.grad(expected.sum() + all_expected[0].square().sum(), list(model.blocks.parameters()))
+    engine = wrap(model, THREE)
+    output, seen, found_shape = engine(x)
+    assert found_shape == shape
+    for one, other in zip([output, *seen], [expected, *all_expected], strict=True):
+        assert isinstance(one, Tensor)
+        THREE.check(one, other, bitwise=False)
+    (output.sum() + seen[0].square().sum()).backward()
+    found = gradients(engine)
+    for (name, _), wanted in zip(model.blocks.named_parameters(prefix="blocks"), grads, strict=True):
+        THREE.check(found[name], wanted, bitwise=False)
+
+
+def test_what_it_refuses(wrap: Wrap) -> None:
+    """Clear errors for what only a sequence, or only one engine, can do."""
+    model, batch = make_branches(), branches_batch()
+    engine = wrap(model)
+    with pytest.raises(ConfigError, match=r"no forward_backward.*loss.backward\(\)"):
+        engine.forward_backward(batch.args)
+    with pytest.raises(ConfigError, match="split_input.*override_config"):
+        engine(*batch.args, roundpipe_run_config=RoundPipeRunConfig(split_input=lambda *_: None))
+    engine.model.blocks.append(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="wrap the model again"):
+        engine(*batch.args)
+    del engine.model.blocks[-1]
+
+
+@pytest.mark.parametrize("name", ["branches", "t5"])
+def test_no_wait_is_missing_between_parts(name: str) -> None:
+    """On devices that copy late and poison freed memory: every hand-over between parts and the CPU is waited for."""
+    case, devices = CASES[name], Adversaries(3)
+    model, batches = case.make(), [case.batch(seed=seed) for seed in range(2)]
+    reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.01), staleness=1)
+    with roundpipe.wrap_model_to_roundpipe(
+        model, devices=devices.argument, upper_threshold=case.upper_threshold
+    ) as engine:
+        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01)
+        for batch in batches:
+            reference.forward_backward(batch.whole(), batch.loss_fn)
+            reference.step()
+            train(engine, batch)
+            engine.step(optimizer.step)
+    THREE.check(weights_of(model), reference.weights, bitwise=False)
+    assert not devices.faults
+
+
+def test_a_forgotten_engine_leaves_no_thread() -> None:
+    """No part, shell or graph keeps it alive; its finalizer ends the threads that all parts share."""
+    before = set(threading.enumerate())
+    engine = roundpipe.wrap_model_to_roundpipe(make_branches(), devices=2, upper_threshold=0)
+    engine(*branches_batch().args).sum().backward()
+    reference = weakref.ref(engine)
+    del engine
+    assert reference() is None
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_closing_frees_everything(wrap: Wrap) -> None:
+    """One optimizer thread and one worker per device for all parts; none is left afterwards."""
+    before = set(threading.enumerate())
+    engine = wrap(make_branches(), THREE)
+    started = sorted(thread.name for thread in set(threading.enumerate()) - before)
+    assert started == ["roundpipe-optimizer", *(f"roundpipe-worker-virtual:{index}" for index in range(3))]
+    train(engine, branches_batch())
+    engine.close()
+    assert set(threading.enumerate()) == before
+    assert set(engine.statistics()["slot_bytes"].values()) == {0}
+    with pytest.raises(roundpipe.ClosedError):
+        engine(torch.zeros(2, WIDTH))

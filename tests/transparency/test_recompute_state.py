@@ -1,0 +1,227 @@
+"""Layers whose output depends on what they remember: the recompute sees what the forward saw, and remembers nothing.
+
+Each kind of memory is tried in the middle of three microbatches and three calls, so that it differs in every forward.
+The oracle is the plain model, run microbatch by microbatch.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adversaries import Adversaries
+from device_sets import ONE, TWO, DeviceSet
+from engines import Engines, engine_gradients, run_batch
+from late_work import LATE, make_pausing, open_gate
+from models import MLP_WIDTH, mlp_batch
+from optimizers import Gate
+from reference import buffers_of, plain_call
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+
+BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
+PLANS = {
+    "one layer each": ModelExecutePlan(
+        fwd_plan=[range(i, i + 1) for i in range(3)], bwd_plan=[range(i, i + 1) for i in range(3, -1, -1)]
+    ),
+    "whole stages": ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3, 4), range(3)]),
+}
+
+
+class Remembering(nn.Module):
+    """Holds a running mean in a buffer."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(MLP_WIDTH))
+        self.register_buffer("fixed", torch.linspace(1, 2, MLP_WIDTH))
+        self.weight = nn.Parameter(torch.ones(MLP_WIDTH))
+
+
+class InPlace(Remembering):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(hidden.detach().mean(0))
+        return hidden * self.weight * self.fixed + hidden.square() * self.mean
+
+
+class Replaced(Remembering):
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = hidden * self.weight + hidden.square() * self.mean
+        self.mean = self.mean * 0.5 + hidden.detach().mean(0)
+        return output
+
+
+class Silent(Remembering):
+    """Through a kernel that does not raise the buffer's version, and without a counter."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = nn.functional.batch_norm(hidden, self.mean, torch.ones_like(self.mean), self.weight, training=True)
+        return hidden + hidden.square() * self.mean
+
+
+class NowAndThen(Remembering):
+    """Writes only in the fifth forward, when everybody takes it for one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        output = hidden * self.weight + hidden.square() * self.mean.clone()
+        if self.count == 5:
+            self.mean.add_(hidden.detach().mean(0))
+        return output
+
+
+class Attribute(Remembering):
+    """Made by the first forward, and deleted by every third."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.factor = getattr(self, "factor", 1.0) * 1.5
+        output = hidden * self.weight * self.factor
+        if self.factor > 3:
+            del self.factor
+        return output
+
+
+class Carrying(Remembering):
+    """From microbatch to microbatch, in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.zeros(MLP_WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = hidden * self.weight + hidden.square() * self.last.clone()
+        self.last += hidden.detach().mean(0)
+        return output
+
+
+class Shared(nn.Module):
+    """Two modules hold one buffer: what one writes the other reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer, self.reader = InPlace(), Replaced()
+        self.reader.mean = self.writer.mean
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.writer(hidden)
+        return hidden * self.reader.weight + hidden.square() * self.reader.mean
+
+
+def spectral() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(MLP_WIDTH, MLP_WIDTH))
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "in place": InPlace,
+    "replaced": Replaced,
+    "silently": Silent,
+    "now and then": NowAndThen,
+    "attribute": Attribute,
+    "shared by two modules": Shared,
+    "spectral norm": spectral,
+    "batch norm": lambda: nn.BatchNorm1d(MLP_WIDTH),
+}
+
+
+def make_model(kind: Callable[[], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+    return nn.Sequential(first, kind(), nn.Tanh(), last)
+
+
+@pytest.mark.parametrize(("plan", "grain"), [("one layer each", "stage"), ("whole stages", "layer")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_recompute_sees_what_the_forward_saw(
+    kind: str, plan: str, grain: str, devices: DeviceSet, engines: Engines
+) -> None:
+    model = make_model(KINDS[kind])
+    plain = copy.deepcopy(model)
+    engine = engines(model, devices)
+    for batch in BATCHES:
+        expected = plain_call(plain, batch.split(3), batch.loss_fn)
+        loss = run_batch(engine, batch, 3, execute_plan=PLANS[plan], recompute_grain=grain)
+        devices.check(loss, expected.loss)
+        devices.check(engine_gradients(engine), expected.gradients)
+        devices.check(buffers_of(model), buffers_of(plain))
+        engine.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "carrying"])
+def test_a_backward_of_the_users_own_sees_it_too(kind: str, devices: DeviceSet, engines: Engines) -> None:
+    """By then the user's modules have everything that the forward wrote."""
+    model = make_model(KINDS.get(kind, Carrying))
+    batch = BATCHES[0]
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    plan = PLANS["whole stages"]
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain="layer", merge_output=False)
+    outputs = engine(*batch.args, roundpipe_run_config=config)
+    losses = [batch.loss_fn(o, label) for o, label in zip(outputs, batch.label.chunk(3), strict=True)]
+    torch.stack(losses).sum().backward()
+    devices.check(engine_gradients(engine), expected.gradients)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_waits_for_who_made_it(kind: str, count: int, engines: Engines) -> None:
+    adversaries = Adversaries(count)
+    model = make_model(KINDS[kind])
+    plain = copy.deepcopy(model)
+    engine = engines(model, adversaries)  # type: ignore[arg-type]
+    for batch in BATCHES:
+        expected = plain_call(plain, batch.split(3), batch.loss_fn)
+        run_batch(engine, batch, 3, execute_plan=PLANS["one layer each"], recompute_grain="layer")
+        ONE.check(engine_gradients(engine), expected.gradients)
+        ONE.check(buffers_of(model), buffers_of(plain))
+        engine.zero_grad()
+    assert adversaries.faults == []
+
+
+class Scaled(nn.Module):
+    """By a buffer and by a number, neither of which a forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((MLP_WIDTH,), 2.0))
+        self.number = 3.0
+        self.weight = nn.Parameter(torch.ones(MLP_WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight * self.scale * self.number
+
+
+def replace_buffer(layer: Any) -> None:
+    layer.scale = torch.full((MLP_WIDTH,), 5.0)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "buffer": lambda layer: layer.scale.fill_(5.0),
+    "another buffer": replace_buffer,
+    "attribute": lambda layer: setattr(layer, "number", 5.0),
+    "new attribute": lambda layer: setattr(layer, "another", 5.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
+def test_what_the_user_changes_after_the_call_is_for_the_next_one(
+    change: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """A late visit recomputes what the call computed."""
+    batch = BATCHES[0]
+    expected = plain_call(make_pausing(open_gate(), Scaled(), nn.Tanh()), batch.split(2), batch.loss_fn)
+    gate = Gate()
+    model = make_pausing(gate, Scaled(), nn.Tanh())
+    engine = engines(model, devices)
+    run_batch(engine, batch, 2, execute_plan=LATE)
+    CHANGES[change](model[1])
+    gate.open()
+    devices.check(engine_gradients(engine), expected.gradients)

@@ -1,0 +1,40 @@
+"""Short pauses while an engine with an accelerator is open, and the interpreter as it was before afterwards."""
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from roundpipe.runtime.interpreter import QuietInterpreter
+
+
+@pytest.fixture(autouse=True)
+def unchanged() -> Iterator[None]:
+    before, frozen = sys.getswitchinterval(), gc.get_freeze_count()
+    yield
+    assert (sys.getswitchinterval(), gc.get_freeze_count()) == (before, frozen)
+
+
+def test_what_has_settled_is_not_collected_again_until_the_end() -> None:
+    quiet = QuietInterpreter()
+    frozen = [gc.get_freeze_count()]
+    for _ in range(16):
+        quiet.begin_call()
+        frozen.append(gc.get_freeze_count())
+    quiet.close()
+    quiet.close()
+    assert frozen[3] == 0 < frozen[4] <= frozen[16]
+
+
+def test_the_last_one_open_restores_everything() -> None:
+    before = sys.getswitchinterval()
+    first, second = QuietInterpreter(), QuietInterpreter()
+    first.close()
+    assert sys.getswitchinterval() < before
+    second.close()
+
+
+def test_one_that_was_never_closed_ends_with_its_engine() -> None:
+    quiet = QuietInterpreter()
+    del quiet
