@@ -1,11 +1,11 @@
 """What the presets of causal language models share: the state between layers, head and loss, microbatching.
 
-Knows nothing of any architecture's blocks. The rule all of it serves: the losses of microbatches *add up*.
+Knows nothing of any architecture's blocks.
 """
 
-import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -14,48 +14,36 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
-from ..microbatch import merge, split
+from ..microbatch import split
+from ..runtime.wanted import only_loss_is_wanted
+from .calling import by_name
+from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
+from .preset import Cut
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
 _FLASH_OFFSETS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
-_LOSS_KWARGS = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
-class State(TypedDict):
-    """What travels from layer to layer. Only ``hidden_states`` carries a gradient."""
+class LossState(TypedDict):
+    """The part of what travels that the last layer reads; each architecture adds what its blocks read."""
 
     hidden_states: torch.Tensor  # (rows, tokens, hidden)
-    masks: dict[str, Any]  # by kind of attention: what the attention implementation takes, None where it needs none
-    position_embeddings: tuple[torch.Tensor, torch.Tensor]  # cos, sin
-    position_ids: torch.Tensor  # (rows or 1, tokens)
     block_kwargs: dict[str, Any]  # for every block (offsets of packed sequences, ...)
     labels: torch.Tensor | None
     logits_to_keep: int | torch.Tensor
     loss_kwargs: dict[str, Any]
-    loss_weight: float | None  # see `split_batch`
+    loss_weight: float | None  # see loss.py
+    skip_logits: bool | None  # see `wants_only_loss`
 
 
-class Loss:
-    """The model's ``loss_function`` as it is when called, so that assigning another one takes effect.
-
-    Not a module, on purpose: a suffix that registered the model would own every layer's parameters.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    def __call__(self, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = self._model.loss_function(**kwargs)
-        return loss
-
-    def takes_num_items(self) -> bool:
-        """Whether the loss can be told by how much to divide (every loss of transformers for causal LMs can)."""
-        return "num_items_in_batch" in inspect.signature(self._model.loss_function).parameters
+Readout = Callable[["HeadAndLoss", torch.Tensor, torch.Tensor | None], Any]
 
 
 class HeadAndLoss(nn.Module):
     """Last layer: final norm, head, and the loss when labels were given."""
+
+    output_class: type[Any] = CausalLMOutputWithPast
 
     def __init__(self, model: PreTrainedModel, norm: nn.Module, head: nn.Module) -> None:
         super().__init__()
@@ -64,43 +52,38 @@ class HeadAndLoss(nn.Module):
         self.config = model.config
         self.loss = Loss(model)
 
-    def forward(self, state: State) -> CausalLMOutputWithPast:
+    def forward(self, state: LossState) -> Any:
+        """The model's output. Its past is always None: in training no cache is built.
+
+        A call with ``readout=function`` gets what ``function(self, hidden_states, labels)`` makes of the last hidden
+        states in place of it, without logits.
+        """
+        readout: Readout | None = state["loss_kwargs"].get("readout")
+        if readout is not None:
+            return readout(self, self.norm(state["hidden_states"]), state["labels"])
+        logits, loss = self.logits_and_loss(state)
+        return self.output_class(loss=loss, logits=logits)
+
+    def logits_and_loss(self, state: LossState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """No logits where only the loss is wanted."""
         hidden_states = self.norm(state["hidden_states"])
-        keep = state["logits_to_keep"]
-        logits = self.head(hidden_states[:, slice(-keep, None) if isinstance(keep, int) else keep, :])
-        loss = None
-        if state["labels"] is not None:
-            loss = self._loss(logits, state["labels"], state)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]  # FloatTensor, says its stub
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, state: State) -> torch.Tensor:
+        keep, labels = state["logits_to_keep"], state["labels"]
+        kept = hidden_states[:, slice(-keep, None) if isinstance(keep, int) else keep, :]
+        if labels is None:
+            return self.head(kept), None
+        skips = wants_only_loss(state["skip_logits"])
+        if skips and is_plain_linear(self.head) and self.loss.is_token_mean():
+            return None, chunked(kept, self.head, labels, state["loss_kwargs"])
+        logits = self.head(kept)
+        kwargs = {"vocab_size": self.config.vocab_size, **state["block_kwargs"], **state["loss_kwargs"]}
         weight = state["loss_weight"]
-        if weight == 0.0:  # a mean over no tokens is nan, and nan times zero too
-            return logits.float().sum() * 0.0
-        kwargs = state["block_kwargs"] | state["loss_kwargs"]
-        loss = self.loss(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return loss if weight is None else loss * weight
+        loss = weighted(logits, weight, lambda: self.loss.function(logits=logits, labels=labels, **kwargs))
+        return None if skips else logits, loss
 
 
-def take_loss_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Moves what only the loss reads out of ``kwargs``: blocks ignore it, and compiled ones would recompile for it."""
-    return {name: kwargs.pop(name) for name in _LOSS_KWARGS if name in kwargs}
-
-
-def refuse_unsupported(config: Any, past_key_values: Any, use_cache: bool | None, kwargs: dict[str, Any]) -> None:
-    """Raises for what the model's own forward would do and a sequence of blocks cannot."""
-    if past_key_values is not None or use_cache:
-        raise ConfigError("the pipeline keeps no key-value cache; leave out past_key_values and use_cache=True")
-    for name in ("output_hidden_states", "output_attentions"):
-        if kwargs.get(name, getattr(config, name, False)):
-            raise ConfigError(f"{name}=True: what each block returns is not collected by the pipeline; leave it out")
-    for name in ("adapter_names", "alora_offsets", "task_ids"):
-        if kwargs.get(name) is not None:
-            raise ConfigError(f"{name}: one adapter serves the whole batch in the pipeline; leave it out")
-    if config._attn_implementation == "flex_attention":
-        raise ConfigError("flex_attention's BlockMask cannot move between devices; load the model with sdpa or flash")
-    if kwargs.pop("return_dict", None) is False or not config.return_dict:
-        raise ConfigError("return_dict=False: the pipeline returns a ModelOutput; use its to_tuple()")
+def wants_only_loss(skip_logits: bool | None) -> bool:
+    """``skip_logits`` of the call, the argument that Liger's models take; where it says nothing, the engine knows."""
+    return only_loss_is_wanted() if skip_logits is None else skip_logits
 
 
 def split_batch(
@@ -108,11 +91,10 @@ def split_batch(
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that of the batch.
 
-    A mean over the batch's valid tokens becomes a sum over microbatches by dividing each by the *batch's* count:
-    given as ``num_items_in_batch`` where the loss takes it, else by weighting each microbatch's own mean. A single
-    microbatch is left alone and so stays identical to the model's own forward to the bit.
+    What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left alone and so stays
+    identical to the model's own forward to the bit.
     """
-    named = _by_name(model, args, kwargs)
+    named = by_name(type(model), args, kwargs)
     _warn_if_documents_leak(named)
     whole = {name: named.pop(name) for name in _NEVER_CUT | _FLASH_OFFSETS if name in named}
     parts = [part | whole for _, part in split((), named, None, n).inputs]
@@ -125,24 +107,6 @@ def split_batch(
         if named.get("labels") is not None and whole.get("num_items_in_batch") is None:
             _make_losses_add_up(Loss(model), named, parts)
     return [()] * len(parts), parts
-
-
-def merge_outputs(outputs: Sequence[CausalLMOutputWithPast], rows: Sequence[int]) -> CausalLMOutputWithPast:
-    """Logits row by row; the losses' sum, which `split_batch` (or the caller's ``num_items_in_batch``) made exact."""
-    if len(outputs) == 1:
-        return outputs[0]
-    losses = [output.loss for output in outputs if output.loss is not None]
-    return CausalLMOutputWithPast(
-        loss=sum(losses[1:], losses[0]) if losses else None,
-        logits=merge([output.logits for output in outputs], rows),
-    )
-
-
-def _by_name(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    named: dict[str, Any] = dict(inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments)
-    del named["self"]
-    more: dict[str, Any] = named.pop("kwargs", {})
-    return named | more
 
 
 def _make_losses_add_up(loss: Loss, batch: dict[str, Any], parts: list[dict[str, Any]]) -> None:
@@ -173,3 +137,18 @@ def _warn_if_documents_leak(kwargs: dict[str, Any]) -> None:
             "attend to each other, as in the plain model. Leave the mask out to keep them apart.",
             stacklevel=2,
         )
+
+
+def assemble(
+    model: PreTrainedModel,
+    prefix: nn.Module,
+    blocks: Iterable[nn.Module],
+    suffix: nn.Module,
+    split_input: Callable[..., Any] = split_batch,
+) -> Cut:
+    """A decoder of these layers, microbatched as causal language models are."""
+    return Cut(
+        sequential=nn.Sequential(prefix, *blocks, suffix),
+        split_input=partial(split_input, model),
+        merge_output=merge_outputs,
+    )

@@ -4,8 +4,6 @@ Bit-exact against ``LlamaForCausalLM.forward`` without a cache. Decoders of the 
 differ only in which mask each block takes, so their presets are `cut_decoder` with other kinds.
 """
 
-import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +11,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .causal_lm import HeadAndLoss, State, merge_outputs, refuse_unsupported, split_batch, take_loss_kwargs
+from .calling import causal_config, refuse_cache, refuse_unsupported, run_block
+from .causal_lm import HeadAndLoss, LossState, assemble
+from .loss import take_loss_kwargs
 from .preset import Cut
 
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class State(LossState):
+    """What travels from layer to layer. Only ``hidden_states`` carries a gradient."""
+
+    masks: dict[str, Any]  # by kind of attention: what the attention implementation takes, None where it needs none
+    position_embeddings: tuple[torch.Tensor, torch.Tensor]  # cos, sin
+    position_ids: torch.Tensor  # (rows or 1, tokens)
 
 
 class Prefix(nn.Module):
@@ -40,9 +48,11 @@ class Prefix(nn.Module):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         loss_weight: float | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> State:
-        refuse_unsupported(self.config, past_key_values, use_cache, kwargs)
+        refuse_cache(past_key_values, use_cache)
+        refuse_unsupported(self.config, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         hidden_states: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -59,6 +69,7 @@ class Prefix(nn.Module):
             logits_to_keep=logits_to_keep,
             loss_kwargs=take_loss_kwargs(kwargs),
             loss_weight=loss_weight,
+            skip_logits=skip_logits,
             block_kwargs=kwargs,
         )
 
@@ -67,13 +78,7 @@ class Prefix(nn.Module):
     ) -> dict[str, Any]:
         if isinstance(attention_mask, dict):  # made by the caller already
             return attention_mask
-        config = self.config
-        is_causal = kwargs.get("is_causal", getattr(config, "is_causal", None))
-        if is_causal is not None:
-            # transformers lets a call override the config's; a copy, for other microbatches read the model's meanwhile.
-            kwargs["is_causal"] = is_causal
-            config = copy.copy(config)
-            config.is_causal = is_causal
+        config = causal_config(self.config, kwargs)
         return {
             kind: _MASKS[kind](config, embeds, attention_mask, past_key_values=None, position_ids=position_ids)
             for kind in self.kinds
@@ -89,9 +94,7 @@ class Block(nn.Module):
         self.kind = kind
 
     def forward(self, state: State) -> State:
-        # `nn.Module.__call__` and not `self.block(...)`: hooks run all the same, but the checkpointing that
-        # `gradient_checkpointing_enable` puts into the block's own `__call__` does not. The engine recomputes already.
-        hidden_states = nn.Module.__call__(
+        hidden_states = run_block(
             self.block,
             state["hidden_states"],
             attention_mask=state["masks"][self.kind],
@@ -108,14 +111,11 @@ def cut_decoder(model: PreTrainedModel, kinds: list[str]) -> Cut:
     """Cuts a decoder of Llama's shape whose block ``i`` attends as ``kinds[i]`` says."""
     backbone: Any = model.model
     blocks = backbone.layers[: model.config.num_hidden_layers]
-    return Cut(
-        sequential=nn.Sequential(
-            Prefix(backbone, kinds),
-            *(Block(block, kind) for block, kind in zip(blocks, kinds, strict=True)),
-            HeadAndLoss(model, backbone.norm, model.lm_head),
-        ),
-        split_input=partial(split_batch, model),
-        merge_output=merge_outputs,
+    return assemble(
+        model,
+        Prefix(backbone, kinds),
+        [Block(block, kind) for block, kind in zip(blocks, kinds, strict=True)],
+        HeadAndLoss(model, backbone.norm, model.lm_head),
     )
 
 

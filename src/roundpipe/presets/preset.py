@@ -6,6 +6,7 @@ import it, is only loaded for a model whose class came from there.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,25 +43,58 @@ class Cut:
     merge_output: MergeOutput
 
 
+class DoesNotFit(Exception):
+    """Why a model that has no preset of its own cannot be cut by the generic one."""
+
+
 # Class of the model -> file in this folder with `cut(model) -> Cut`.
 _PRESETS = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
     "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "qwen3_moe",
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2",
+    "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
 }
 
 
 def cut(model: nn.Module) -> Cut | None:
-    """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture; None if there is none."""
+    """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture, else the generic one.
+
+    None if neither fits; the log says why where the model is a causal language model.
+    """
     base = base_of(model)
     preset = _preset_of(type(base))
-    if preset is None:
+    if preset is not None:
+        made: Cut = import_module(f"{__package__}.{preset}").cut(base)
+    elif (generic := _generic_for(base)) is not None:
+        try:
+            made = generic.cut(base)
+        except DoesNotFit as reason:
+            logger.warning("%s has no preset, and the generic one does not fit: %s", type(base).__name__, reason)
+            return None
+    else:
         return None
-    made: Cut = import_module(f"{__package__}.{preset}").cut(base)
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
     return made
+
+
+def has_own_preset(model: nn.Module) -> bool:
+    """Whether `cut` knows the architecture, rather than trying the generic preset."""
+    return _preset_of(type(base_of(model))) is not None
+
+
+def _generic_for(model: nn.Module) -> Any:
+    """The generic preset's module for a causal language model of transformers, which is not imported for others."""
+    transformers: Any = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return None
+    from . import decoder
+
+    return decoder if decoder.is_causal_lm(model) else None
 
 
 def _preset_of(cls: type) -> str | None:

@@ -1,0 +1,171 @@
+"""A model's own forward, run in parts: up to its first block, and from its last block on.
+
+[Note: the model's own forward] Nothing of an unknown architecture's masks, positions, scalings or soft caps is written
+down here. The model's forward itself runs, on a shallow copy of the model whose blocks are stand-ins. In the first part
+they note what each block is called with, and the last one ends the run. In the last part they let pass what they are
+given, but for the last one, which returns the true hidden states. What comes before the blocks runs once more there, on
+embeddings of zeros: a few small kernels, and what they make is not used.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class BlockCall(NamedTuple):
+    """What the model calls one block with besides the hidden states, which come first."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Blocks(NamedTuple):
+    """Where a model's list of blocks is, and what a block returns.
+
+    ``path``: names of attributes from the model to the list. ``num_returned``: the length of the tuple of which hidden
+    states are the first; None if a block returns them alone.
+    """
+
+    path: tuple[str, ...]
+    number: int
+    num_returned: int | None
+
+    def returned(self, hidden_states: torch.Tensor) -> Any:
+        """As a block would return it."""
+        return hidden_states if self.num_returned is None else (hidden_states, *[None] * (self.num_returned - 1))
+
+
+class _Original:
+    """The model's containers, from itself down to the one that holds the blocks.
+
+    No module and no plain container, on purpose: a part that owned the model would own every layer's parameters.
+    """
+
+    def __init__(self, model: nn.Module, path: Sequence[str]) -> None:
+        self.containers = [model]
+        for name in path[:-1]:
+            self.containers.append(getattr(self.containers[-1], name))
+
+
+class Part(nn.Module):
+    """The modules that one part of ``model``'s forward calls, and what its containers hold themselves.
+
+    ``is_called`` says of each module directly in a container, by its name from the model on, whether it is called.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Blocks, is_called: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.original = _Original(model, blocks.path)
+        self.owned = nn.ModuleList()
+        for depth, (container, inner) in enumerate(zip(self.original.containers, blocks.path, strict=True)):
+            owned = nn.Module()
+            owned._parameters = dict(container._parameters)
+            owned._buffers = dict(container._buffers)
+            for name, child in container.named_children():
+                if name != inner and is_called(".".join((*blocks.path[:depth], name))):
+                    owned.add_module(name, child)
+            self.owned.append(owned)
+
+    def first(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[BlockCall]]:
+        """Runs up to the first block: its hidden states, and what each block is called with."""
+        notes = _Notes(self.blocks)
+        try:
+            self._run([_Noting(notes) for _ in range(self.blocks.number)], *args, **kwargs)
+        except _Reached:
+            return notes.hidden_states, notes.calls
+        raise ConfigError(
+            f"the model's forward called {len(notes.calls)} of its {self.blocks.number} blocks (layer drop?); the "
+            "pipeline runs all of them. Switch that off, or pass use_sequential_preset=False"
+        )
+
+    def last(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        """Runs from the last block on, ``hidden_states`` being what that returned."""
+        return self._run(self._passing(hidden_states), **kwargs)
+
+    def into(self, name: str, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Runs from the last block up to the model's own module ``name``, and returns what that would be called with.
+
+        Raises:
+            ConfigError: it was not called.
+        """
+        notes = _Notes(self.blocks._replace(number=1))
+        try:
+            self._run(self._passing(hidden_states), instead={name: _Noting(notes)}, **kwargs)
+        except _Reached:
+            return notes.hidden_states
+        raise ConfigError(f"the model's forward did not call {name}")
+
+    def _passing(self, hidden_states: torch.Tensor) -> list[nn.Module]:
+        passing = [_Passing(self.blocks, None) for _ in range(self.blocks.number - 1)]
+        return [*passing, _Passing(self.blocks, hidden_states)]
+
+    def _run(
+        self, stand_ins: Sequence[nn.Module], *args: Any, instead: Mapping[str, nn.Module] = {}, **kwargs: Any
+    ) -> Any:
+        # Of a module that is called, because nobody keeps the modes of those that only hold modules up to date.
+        training = next(child for owned in self.owned for child in owned.children()).training
+        inner: nn.Module = nn.ModuleList(stand_ins)
+        levels = zip(self.original.containers, self.owned, self.blocks.path, strict=True)
+        for container, owned, name in reversed(list(levels)):
+            twin = container.__new__(type(container))
+            state = {key: value for key, value in container.__dict__.items() if key != "forward"}
+            state |= {"_parameters": owned._parameters, "_buffers": owned._buffers, "training": training}
+            state |= {"_modules": {**owned._modules, name: inner}, **{hooks: OrderedDict() for hooks in _HOOKS}}
+            twin.__dict__ = state
+            inner = twin
+        inner._modules.update(instead)
+        return inner(*args, **kwargs)
+
+
+class _Reached(BaseException):
+    """Leaves the model's forward at its last block; no ``except Exception`` on the way stops it."""
+
+
+class _Notes:
+    """What blocks are called with. The model must hand each what the one before returned."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.calls: list[BlockCall] = []
+        self.hidden_states: torch.Tensor
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        by_name = dict(kwargs)
+        given, *others = args or (by_name.pop("hidden_states"),)
+        if self.calls and given is not self.hidden_states:
+            raise ConfigError(f"the model's forward changes the hidden states before block {len(self.calls)}")
+        self.hidden_states = given
+        self.calls.append(BlockCall(tuple(others), by_name))
+        if len(self.calls) == self.blocks.number:
+            raise _Reached
+
+
+class _Noting(nn.Module):
+    def __init__(self, notes: _Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._notes.note(args, kwargs)
+        return self._notes.blocks.returned(self._notes.hidden_states)
+
+
+class _Passing(nn.Module):
+    """``value``: what it returns; None to let pass what it is given."""
+
+    def __init__(self, blocks: Blocks, value: torch.Tensor | None) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._value = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs["hidden_states"]
+        return self._blocks.returned(given if self._value is None else self._value)

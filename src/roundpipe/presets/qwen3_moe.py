@@ -1,0 +1,34 @@
+"""Qwen3-MoE: Qwen3 whose blocks, but for some dense ones, send each token to a few of many experts.
+
+The experts' weights are stacked, (experts, ...) per matrix, as transformers keeps them: one parameter each, uploaded
+with its block.
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from .causal_lm import assemble
+from .llama import Block
+from .preset import Cut
+from .routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, split_batch
+
+
+def cut(model: PreTrainedModel) -> Cut:
+    """Every block attends within the window if the config has one."""
+    backbone: Any = model.model
+    blocks = backbone.layers[: model.config.num_hidden_layers]
+    kind = "full_attention" if model.config.sliding_window is None else "sliding_attention"
+    return assemble(
+        model,
+        RoutedPrefix(backbone, [kind]),
+        [_block(block, kind) for block in blocks],
+        RoutedHeadAndLoss(model, backbone.norm, model.lm_head),
+        split_batch,
+    )
+
+
+def _block(block: nn.Module, kind: str) -> Block:
+    return RoutedBlock(block, kind, "mlp.gate") if isinstance(block.mlp, Qwen3MoeSparseMoeBlock) else Block(block, kind)

@@ -1,0 +1,161 @@
+"""Trying the generic preset out on a few tokens: what each part of the model's forward calls, and whether it is right.
+
+Runs on the caller's thread when a model is wrapped; the model comes out as it went in.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .calling import parameters_of
+from .parts import BlockCall, Blocks, Part
+from .preset import Cut, DoesNotFit
+
+_ROWS, _TOKENS, _PADDING = 2, 7, 3
+_ON_ANY_DEVICE = ("eager", "sdpa")
+
+
+class Sample(NamedTuple):
+    """A batch and what the model's own forward makes of it."""
+
+    inputs: dict[str, Any]
+    output: Any
+
+
+@contextmanager
+def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
+    """Modes, random numbers and attention of the model are the caller's again afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    config: Any = model.config
+    attention = config._attn_implementation
+    model.eval()
+    if attention not in _ON_ANY_DEVICE:  # flash kernels need a GPU; which masks go where is the same
+        config._attn_implementation = "eager"
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        config._attn_implementation = attention
+        for module, training in modes:
+            module.training = training
+
+
+def run(model: PreTrainedModel, block: nn.Module) -> tuple[list[Sample], int | None]:
+    """A batch padded on the left and, where the model takes positions, one of packed rows.
+
+    Also how many values ``block`` returns as a tuple; None if it returns a tensor.
+    """
+    returned: list[Any] = []
+    with block.register_forward_hook(lambda _, __, output: returned.append(output)):
+        made = [Sample(inputs, model(**inputs, use_cache=False)) for inputs in _batches(model)]
+    if not returned:
+        raise DoesNotFit("its forward does not call its blocks")
+    return made, len(returned[0]) if isinstance(returned[0], tuple) else None
+
+
+def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, _TOKENS), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :_PADDING] = 0
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    if "position_ids" not in parameters_of(type(model)):
+        return [padded, {"input_ids": ids, "labels": ids}]
+    packed = torch.arange(_TOKENS).expand(_ROWS, -1) % torch.tensor([[_TOKENS - 2], [_TOKENS - 3]])
+    return [padded, {"input_ids": ids, "position_ids": packed, "labels": ids}]
+
+
+class Findings(NamedTuple):
+    """What a run of the model's forward in parts has shown.
+
+    ``calls``: what it calls its blocks with. ``head``: the name of its head, if what that returns are the logits, as
+    they go to the loss.
+    """
+
+    first: Part
+    last: Part
+    calls: list[BlockCall]
+    head: str | None
+
+
+def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Findings:
+    """Runs the model's forward in parts that have all of its modules, to see which of them each needs."""
+    everything = Part(model, blocks, lambda _: True)
+    with _called_in(everything) as by_first:
+        hidden_states, calls = everything.first(**inputs, use_cache=False)
+    embeds = hidden_states.new_zeros(*hidden_states.shape[:2], width_of(model))
+    head = model.get_output_embeddings()
+    returned: list[Any] = []
+    with _called_in(everything) as by_last, head.register_forward_hook(lambda _, __, output: returned.append(output)):
+        output = everything.last(hidden_states, inputs_embeds=embeds, labels=inputs["labels"], use_cache=False)
+    names = (name for name, child in model.named_children() if child is head)
+    return Findings(
+        first=Part(model, blocks, by_first.__contains__),
+        last=Part(model, blocks, by_last.__contains__),
+        calls=calls,
+        head=next(names, None) if len(returned) == 1 and output.logits is returned[0] else None,
+    )
+
+
+def width_of(model: PreTrainedModel) -> int:
+    """Of ``inputs_embeds``."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[-1])
+
+
+@contextmanager
+def _called_in(part: Part) -> Iterator[set[str]]:
+    """Names, from the model on, of the modules in containers that are called while the context lasts."""
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for depth, owned in enumerate(part.owned):
+            for name, child in owned.named_children():
+                full = ".".join((*part.blocks.path[:depth], name))
+                hooks.enter_context(child.register_forward_pre_hook(lambda *_, full=full: called.add(full)))
+        yield called
+
+
+def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> None:
+    """Whether the sequence is the model to the bit, and its losses over microbatches add up to that of the batch.
+
+    Raises:
+        DoesNotFit: with the difference.
+    """
+    for inputs, theirs in batches:
+        ours = _run(made, inputs, 1)
+        for name in ("logits", "loss"):
+            difference = _difference(ours[name], theirs[name])
+            if difference:
+                raise DoesNotFit(f"as a sequence, its {name} differ from its own forward's by up to {difference:.3g}")
+        allowed = _tolerance(model.dtype) * max(1.0, float(theirs.loss))
+        for what, loss in (
+            ("the losses of two microbatches add up to that of their batch", _run(made, inputs, 2).loss),
+            ("its loss is the cross-entropy of its head", _run(made, inputs | {"skip_logits": True}, 1).loss),
+        ):
+            difference = _difference(loss, theirs.loss)
+            if not difference <= allowed:
+                raise DoesNotFit(f"{what}, but for {difference:.3g}")
+
+
+def _run(made: Cut, inputs: dict[str, Any], num_microbatch: int) -> Any:
+    _, parts = made.split_input((), inputs, num_microbatch)
+    outputs = [made.sequential[1:](made.sequential[0](**part)) for part in parts]
+    return made.merge_output(outputs, [len(part["input_ids"]) for part in parts])
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """0 if equal, where both are nan too."""
+    if ours.shape != theirs.shape:
+        return float("inf")
+    differences = (ours.double() - theirs.double()).abs()
+    return float(differences.masked_fill(ours.isnan() & theirs.isnan(), 0.0).nan_to_num(nan=float("inf")).max())
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative: microbatches have fewer rows, and kernels round differently for it."""
+    return 100 * torch.finfo(dtype).eps
