@@ -1,6 +1,14 @@
 """The Hugging Face side: `Trainer` with its training step handed to the engine. Translates, decides nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
-from .trainer import RoundPipeTrainer, RoundPipeTrainerMixin
+from .loading import load_pretrained_mmap
+from .mixin import RoundPipeTrainerMixin
+from .trainer import RoundPipeTrainer
 
-__all__ = ["PipelineArguments", "RoundPipeTrainer", "RoundPipeTrainerMixin", "RoundPipeTrainingArguments"]
+__all__ = [
+    "PipelineArguments",
+    "RoundPipeTrainer",
+    "RoundPipeTrainerMixin",
+    "RoundPipeTrainingArguments",
+    "load_pretrained_mmap",
+]

@@ -1,11 +1,14 @@
-"""Masters in a Trainer checkpoint: one more file beside optimizer.pt, which stays what a plain Trainer writes.
+"""What a Trainer checkpoint holds besides a plain Trainer's files, which stay what they are and load there.
 
-Only masters that the saved weights do not contain are written: with fp32 weights and fp32 masters there are none.
+Masters are written only if the saved weights do not contain them: with fp32 weights and fp32 masters there are none.
+Generators are written only for devices that have one of their own.
 """
 
 import logging
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,23 +18,30 @@ from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 MASTERS_NAME = "roundpipe_masters.pt"
+RNG_NAME = "roundpipe_rng_state.pth"
 _OPTIMIZER_NAME = "optimizer.pt"
 
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def whole_files(folder: str | Path) -> Iterator[str]:
+    """A folder to write files in that then appear in ``folder``, each whole or not at all."""
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+        yield unfinished
+        for written in Path(unfinished).iterdir():
+            os.replace(written, Path(folder) / written.name)
+
+
 def save_masters(engine: RoundPipe, folder: str | Path) -> None:
-    """Writes the masters that are finer than the weights; the file appears whole or not at all.
+    """Writes the masters that are finer than the weights.
 
     The engine must be flushed. `torch.save` streams tensor after tensor, so no second copy is made in memory.
     """
     masters = {name: master.detach() for name, master in _finer_masters(engine).items()}
-    if not masters:
-        return
-    path = Path(folder) / MASTERS_NAME
-    unfinished = path.with_suffix(".unfinished")
-    torch.save(masters, unfinished)
-    os.replace(unfinished, path)
+    if masters:
+        torch.save(masters, Path(folder) / MASTERS_NAME)
 
 
 def load_masters(engine: RoundPipe, folder: str | Path) -> None:
@@ -47,6 +57,22 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
             folder,
             MASTERS_NAME,
         )
+
+
+def save_device_rng(engine: RoundPipe, folder: str | Path) -> None:
+    """Writes the generators of the engine's devices, by the devices' names."""
+    states = {device.name: device.rng_state() for device in engine.devices if not device.shares_generator()}
+    if states:
+        torch.save(states, Path(folder) / RNG_NAME)
+
+
+def load_device_rng(engine: RoundPipe, folder: str | Path) -> None:
+    """Restores the generators of those devices that the checkpoint knows by name."""
+    path = Path(folder) / RNG_NAME
+    states = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    for device in engine.devices:
+        if device.name in states:
+            device.set_rng_state(states[device.name])
 
 
 def _finer_masters(engine: RoundPipe) -> dict[str, nn.Parameter]:

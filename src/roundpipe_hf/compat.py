@@ -4,28 +4,36 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
-from accelerate.utils.memory import clear_device_cache
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftMixedModel, PeftModel
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import _add_variant as add_variant
+from transformers.trainer import SCALER_NAME
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_utils import unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
 if TYPE_CHECKING:
-    from .trainer import RoundPipeTrainerMixin
+    from .mixin import RoundPipeTrainerMixin
 
 __all__ = [
+    "SCALER_NAME",
     "OptimizerNames",
     "adapter_configs",
+    "add_variant",
     "base_model",
     "book_loss",
     "clear_device_cache",
     "convert_to_fp32",
     "is_optimizer_factory",
     "loss_adds_up",
+    "returns_loss",
+    "should_reduce_batch_size",
+    "tell_skipped",
     "use_one_gpu",
     "valid_targets",
     "will_log",
@@ -70,6 +78,21 @@ def valid_targets(trainer: "RoundPipeTrainerMixin", inputs: Mapping[str, Any]) -
         if isinstance(labels, torch.Tensor) and trainer._loss_shifts_labels:
             labels = labels[..., 1:]
     return labels.ne(-100) if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
+
+
+def returns_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
+    """Whether `prediction_step` would compute a loss."""
+    names = trainer.label_names
+    if len(names) > 0:
+        return all(inputs.get(name) is not None for name in names)
+    asked = inputs.get("return_loss")
+    return bool(trainer.can_return_loss if asked is None else asked)
+
+
+def tell_skipped(optimizer: Any, was_skipped: bool) -> None:
+    """Lets `Accelerator.optimizer_step_was_skipped` know, which Trainer asks before it moves its scheduler."""
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer._is_overflow = was_skipped
 
 
 def will_log(trainer: "RoundPipeTrainerMixin") -> bool:

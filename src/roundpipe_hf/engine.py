@@ -4,8 +4,9 @@ Lazily, because a model is not final when Trainer is constructed: PEFT wraps it,
 makes a new one for every run.
 """
 
+import logging
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from roundpipe.wrap import wrap_model_to_roundpipe
 from .arguments import engine_devices, pipeline_of
 from .compat import base_model
 from .refusals import refuse_model
+
+logger = logging.getLogger(__name__)
 
 
 class Laid(NamedTuple):
@@ -75,15 +78,18 @@ class EngineSlot:
 
 def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
     pipeline = pipeline_of(args)
-    return wrap_model_to_roundpipe(
+    engine = wrap_model_to_roundpipe(
         model,
         optim_dtype=pipeline.master_dtype(),
         devices=engine_devices(args),
         pin_model=pipeline.pin_model,
         max_gpu_memory=pipeline.max_gpu_memory,
+        compile=args.torch_compile,
         model_run_config=pipeline.run_config(),
         name=type(model).__name__,
     )
+    # Or an AutoRoundPipe, which is the same to a trainer but for the calls in in_parts.py.
+    return cast(RoundPipe, engine)
 
 
 def _layout(model: nn.Module) -> list[Laid]:
@@ -107,5 +113,6 @@ def stop_checkpointing(model: Any) -> None:
     Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only checkpointing needs.
     """
     if getattr(model, "is_gradient_checkpointing", False):
+        logger.info("gradient_checkpointing=True: the engine recomputes already, see recompute_grain")
         model.gradient_checkpointing_disable()
         base_model(model).disable_input_require_grads()

@@ -6,13 +6,13 @@ optimizer's step all run in the engine's `step`; the norm is therefore a promise
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from roundpipe import RoundPipe, StepHandle, clip_grad_norm_
+from roundpipe import GradScaler, RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
 from roundpipe.optim import Adam, AdamW
 
@@ -23,38 +23,78 @@ SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] 
 }
 
 
+class StepOwner(Protocol):
+    """Who has run what the step steps with."""
+
+    def hand_over(self, optimizer: "PipelineOptimizer") -> StepHandle:
+        """Calls ``optimizer.submit()``, once what it needs is there."""
+        ...
+
+    def stepped(self, optimizer: "PipelineOptimizer") -> None:
+        """The update is the engine's now."""
+        ...
+
+
 class PipelineOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the engine's masters, stepped by the engine.
 
     Shares the inner optimizer's parameter groups: a scheduler's writes are the inner's. The engine reads them at the
     call of ``step``, so that a scheduler may go on while the update runs.
+
+    Args:
+        scaler: what the losses were multiplied with, for fp16. Only for a synchronous optimizer.
     """
 
-    def __init__(self, engine: RoundPipe, inner: torch.optim.Optimizer, *, is_async: bool) -> None:
+    def __init__(
+        self,
+        engine: RoundPipe,
+        inner: torch.optim.Optimizer,
+        owner: StepOwner,
+        *,
+        is_async: bool,
+        scaler: GradScaler | None = None,
+    ) -> None:
         # No super().__init__(): everything it would set up is the inner optimizer's and read through below.
         self.inner = inner
         self.engine = engine
         self.max_grad_norm = 0.0
-        self._is_async = is_async
+        self.is_async = is_async
+        self.was_skipped = False
+        self.has_begun = False
+        self._owner = owner
+        self._scaler = scaler
         self._last: StepHandle | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
         """Hands the update to the engine.
 
-        Called on the user's thread. Synchronous: waits for the update and writes it into the model. Asynchronous:
-        returns at once; errors of the update come up at the next engine call.
+        Called on the user's thread. Synchronous: waits for the update; the model has it after ``engine.synchronize()``.
+        Asynchronous: returns at once; errors of the update come up at the next engine call.
         """
         if closure is not None:
             raise ConfigError("step(closure): the pipeline cannot evaluate the model again within a step")
-        self._last = self.engine.step(self._update, self._is_async, self.max_grad_norm)
-        if not self._is_async:
-            self.engine.synchronize()  # because callbacks read the model itself right after this
+        self._last = self._owner.hand_over(self)
+        if self._scaler is not None:
+            before = self._scaler.get_scale()
+            self._scaler.update()
+            self.was_skipped = self._scaler.get_scale() < before
+        self._owner.stepped(self)
+
+    def submit(self) -> StepHandle:
+        """One try of the engine's step. ``has_begun`` tells whether masters may have changed if it raises."""
+        self.has_begun = False
+        return self.engine.step(self._update, self.is_async, self.max_grad_norm)
 
     def _update(self, max_grad_norm: float) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping."""
-        limit = max_grad_norm if max_grad_norm > 0 else math.inf
-        norm = clip_grad_norm_(self.engine, limit)
-        self.inner.step()
+        self.has_begun = True
+        if self._scaler is not None:
+            self._scaler.unscale_(self.inner)
+        norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
+        if self._scaler is not None:
+            self._scaler.step(self.inner)
+        else:
+            self.inner.step()
         return float(norm)
 
     def last_grad_norm(self) -> float:
@@ -111,15 +151,23 @@ class PendingNorm:
         return self._optimizer.last_grad_norm()
 
 
-def adopt(optimizer: torch.optim.Optimizer, engine: RoundPipe, *, is_async: bool) -> torch.optim.Optimizer:
-    """Takes an optimizer somebody else made, if it is over the engine's masters; anything else would train nothing."""
+def is_over_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> bool:
+    """Whether the optimizer was made over the engine's own copies of the weights."""
+    masters = {id(master) for _, master in engine.optim_named_parameters()}
+    return all(id(parameter) in masters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.Optimizer | None:
+    """The optimizer somebody else made, to be stepped by the engine; None if it is the engine's already.
+
+    Raises:
+        ConfigError: it is over other tensors and would train nothing.
+    """
     made = unwrapped(optimizer)
     if isinstance(made, PipelineOptimizer) and made.engine is engine:
+        return None
+    if not isinstance(made, PipelineOptimizer) and is_over_masters(optimizer, engine):
         return optimizer
-    masters = {id(master) for _, master in engine.optim_named_parameters()}
-    is_over_masters = all(id(parameter) in masters for parameter in _parameters_of(optimizer))
-    if is_over_masters and not isinstance(made, PipelineOptimizer):
-        return PipelineOptimizer(engine, optimizer, is_async=is_async)
     raise ConfigError(
         f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and would train "
         "nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or override create_optimizer and make it over "
@@ -130,7 +178,3 @@ def adopt(optimizer: torch.optim.Optimizer, engine: RoundPipe, *, is_async: bool
 def unwrapped(optimizer: Any) -> Any:
     """What `accelerator.prepare` wrapped."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

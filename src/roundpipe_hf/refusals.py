@@ -6,10 +6,12 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
+from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 from .arguments import pipeline_of
 from .compat import OptimizerNames, adapter_configs, is_optimizer_factory
+from .optimizer import is_over_masters
 
 SUPPORTED_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,
@@ -45,21 +47,33 @@ def refuse_model(model: nn.Module | None) -> None:
             raise ConfigError(f"RoundPipeTrainer does not support {refusal}")
 
 
-def refuse_optimizer(args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any) -> None:
-    """Raises for optimizers that would train nothing, or the wrong tensors."""
-    if optimizers != (None, None):
+def refuse_optimizer(
+    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, engine: RoundPipe | None
+) -> None:
+    """Raises for optimizers that would train nothing, or the wrong tensors.
+
+    ``engine``: the one that the model came in, if it did: then its copies of the weights were there to make one over.
+    """
+    optimizer, scheduler = optimizers
+    if optimizer is None and scheduler is not None:
         raise ConfigError(
-            "optimizers=(optimizer, scheduler): the pipeline updates its own copies of the weights, and those of the "
-            "model would stand still. Pass optimizer_cls_and_kwargs=(cls, kwargs) and lr_scheduler_type, or override "
-            "create_optimizer and make yours over self.optim_named_parameters()"
+            "optimizers=(None, scheduler): it would schedule another optimizer than the trainer's; set "
+            "lr_scheduler_type, override create_scheduler, or pass the scheduler's optimizer too"
         )
-    if cls_and_kwargs is None:
-        _refuse_optimizer_name(OptimizerNames(args.optim))
-    elif is_optimizer_factory(cls_and_kwargs[0]):
+    if optimizer is not None and (engine is None or not is_over_masters(optimizer, engine)):
+        raise ConfigError(
+            f"optimizers=({type(optimizer).__name__}, ...): it is over the model's own parameters, but the pipeline "
+            "updates copies of them, and it would train nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or make "
+            "it over the copies: engine = wrap_model_to_roundpipe(model, optim_dtype=torch.float32), an optimizer over "
+            "engine.optim_parameters(), and RoundPipeTrainer(engine, args, optimizers=(optimizer, scheduler))"
+        )
+    if cls_and_kwargs is not None and is_optimizer_factory(cls_and_kwargs[0]):
         raise ConfigError(
             f"{cls_and_kwargs[0].__name__} builds its optimizer from the model's own parameters; the pipeline updates "
             "copies of them. Pass an optimizer class that takes parameter groups"
         )
+    if optimizer is None and cls_and_kwargs is None:
+        _refuse_optimizer_name(OptimizerNames(args.optim))
 
 
 def _refuse_optimizer_name(name: OptimizerNames) -> None:
@@ -84,14 +98,16 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "fp16 with async_optimizer: whether a step overflowed is known too late for the scheduler; "
             "use bf16=True, or load the model in bfloat16"
         )
-    if args.fp16:
-        yield "fp16 yet: the engine has no gradient scaler; use bf16=True, or load the model in bfloat16"
-    if args.fp16_full_eval or args.bf16_full_eval:
-        yield "fp16_full_eval / bf16_full_eval: weights stay on the host; load the model in bfloat16, or use bf16=True"
-    if args.torch_compile:
-        yield "torch_compile yet: the engine runs its layers eagerly; leave it out"
+    if args.torch_compile and (args.torch_compile_backend, args.torch_compile_mode) != ("inductor", None):
+        yield (
+            f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
+            "the engine compiles its blocks with torch.compile's defaults; set only torch_compile=True"
+        )
     if args.use_liger_kernel:
-        yield "use_liger_kernel yet: its fused loss would not be reached; leave it out"
+        yield (
+            "use_liger_kernel: it binds its kernels to the model's own modules, but devices run copies of them, and "
+            "its fused loss is not where the pipeline computes the loss; leave it out"
+        )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}

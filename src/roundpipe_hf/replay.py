@@ -14,11 +14,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.errors import ConfigError
-
 from .compat import base_model
+from .errors import UnknownModelCall
 
 ComputeLoss = Callable[..., Any]
+
+
+class ModelAnswer:
+    """How the pipeline answers the model call of `compute_loss`.
+
+    A Trainer whose loss wants more of the model than its outputs sets one of its own (`RoundPipeTrainerMixin.answer`).
+    Shared by workers: to be without state.
+    """
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What the pipeline runs with, of what `compute_loss` calls the model with."""
+        return given
+
+    def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
+        """What the call returns, of what the pipeline did. Runs where `compute_loss` does: in training on a worker,
+        with gradients."""
+        return outputs
+
+    def repeat(self) -> None:
+        """`compute_loss` calls the model once more, with what the pipeline ran with; raises unless the outputs that
+        are there may answer that, too."""
+        raise UnknownModelCall(
+            "compute_loss calls the model a second time; the pipeline runs one forward per training step. "
+            "Put both inputs into one batch in the data collator and split the outputs in compute_loss"
+        )
+
+
+def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of ``model``, by their names."""
+    if not args:
+        return kwargs
+    signature = inspect.signature(base_model(model).forward)
+    return dict(signature.bind_partial(*args).arguments) | kwargs
 
 
 class ModelStandIn:
@@ -50,7 +82,7 @@ class EngineStandIn(ModelStandIn):
         self._run = run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        return self._run(**by_name(self._model, args, kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,28 +106,33 @@ class ModelCall:
 
 
 class Replay(ModelStandIn):
-    """Answers the one call with the outputs the pipeline computed. Used by one worker, for one microbatch."""
+    """Answers the one call with the outputs the pipeline computed. Used by one worker, for one microbatch.
 
-    def __init__(self, model: nn.Module, outputs: Any, expected: Mapping[str, Any]) -> None:
+    ``expected``: what the pipeline ran with. ``batch``: which of the round's batches the microbatch is part of.
+    """
+
+    def __init__(
+        self, model: nn.Module, answer: ModelAnswer, outputs: Any, expected: Mapping[str, Any], batch: int
+    ) -> None:
         super().__init__(model)
+        self.batch = batch
+        self._answer = answer
         self._outputs = outputs
         self._expected = expected
         self._is_answered = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = by_name(self._model, args, kwargs)
         if self._is_answered:
-            raise ConfigError(
-                "compute_loss calls the model a second time; the pipeline runs one forward per training step. "
-                "Put both inputs into one batch in the data collator and split the outputs in compute_loss"
-            )
+            self._answer.repeat()
         self._is_answered = True
-        self._check(_by_name(self._model, args, kwargs))
-        return self._outputs
+        self._check(self._answer.arguments(given))
+        return self._answer.outputs(self._outputs, given)
 
     def _check(self, given: dict[str, Any]) -> None:
         for name in given.keys() | self._expected.keys():
             if name not in given or name not in self._expected or not _is_same(given[name], self._expected[name]):
-                raise ConfigError(
+                raise UnknownModelCall(
                     f"compute_loss calls the model with another {name!r} than the pipeline ran with. The forward runs "
                     "before compute_loss, which therefore must pass the batch's tensors on unchanged and call the "
                     "model the same way each time; change the batch in the data collator instead"
@@ -108,7 +145,7 @@ def record_call(compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str
         compute_loss(_Recorder(model), _copy(inputs), num_items_in_batch=num_items)
     except _ModelCalled as call:
         return _attribute(call.arguments, inputs, num_items)
-    raise ConfigError(
+    raise UnknownModelCall(
         "compute_loss never called the model it was given; the pipeline trains through that call only. "
         "Call its `model` argument, not `self.model`"
     )
@@ -124,7 +161,7 @@ class _ModelCalled(BaseException):
 
 class _Recorder(ModelStandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _ModelCalled(_by_name(self._model, args, kwargs))
+        raise _ModelCalled(by_name(self._model, args, kwargs))
 
 
 def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: Any) -> ModelCall:
@@ -139,20 +176,13 @@ def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: 
         elif key is not None:
             from_batch[name] = key
         elif isinstance(value, torch.Tensor):
-            raise ConfigError(
+            raise UnknownModelCall(
                 f"compute_loss hands the model a tensor {name!r} that is not in the batch; the pipeline has to know it "
                 "before the forward. Make it in the data collator"
             )
         else:
             constants[name] = value
     return ModelCall(from_batch=from_batch, num_items=counted, constants=constants)
-
-
-def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    if not args:
-        return kwargs
-    signature = inspect.signature(base_model(model).forward)
-    return dict(signature.bind_partial(*args).arguments) | kwargs
 
 
 def _is_same(given: Any, expected: Any) -> bool:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from roundpipe.microbatch import split
+from roundpipe.microbatch import batch_size_of, split
 
 from .loss_rule import LossRule, Measure, weighted
-from .replay import ComputeLoss, ModelCall, Replay
+from .replay import ComputeLoss, ModelAnswer, ModelCall, Replay
 
 # They describe all rows of a packed batch together: a batch that has them is not cut.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -41,11 +41,20 @@ Microbatch = tuple[tuple[()], dict[str, Any], MicrobatchLabel]
 
 
 def cut_window(
-    batches: Sequence[StashedBatch], call: ModelCall, rule: LossRule, num_microbatch: int, measure: Measure
+    batches: Sequence[StashedBatch],
+    call: ModelCall,
+    answer: ModelAnswer,
+    rule: LossRule,
+    num_microbatch: int,
+    measure: Measure,
 ) -> list[Microbatch]:
     """All microbatches of the window, batch by batch, each row once."""
     return [
-        ((), call.arguments(inputs, batch.num_items), MicrobatchLabel(index, inputs, batch.num_items, weight))
+        (
+            (),
+            answer.arguments(call.arguments(inputs, batch.num_items)),
+            MicrobatchLabel(index, inputs, batch.num_items, weight),
+        )
         for index, batch in enumerate(batches)
         for inputs, weight in _cut(batch.inputs, rule, num_microbatch, measure)
     ]
@@ -55,6 +64,11 @@ def parts_of(inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, A
     """The microbatches of one batch."""
     is_packed = any(inputs.get(name) is not None for name in _PACKED)
     return [kwargs for _, kwargs in split((), dict(inputs), None, 1 if is_packed else num_microbatch).inputs]
+
+
+def rows_of(inputs: Mapping[str, Any]) -> int:
+    """How many rows a batch has; 1 if nothing in it has rows."""
+    return batch_size_of((), dict(inputs)) or 1
 
 
 def _cut(
@@ -81,6 +95,7 @@ class RoundLoss:
         model: nn.Module,
         compute_loss: ComputeLoss,
         call: ModelCall,
+        answer: ModelAnswer,
         rule: LossRule,
         batches: Sequence[StashedBatch],
         finish_outputs: Callable[[Any], Any],
@@ -88,6 +103,7 @@ class RoundLoss:
         self._model = model
         self._compute_loss = compute_loss
         self._call = call
+        self._answer = answer
         self._rule = rule
         self._divisors = [batch.divisor for batch in batches]
         self._container = type(batches[0].inputs)
@@ -105,13 +121,13 @@ class RoundLoss:
     def _evaluate(self, outputs: Any, label: MicrobatchLabel, times: int) -> torch.Tensor:
         num_items = label.num_items if times == 1 or label.num_items is None else label.num_items * times
         inputs: Any = self._container(label.inputs)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
-        expected = self._call.arguments(label.inputs, num_items)
-        replay = Replay(self._model, self._finish_outputs(outputs), expected)
+        expected = self._answer.arguments(self._call.arguments(label.inputs, num_items))
+        replay = Replay(self._model, self._answer, self._finish_outputs(outputs), expected, label.batch)
         loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
         return loss
 
 
 def _no_loss(outputs: Any) -> torch.Tensor:
     """Zero, with a graph, so that backward has somewhere to start. From the logits, for the model's loss is nan."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     return max(leaves, key=torch.Tensor.numel).float().sum() * 0.0

@@ -1,34 +1,43 @@
-"""The accumulation window: batches wait until it closes, then go down as one pipeline round."""
+"""The accumulation window: batches wait until it closes, go down as one pipeline round, and are stepped with."""
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe import RoundPipe
-from roundpipe.microbatch import batch_size_of
+from roundpipe import AutoRoundPipe, OptimizerCtx, RoundPipe, StepHandle
+from roundpipe.errors import ConfigError
 
-from .compat import loss_adds_up, valid_targets
-from .loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, learn_rule
-from .precision import precision_of
-from .replay import ModelCall, record_call
-from .round import RoundLoss, StashedBatch, cut_window, parts_of
+from .arguments import pipeline_of
+from .compat import tell_skipped
+from .in_parts import forward_backward, forward_loss, num_cut
+from .learnt_loss import LearntLoss
+from .memory import Footprint, Ladder
+from .optimizer import PipelineOptimizer
+from .round import StashedBatch
+from .watchers import reads_weights
 
 if TYPE_CHECKING:
-    from .trainer import RoundPipeTrainerMixin
+    from .mixin import RoundPipeTrainerMixin
 
-logger = logging.getLogger(__name__)
+Round = list[StashedBatch]
 
 
 class AccumulationWindow:
-    """Used by the user's thread only."""
+    """Used by the user's thread only.
+
+    [Note: again] Where memory runs out, all rounds since the last step run again, because late visits of one may have
+    failed behind the others: their gradients are dropped first, so nothing is counted twice. Batches are kept until the
+    step has them. Random numbers are those of the first attempt: a call in which a layer drew has no late visits.
+    """
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
         self._trainer = trainer
-        self._batches: list[StashedBatch] = []
-        self._calls: dict[tuple[str, ...], ModelCall] = {}
-        self._rule: LossRule | None = None
+        self._loss = LearntLoss(trainer)
+        self._batches: Round = []
+        self._since_step: list[Round] = []
+        self._largest_landed = 0
+        self._training, self._evaluation = Ladder("training"), Ladder("evaluation")
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -37,86 +46,137 @@ class AccumulationWindow:
         self._batches.append(batch)
 
     def forget(self) -> None:
-        """Drops batches and all that was learnt about the loss: a new run starts, perhaps with another loss."""
+        """Drops batches and all that was learnt about the loss: a new run starts."""
         self._batches.clear()
-        self._calls.clear()
-        self._rule = None
+        self._since_step.clear()
+        self._loss.forget()
 
-    def run(self, engine: RoundPipe, num_microbatch: int) -> list[torch.Tensor]:
+    def run(self, engine: RoundPipe) -> list[torch.Tensor]:
         """Trains on the stashed batches in one round. Returns each batch's loss; the window is empty afterwards, also
         after an error."""
         batches, self._batches = self._batches, []
-        trainer, model = self._trainer, engine.model
-        call = self._call_for(batches[0])
-        precision = precision_of(trainer.args, model)
+        rounds = [*self._since_step, batches]
+        attempts = 0
 
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            with precision.in_loss():
-                return trainer.compute_loss(*args, **kwargs)
+        def attempt(footprint: Footprint) -> list[torch.Tensor]:
+            nonlocal attempts
+            attempts += 1
+            return self._run(engine, batches, footprint) if attempts == 1 else self._again(engine, rounds, footprint)
 
-        rule = self._rule_for(engine, batches, call, num_microbatch)
-        loss_fn = RoundLoss(model, compute_loss, call, rule, batches, precision.finish)
-        microbatches = cut_window(batches, call, rule, num_microbatch, self._measure)
-        with precision.in_model():
-            losses: list[torch.Tensor] = engine.forward_backward(microbatches=microbatches, loss_fn=loss_fn)
+        losses = self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        if self._trainer.is_in_loop:
+            self._since_step = rounds
         return losses
 
-    def _call_for(self, batch: StashedBatch) -> ModelCall:
-        """See [Note: the model call]. Recorded once, because what `compute_loss` does before the call runs again."""
-        key = (*sorted(batch.inputs), "counted" if batch.num_items is not None else "")
-        if key not in self._calls:
-            trainer = self._trainer
-            self._calls[key] = record_call(trainer.compute_loss, trainer.model, batch.inputs, batch.num_items)
-        return self._calls[key]
+    def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
+        """Steps with what the rounds left; where one ran out of memory behind our back, runs them again first."""
+        engine, rounds = optimizer.engine, self._since_step
+        if optimizer.is_async:
+            self._wait_for_the_largest(rounds)
+        attempts = 0
 
-    def _rule_for(
-        self, engine: RoundPipe, batches: list[StashedBatch], call: ModelCall, num_microbatch: int
-    ) -> LossRule:
-        if self._is_known_to_add_up(batches):
-            return ADDS_UP
-        cut = next((batch for batch in batches if len(parts_of(batch.inputs, num_microbatch)) > 1), None)
-        if cut is None:
-            return KEEP_WHOLE
-        if self._rule is None:
-            self._rule = self._learn(engine, cut, call)
-        return self._rule or KEEP_WHOLE
+        def attempt(footprint: Footprint) -> StepHandle | Exception:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1:
+                self._again(engine, rounds, footprint)
+            try:
+                return optimizer.submit()
+            except Exception as error:
+                if optimizer.has_begun or not rounds:
+                    return error  # nothing to do with the rounds, or nothing to run again
+                raise
 
-    def _is_known_to_add_up(self, batches: list[StashedBatch]) -> bool:
+        done = self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        self._since_step = []
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    def stepped(self, optimizer: PipelineOptimizer) -> None:
+        """The update was handed over: Trainer goes on to its scheduler and its callbacks."""
         trainer = self._trainer
-        is_stock = trainer.has_stock_loss() and trainer.compute_loss_func is None
-        return is_stock and loss_adds_up(trainer) and all(batch.num_items is not None for batch in batches)
+        tell_skipped(trainer.optimizer, optimizer.was_skipped)
+        if not optimizer.is_async and reads_weights(trainer):
+            optimizer.engine.synchronize()
 
-    def _learn(self, engine: RoundPipe, batch: StashedBatch, call: ModelCall) -> LossRule | None:
-        """Asks the loss (see loss_rule.py) with a few forwards of two rows; draws no random numbers."""
-        engine.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            rule = learn_rule(batch.inputs, lambda inputs: self._evaluate(inputs, batch.num_items), self._measure)
-        engine.train()
-        if rule is not None and rule.has_sum and rule.mean_over is not None and call.num_items is not None:
-            rule = KEEP_WHOLE  # because the model mixes both parts into one loss, which cannot be taken apart later
-        if rule is KEEP_WHOLE:
-            logger.warning(
-                "the loss of a batch is no sum or mean over its rows, so batches are not cut into microbatches; "
-                "use gradient accumulation to keep several devices busy"
+    def evaluate(
+        self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """The batch's loss. Outputs are dropped where they were made."""
+        batch = StashedBatch(inputs, num_items, divisor=1)
+
+        def attempt(footprint: Footprint) -> torch.Tensor:
+            microbatches, loss_fn = self._loss.cut(engine, [batch], num_cut(engine, footprint))
+            with self._trainer.precision().in_model():
+                (loss,) = forward_loss(engine, microbatches, loss_fn, footprint)
+            return loss
+
+        loss: torch.Tensor = self.evaluating(engine, attempt, lambda: self._loss.most_microbatches(engine, [batch]))
+        return loss
+
+    def evaluating(self, engine: RoundPipe, attempt: Callable[[Footprint], Any], most: Callable[[], int]) -> Any:
+        """A call without gradients, which can only be cut finer."""
+        start = Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain="layer", is_joined=False)
+        return self._evaluation.run(engine, start, most, attempt)
+
+    def _start(self, engine: RoundPipe) -> Footprint:
+        grain: Any = pipeline_of(self._trainer.args).recompute_grain
+        return Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain=grain or "stage", is_joined=True)
+
+    def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:
+        return max(self._loss.most_microbatches(engine, batches) for batches in rounds)
+
+    def _again(self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint) -> list[torch.Tensor]:
+        """The losses of the last round. See [Note: again]."""
+        engine.zero_grad()
+        losses: list[torch.Tensor] = []
+        for batches in rounds:
+            losses = self._run(engine, batches, footprint)
+        return losses
+
+    def _run(self, engine: RoundPipe, batches: Round, footprint: Footprint) -> list[torch.Tensor]:
+        calls = [batches] if footprint.is_joined else [[batch] for batch in batches]
+        return [loss for call in calls for loss in self._forward_backward(engine, call, footprint)]
+
+    def _forward_backward(self, engine: RoundPipe, batches: Round, footprint: Footprint) -> list[torch.Tensor]:
+        trainer = self._trainer
+        microbatches, loss_fn = self._loss.cut(engine, batches, num_cut(engine, footprint))
+        scaler = trainer.scaler
+        # What of a model in parts runs on the host has its gradients there.
+        has_gradients = isinstance(engine, AutoRoundPipe) or any(p.grad is not None for p in engine.model.parameters())
+        with trainer.precision().in_model():
+            losses = forward_backward(
+                engine,
+                microbatches,
+                loss_fn if scaler is None else lambda outputs, label: scaler.scale(loss_fn(outputs, label)),
+                footprint,
             )
-        return rule
+        if not has_gradients:
+            _refuse_gradients_of_the_model(engine)
+        return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
 
-    def _evaluate(self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> Evaluated:
-        once = self._loss_of(inputs, num_items)
-        return Evaluated(once, None if num_items is None else self._loss_of(inputs, num_items * 2))
+    def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
+        """Waits for late visits of a round larger than all before, which are those that may run out of memory.
 
-    def _loss_of(self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> float:
-        trainer = self._trainer
-        model = trainer.stand_in(num_microbatch=1)
-        return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
+        Because what fails behind an asynchronous step can no longer be run again before it.
+        """
+        size = max((_elements(batch) for batches in rounds for batch in batches), default=0)
+        if size > self._largest_landed:
+            with OptimizerCtx():  # waits, and publishes nothing
+                self._largest_landed = size
 
-    def _measure(self, inputs: Mapping[str, Any], over: MeanOver) -> float | None:
-        if over is MeanOver.TARGETS:
-            valid = valid_targets(self._trainer, inputs)
-            return None if valid is None else float(valid.sum())
-        labels = inputs.get("labels")
-        if over is MeanOver.LABELS:
-            if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-                return None
-            return float(labels.ne(-100).sum())
-        return float(batch_size_of((), dict(inputs)) or 0)
+
+def _elements(batch: StashedBatch) -> int:
+    return sum(value.numel() for value in batch.inputs.values() if isinstance(value, torch.Tensor))
+
+
+def _refuse_gradients_of_the_model(engine: RoundPipe) -> None:
+    """Devices compute with copies of the weights; a gradient of the model's own would silently be lost."""
+    for name, parameter in engine.model.named_parameters():
+        if parameter.grad is not None:
+            engine.zero_grad()
+            raise ConfigError(
+                f"compute_loss computes with the model's own parameter {name!r}, whose gradient would be lost: the "
+                "pipeline's devices work on copies. Take a penalty on weights into the optimizer, as weight_decay is"
+            )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf.trainers import (
     MODELS,
@@ -44,6 +44,28 @@ def test_a_window_is_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = Rounds(trainer, monkeypatch)
     trainer.train()
     assert rounds.sizes == [8, 6]
+
+
+@pytest.mark.slow
+def test_however_a_batch_is_cut_it_has_one_token_mean() -> None:
+    """BC-01: rows of 2, 5, 9 and 11 labels as one batch in 1, 2 or 4 microbatches, or accumulated one by one."""
+    rows, losses, results = token_rows(4, kept=(2, 5, 9, 11)), [], []
+    plain = trained(Trainer, MODELS["full"](), rows, per_device_train_batch_size=4)
+    ways = [(4, 1, 1), (4, 1, 2), (4, 1, 4), (1, 4, 4)]
+    for batch_size, accumulation, microbatches in ways:
+        trainer = trained(
+            RoundPipeTrainer,
+            MODELS["full"](),
+            rows,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            num_microbatch=microbatches,
+        )
+        losses.append(logged(trainer)[0]["loss"])
+        results.append(weights(trainer))
+    assert losses == pytest.approx([logged(plain)[0]["loss"]] * 4, abs=1e-6)
+    for result in results:
+        assert_same_weights(result, weights(plain))
 
 
 @pytest.mark.parametrize("count", [6, 3])

@@ -7,12 +7,23 @@ from transformers import Trainer
 
 from roundpipe_hf import RoundPipeTrainerMixin
 
-OWN = {"synchronize", "optim_named_parameters", "has_stock_loss", "stand_in"}
-OVERRIDDEN = sorted(
+OWN = {"synchronize", "optim_named_parameters", "has_stock_loss", "stand_in", "precision"}
+PRIVATE = {
+    "_divisor",
+    "_engine",
+    "_make_inner_optimizer",
+    "_run_forward",
+    "_run_window",
+    "_stand_in_for",
+    "_stepped_by",
+}
+METHODS = {
     name
-    for name, member in vars(RoundPipeTrainerMixin).items()
-    if inspect.isfunction(member) and name not in OWN and hasattr(Trainer, name) and not hasattr(object, name)
-)
+    for cls in RoundPipeTrainerMixin.__mro__[:-1]
+    for name, member in vars(cls).items()
+    if inspect.isfunction(member)
+}
+OVERRIDDEN = sorted(name for name in METHODS - OWN if hasattr(Trainer, name) and not hasattr(object, name))
 
 
 def test_there_are_hooks() -> None:
@@ -32,6 +43,4 @@ def test_parameters_are_those_of_trainer(name: str) -> None:
 
 def test_every_method_is_a_hook_or_known_to_be_ours() -> None:
     """A hook that Trainer no longer calls would silently do nothing."""
-    methods = {n for n, member in vars(RoundPipeTrainerMixin).items() if inspect.isfunction(member)}
-    private = {"_engine", "_make_inner_optimizer", "_divisor", "_run_window", "_run_forward", "_stand_in_for"}
-    assert methods - set(OVERRIDDEN) - OWN - private == {"__init__"}
+    assert METHODS - set(OVERRIDDEN) - OWN - PRIVATE == {"__init__"}

@@ -3,12 +3,13 @@
 import gc
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf.trainers import (
     MODELS,
@@ -269,28 +270,6 @@ def test_noisy_embeddings() -> None:
     assert logged(again) == logged(noisy)
 
 
-def test_a_smaller_batch_is_found_when_memory_runs_out() -> None:
-    """The failed attempt leaves nothing behind: the run equals one that started with the smaller batch."""
-
-    def limited() -> nn.Module:
-        model = MODELS["full"]()
-
-        def check(_: Any, args: Any, kwargs: Any) -> None:
-            if len(args[0]) > 3:
-                raise RuntimeError("CUDA out of memory.")
-
-        model.model.layers[1].register_forward_pre_hook(check, with_kwargs=True)
-        return model
-
-    settings: dict[str, Any] = {"num_microbatch": 1, "auto_find_batch_size": True, "per_device_train_batch_size": 4}
-    trainer = trained(RoundPipeTrainer, limited(), ROWS, **settings)
-    assert trainer.state.train_batch_size == 3
-    plain = trained(Trainer, MODELS["full"](), ROWS)
-    assert [entry["loss"] for entry in logged(trainer)[:-1]] == pytest.approx(
-        [entry["loss"] for entry in logged(plain)[:-1]], abs=1e-5
-    )
-
-
 def test_optimizer_class_and_arguments() -> None:
     pair = train_both(
         MODELS["full"],
@@ -308,3 +287,48 @@ def test_optimizer_and_scheduler_made_by_hand_before_training() -> None:
     run(trainer)
     assert trainer.optimizer.optimizer is made
     assert rates(trainer) == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def own_bytes() -> int:
+    """Memory that is this process's own."""
+    for _ in range(2):
+        gc.collect()
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return int(fields["Pss_Anon"].split()[0]) * 1024
+
+
+class Measures(TrainerCallback):
+    def __init__(self) -> None:
+        self.bytes: dict[int, int] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step in (10, 40):
+            self.bytes[state.global_step] = own_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+def test_memory_does_not_grow_with_steps() -> None:
+    """BC-27: batches of another length at every step, evaluated every 10 and saved every 20 steps."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+    )
+    rows = [{name: column.repeat(1 + index * 7 % 5) for name, column in row.items()} for index, row in enumerate(ROWS)]
+    measures = Measures()
+    trainer = trained(
+        RoundPipeTrainer,
+        LlamaForCausalLM(config),
+        [rows[index % 12] for index in range(41)],
+        callbacks=[measures],
+        per_device_train_batch_size=1,
+        eval_dataset=rows[:1],
+        eval_strategy="steps",
+        eval_steps=10,
+        save_strategy="steps",
+        save_steps=20,
+        save_only_model=True,
+        save_total_limit=1,
+        devices=2,
+    )
+    weight_bytes = sum(parameter.nbytes for parameter in trainer.model.parameters())
+    assert measures.bytes[40] - measures.bytes[10] < 0.05 * weight_bytes + 20 * 2**20

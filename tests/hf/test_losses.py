@@ -227,6 +227,13 @@ class CallsTwice:
         return model(**inputs).loss + model(**inputs).loss
 
 
+class Penalises:
+    """Weight decay by hand: its gradient would go to the model's own weights, which nobody steps."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
 class BypassesTheModel:
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return self.model(**inputs).loss  # type: ignore[attr-defined]
@@ -245,6 +252,7 @@ class ChangesItsCall:
     [
         (Edits, "not in the batch"),
         (CallsTwice, "a second time"),
+        (Penalises, "own parameter 'model.embed_tokens.weight'.*weight_decay"),
         (BypassesTheModel, "never called the model"),
         (ChangesItsCall, "another 'logits_to_keep'"),
     ],

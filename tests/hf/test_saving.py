@@ -27,10 +27,16 @@ from hf.trainers import (
     weights,
 )
 from models import make_llama
+from preset_models import VOCABULARY, make_model
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.device.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
+from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.checkpointing import whole_files
 
 ROWS = token_rows(18)
+FOR_GPT2 = [{name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in ROWS]
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -41,16 +47,17 @@ def reloaded(folder: Path) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["full", "tied"])
+@pytest.mark.parametrize("kind", ["full", "tied", "gpt2"])
 def test_a_saved_model_loads_in_plain_transformers(kind: str) -> None:
     """BC-31: the plain Trainer's keys (tied once, frozen included, no prefixes), and bitwise the same logits."""
+    make: Any = MODELS.get(kind, lambda: make_model(kind))
 
     def half_frozen() -> nn.Module:
-        model = MODELS[kind]()
-        model.model.layers[:2].requires_grad_(False)
+        model = make()
+        (model.transformer.h if kind == "gpt2" else model.model.layers)[:2].requires_grad_(False)
         return model
 
-    pair = train_both(half_frozen, ROWS)
+    pair = train_both(half_frozen, FOR_GPT2)
     for trainer, folder in zip(pair, ("ours", "plain"), strict=True):
         trainer.save_model(folder)
     assert load_file("ours/model.safetensors").keys() == load_file("plain/model.safetensors").keys()
@@ -58,9 +65,9 @@ def test_a_saved_model_loads_in_plain_transformers(kind: str) -> None:
     ids = ROWS[0]["input_ids"][None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, pair.ours.model.eval()(ids).logits)
-    if kind == "tied":
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-    make_llama(tied=kind == "tied").load_state_dict(pair.ours.model.state_dict(), strict=True)
+    if kind != "full":
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    make().load_state_dict(pair.ours.model.state_dict(), strict=True)
 
 
 def test_a_saved_adapter_loads_in_plain_peft() -> None:
@@ -140,6 +147,81 @@ def test_dropout_resumes_where_it_was() -> None:
     resumed = make_trainer(RoundPipeTrainer, dropping(), ROWS, devices=3, output_dir="resumed", **settings)
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
     assert differ(weights(resumed), weights(whole)) == []
+
+
+def test_resuming_in_another_plan_with_dropout_and_late_updates() -> None:
+    """BC-23: GPT-2 that drops out, an asynchronous optimizer flushed by every save; layer by layer on two devices
+    instead of as planned on one. Losses and weights are bitwise those of the run that was not interrupted."""
+
+    def dropping() -> Any:
+        model = make_model("gpt2")
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.1
+        return model
+
+    settings: dict[str, Any] = {"num_microbatch": 2, "max_steps": 5, "async_optimizer": True, "optim": "adamw_torch"}
+    whole = trained(RoundPipeTrainer, dropping(), FOR_GPT2, devices=1, **settings, **EVERY_STEP)
+    plan = ModelExecutePlan(
+        fwd_plan=[range(index, index + 1) for index in range(4)],
+        bwd_plan=[range(index, index + 1) for index in reversed(range(5))],
+    )
+    run_config = RoundPipeRunConfig(execute_plan=plan, num_microbatch=2)
+    with wrap_model_to_roundpipe(
+        dropping(), optim_dtype=torch.float32, devices=2, model_run_config=run_config
+    ) as engine:
+        resumed = make_trainer(RoundPipeTrainer, engine, FOR_GPT2, output_dir="resumed", **settings, **EVERY_STEP)
+        run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
+        assert differ(weights(resumed), weights(whole)) == []
+        assert logged(resumed)[:-1] == logged(whole)[:-1]
+
+
+class OwnGenerator(VirtualDevice):
+    """A device that, like an accelerator, has a generator of its own."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.state = torch.full((4,), index, dtype=torch.uint8)
+
+    def rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+    def shares_generator(self) -> bool:
+        return False
+
+
+def test_every_devices_generator_is_saved() -> None:
+    """Trainer's own file holds one device's; those of other devices resume by name, new devices stay as they are."""
+    saved, resumed = [OwnGenerator(0), OwnGenerator(1)], [OwnGenerator(1), OwnGenerator(2)]
+    for devices, how in ((saved, {}), (resumed, {"resume_from_checkpoint": "out-ours/checkpoint-1"})):
+        engine = wrap_model_to_roundpipe(MODELS["full"](), optim_dtype=torch.float32, devices=devices)
+        if devices is saved:
+            saved[1].state.fill_(77)
+        trainer = make_trainer(RoundPipeTrainer, engine, ROWS, max_steps=1 if devices is saved else 2, **EVERY_STEP)
+        run(trainer, **how)
+        engine.close()
+    assert [int(device.state[0]) for device in resumed] == [77, 2]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+    """A crash while a checkpoint is written leaves what was in its place."""
+    (tmp_path / "optimizer.pt").write_text("old")
+
+    def crash() -> None:
+        with whole_files(tmp_path) as folder:
+            (Path(folder) / "optimizer.pt").write_text("half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        crash()
+    assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt"]
+    assert (tmp_path / "optimizer.pt").read_text() == "old"
+    with whole_files(tmp_path) as folder:
+        (Path(folder) / "optimizer.pt").write_text("new")
+    assert (tmp_path / "optimizer.pt").read_text() == "new"
 
 
 def test_masters_lie_beside_an_optimizer_state_that_a_plain_trainer_loads() -> None:

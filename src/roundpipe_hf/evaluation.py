@@ -1,0 +1,117 @@
+"""The part of the mixin that computes losses and predictions without training. Hooks only."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from roundpipe import RoundPipe, RoundPipeRunConfig
+
+from .compat import returns_loss, should_reduce_batch_size
+from .engine import EngineSlot, runs_by_preset
+from .errors import UnknownModelCall
+from .memory import EvaluationOutOfMemory, Footprint
+from .precision import Precision, full_eval_of, precision_of
+from .replay import EngineStandIn, ModelAnswer, ModelStandIn
+from .round import rows_of
+from .window import AccumulationWindow
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class EvaluationMixin(_Base):
+    model: Any  # wider than Trainer's: never None once it is constructed
+    answer: ModelAnswer = ModelAnswer()
+    _slot: EngineSlot
+    _window: AccumulationWindow
+    _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
+    _replays: bool = True  # until a loss turns out to call the model in another way
+
+    def _engine(self) -> RoundPipe:
+        return self._slot.engine_for(self.model, self.args)
+
+    def synchronize(self) -> None:
+        """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
+        if self._slot.current is not None:
+            self._slot.current.synchronize()
+
+    def precision(self) -> Precision:
+        """What the engine computes in now."""
+        return precision_of(self.args, self.model, full_eval=self._full_eval)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        return super().compute_loss(
+            self._stand_in_for(model), inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def has_stock_loss(self) -> bool:
+        """Whether the loss is Trainer's own, so that what is known about that need not be asked."""
+        owners = {cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)}
+        return owners <= {EvaluationMixin, Trainer} and "compute_loss" not in vars(self)
+
+    def stand_in(self, *, num_microbatch: int | None = None) -> EngineStandIn:
+        """A model for `compute_loss` whose call runs through the engine, without gradients."""
+        return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
+
+    def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:
+        engine, precision = self._engine(), self.precision()
+        if num_microbatch is None and not runs_by_preset(engine):
+            num_microbatch = 1  # because nobody knows how to merge its loss
+        arguments = self.answer.arguments(given)
+
+        def attempt(footprint: Footprint) -> Any:
+            count = num_microbatch or footprint.num_microbatch
+            with precision.in_model():
+                return engine(roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments)
+
+        outputs = self._window.evaluating(engine, attempt, lambda: num_microbatch or rows_of(arguments))
+        return self.answer.outputs(precision.finish(outputs), given)
+
+    def _stand_in_for(self, model: Any) -> Any:
+        return self.stand_in() if model is self._slot.current and not isinstance(model, ModelStandIn) else model
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Where only the loss is wanted it is computed where the outputs are; else outputs come to the host."""
+        if prediction_loss_only and model is self._slot.current and self._replays and returns_loss(self, inputs):
+            inputs = self._prepare_inputs(inputs)
+            num_items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+            try:
+                return self._window.evaluate(self._engine(), inputs, num_items), None, None
+            except UnknownModelCall:
+                self._replays = False  # because here the model may be called in any way
+        return super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
+        given = self.args.bf16_full_eval, self.args.fp16_full_eval
+        if not self.is_in_train:
+            self._full_eval = full_eval_of(self.args)
+        # Trainer would cast the model for good, and masters with it.
+        self.args.bf16_full_eval = self.args.fp16_full_eval = False
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            raise EvaluationOutOfMemory(str(error), "lower per_device_eval_batch_size") from error
+        finally:
+            self._full_eval = None
+            self.args.bf16_full_eval, self.args.fp16_full_eval = given

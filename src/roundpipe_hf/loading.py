@@ -1,0 +1,202 @@
+"""Models whose weights stay in their safetensors files: mapped into memory, paged in when read, never copied.
+
+`from_pretrained` maps weights already when nothing has to be changed about them. So this file only asks for that, looks
+afterwards whether it was so, and says which weights were copied after all and why.
+"""
+
+import json
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from roundpipe.errors import ConfigError
+from roundpipe.memory.mmap import FileMappings, can_tell_mappings
+
+from .arguments import pipeline_of
+from .compat import add_variant
+
+logger = logging.getLogger(__name__)
+
+# Where from_pretrained would put weights, or what it would make of them, instead of leaving them in the file.
+_COPIES_ALL = ("quantization_config", "tp_plan", "tp_size", "device_mesh", "distributed_config", "gguf_file")
+# What says which files are meant, of all that from_pretrained takes.
+_OF_THE_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def load_pretrained_mmap(name_or_path: str | Path, *, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+    """Loads a model as ``from_pretrained`` does, with its weights left in the safetensors files.
+
+    For training with ``pin_model="off"``, which reads them from there: frozen weights need no memory then, and what is
+    read of the files is only a cache that the system drops when it needs the room. Weights that train are written, so
+    those are copied when the first update reaches them.
+
+    Args:
+        name_or_path: a folder, or the name of a model on the Hub.
+        model_class: a model or auto class; default: the class named in the model's config.
+        kwargs: of ``from_pretrained``. ``dtype`` is that of the files unless given: another one copies every weight.
+
+    Raises:
+        ConfigError: an option that would move or change every weight.
+
+    Warns, once, naming every parameter that did not stay in a file, with the reason.
+
+    Example:
+        >>> model = load_pretrained_mmap("path/to/model")
+        >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        >>> args = RoundPipeTrainingArguments("out", pin_model="off")
+        >>> RoundPipeTrainer(model, args, train_dataset=dataset).train()
+    """
+    _refuse_copies(kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    model_class = model_class or _class_of(name_or_path, kwargs)
+    loaded = model_class.from_pretrained(name_or_path, output_loading_info=True, **{"dtype": "auto", **kwargs})
+    model: PreTrainedModel = loaded[0]
+    if can_tell_mappings():
+        _warn_of_copies(model, _Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
+    else:
+        logger.warning("this system does not tell which files are mapped, so nobody knows whether weights were copied")
+    return loaded if wants_info else model
+
+
+def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreTrainedModel:
+    """What ``RoundPipeTrainer(model="name or path")`` trains; with ``pin_model="off"`` its weights stay in their files.
+
+    In the dtype of the files and in host memory, unless ``args.model_init_kwargs`` (TRL's) say otherwise.
+    """
+    given = getattr(args, "model_init_kwargs", None) or {}
+    kwargs = json.loads(given) if isinstance(given, str) else dict(given)
+    if args is not None and pipeline_of(args).pin_model == "off":
+        return load_pretrained_mmap(name_or_path, **kwargs)
+    model: PreTrainedModel = _class_of(name_or_path, kwargs).from_pretrained(
+        name_or_path, **{"dtype": "auto", **kwargs}
+    )
+    return model
+
+
+def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
+    for option in _COPIES_ALL:
+        if kwargs.get(option) is not None:
+            raise ConfigError(
+                f"{option} changes every weight while loading, so none can stay in its file; leave it out"
+            )
+    if kwargs.get("device_map") not in (None, "cpu"):
+        raise ConfigError("device_map: the pipeline places layers itself; leave it out to keep weights in their file")
+    if kwargs.get("disable_mmap") or kwargs.get("use_safetensors") is False:
+        raise ConfigError("disable_mmap / use_safetensors=False: only mapped safetensors files can be left as they are")
+
+
+def _class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+    """The class that wrote the files, else a causal language model."""
+    config = kwargs.get("config")
+    if config is None:
+        of_config = {name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs}
+        config = AutoConfig.from_pretrained(name_or_path, **of_config)
+    name = (config.architectures or [""])[0]
+    return getattr(transformers, name, AutoModelForCausalLM)
+
+
+class _Checkpoint:
+    """What the files say about their tensors, without reading one."""
+
+    def __init__(self, name_or_path: str | Path, kwargs: Mapping[str, Any]) -> None:
+        self._name_or_path = name_or_path
+        self._of_files = {name: kwargs[name] for name in _OF_THE_FILES if kwargs.get(name)}
+        files = self._files(kwargs.get("variant"))
+        self.dtypes = {
+            key: entry["dtype"] for file in files for key, entry in _header(file).items() if "dtype" in entry
+        }
+
+    def _files(self, variant: str | None) -> list[Path]:
+        single = self._find(add_variant(SAFE_WEIGHTS_NAME, variant))
+        if single is not None:
+            return [single]
+        index = self._find(add_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
+        names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
+        return [file for file in map(self._find, sorted(names)) if file is not None]
+
+    def _find(self, name: str) -> Path | None:
+        found = cached_file(self._name_or_path, name, _raise_exceptions_for_missing_entries=False, **self._of_files)
+        return None if found is None else Path(found)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """A safetensors file begins with the length of a JSON header and the header."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header: dict[str, Any] = json.loads(opened.read(length))
+    return header
+
+
+def _warn_of_copies(model: PreTrainedModel, checkpoint: _Checkpoint, missing: set[str]) -> None:
+    mappings = FileMappings.now()
+    copied: dict[str, list[str]] = defaultdict(list)
+    num_bytes = 0
+    for name, parameter in model.named_parameters():
+        file = mappings.file_of(parameter)
+        if parameter.nbytes and (file is None or not file.endswith(".safetensors")):
+            copied[_why(name, parameter, checkpoint, missing)].append(name)
+            num_bytes += parameter.nbytes
+    if copied:
+        reasons = "\n".join(f"  {why}: {', '.join(_short(names))}" for why, names in copied.items())
+        logger.warning(
+            "%d of %d parameters (%.1f MiB) were copied into memory instead of staying in their safetensors file:\n%s",
+            sum(map(len, copied.values())),
+            sum(1 for _ in model.parameters()),
+            num_bytes / 2**20,
+            reasons,
+        )
+
+
+def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: set[str]) -> str:
+    dtype = checkpoint.dtypes.get(name)
+    if not checkpoint.dtypes:
+        return "the checkpoint has no safetensors files; save it with save_pretrained first"
+    if name in missing:
+        return "not in the checkpoint, so made anew"
+    if dtype is None:
+        return (
+            "stacked, cast or otherwise made from other tensors of the checkpoint; save_pretrained does not undo that, "
+            "so it happens at every load"
+        )
+    if _SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
+        return f'{dtype} in the file, {parameter.dtype} in the model; load it with dtype="auto" to leave it as it is'
+    return "changed while loading"
+
+
+_SAFETENSORS_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def _short(names: list[str]) -> Iterable[str]:
+    """Every name, those that differ in the number of their block only once: ``layers.{0-27}.mlp.gate_up_proj``."""
+    by_shape: dict[str, list[int]] = defaultdict(list)
+    numbered = Counter(re.sub(r"\d+", "#", name) for name in names)
+    for name in names:
+        shape, first = re.sub(r"\d+", "#", name, count=1), re.search(r"\d+", name)
+        if first is None or numbered[re.sub(r"\d+", "#", name)] == 1:
+            yield name
+        else:
+            by_shape[shape].append(int(first.group()))
+    for shape, numbers in by_shape.items():
+        is_run = numbers == list(range(numbers[0], numbers[-1] + 1))
+        listed = f"{numbers[0]}-{numbers[-1]}" if is_run else ",".join(map(str, numbers))
+        yield shape.replace("#", "{" + listed + "}", 1)
