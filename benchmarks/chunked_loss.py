@@ -1,6 +1,6 @@
 """Linear head + cross-entropy in chunks against the whole logits: time and peak of one forward and backward.
 
-Peaks are those of what the loss adds to hidden states and head. `chunked_causal_loss` is what resident.py trains with.
+Peaks are those of what the loss adds to hidden states and head.
 """
 
 import argparse

@@ -128,23 +128,23 @@ def load_triad(folder: Path) -> Callable[[Arrays], None]:
     return triad
 
 
-def seconds(work: Callable[[Arrays], None], arrays: Arrays, budget_s: float) -> float:
-    """The fastest of as many passes as fit, at least three, after one that does not count."""
-    work(arrays)
-    taken: list[float] = []
-    began = time.perf_counter()
-    while len(taken) < 3 or (time.perf_counter() - began < budget_s and len(taken) < 15):
-        start = time.perf_counter()
-        work(arrays)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+def fastest(rows: dict[str, tuple[Callable[[Arrays], None], int]], arrays: Arrays, rounds: int) -> dict[str, float]:
+    """Seconds of each row's fastest pass. All rows in turn, so that what else the machine does strikes them alike."""
+    best = dict.fromkeys(rows, float("inf"))
+    for number in range(rounds + 1):
+        for name, (work, _) in rows.items():
+            start = time.perf_counter()
+            work(arrays)
+            if number:  # the first does not count
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default=str(os.cpu_count()), help="one number, or several with commas")
     parser.add_argument("--millions", type=int, default=100, help="of parameters")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each line, about")
+    parser.add_argument("--rounds", type=int, default=8, help="of which each line's fastest pass is shown")
     settings = parser.parse_args()
     if native.library() is None:
         raise SystemExit("the one-pass kernel was not compiled: is there a C compiler?")
@@ -164,9 +164,8 @@ def main() -> None:
         for threads in map(int, settings.threads.split(",")):
             torch.set_num_threads(threads)
             print(f"\n{threads} threads, {settings.millions} M parameters")
-            rates = {}
-            for name, (work, num_bytes) in rows.items():
-                rates[name] = count / seconds(work, arrays, settings.seconds) / 1e9
+            rates = {name: count / taken / 1e9 for name, taken in fastest(rows, arrays, settings.rounds).items()}
+            for name, (_, num_bytes) in rows.items():
                 print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {rates[name] * num_bytes:7.1f} GB/s", flush=True)
             ours = rates["one pass"]
             print(f"  one pass: {ours / rates['torch: cast, fused AdamW, cast']:.2f} x torch's three passes, ", end="")

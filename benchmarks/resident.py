@@ -12,7 +12,7 @@ from typing import Any
 
 import measure
 import torch
-from chunked_loss import chunked_causal_loss
+from compiled_loss import chunked_causal_loss
 from torch import Tensor, nn
 from workload import (
     LEARNING_RATE,

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     HfArgumentParser,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     default_data_collator,
@@ -113,9 +114,7 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, is_m
         load = load_pretrained_mmap if is_mapped else AutoModelForCausalLM.from_pretrained
         model = load(args.model_name_or_path, dtype=args.dtype)
     else:
-        config = AutoConfig.from_pretrained(args.config_name) if args.config_name else new_config(args.model_type)
-        if args.config_overrides:
-            config.update_from_string(args.config_overrides)
+        config = new_config(args)
         model = AutoModelForCausalLM.from_config(config, dtype="float32" if args.dtype == "auto" else args.dtype)
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
@@ -126,10 +125,22 @@ def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, is_m
     return model
 
 
-def new_config(model_type: str | None) -> Any:
-    if model_type not in CONFIG_MAPPING:
-        sys.exit(f"error: give --model_name_or_path, --config_name or a --model_type; {model_type!r} is none")
-    return CONFIG_MAPPING[model_type]()
+def new_config(args: ModelArguments) -> PreTrainedConfig:
+    settings: dict[str, Any] = {}
+    if args.config_name is not None:
+        config = AutoConfig.from_pretrained(args.config_name)
+        settings = PreTrainedConfig.get_config_dict(args.config_name)[0]
+    elif args.model_type in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[args.model_type]()
+    else:
+        sys.exit(f"error: give --model_name_or_path, --config_name or a --model_type; {args.model_type!r} is none")
+    if args.config_overrides is None:
+        return config
+    config.update_from_string(args.config_overrides)
+    # Made anew, because the kinds of the blocks are derived from their number.
+    settings.pop("layer_types", None)
+    changed = [setting.split("=")[0] for setting in args.config_overrides.split(",")]
+    return type(config)(**settings | {name: getattr(config, name) for name in changed})
 
 
 def load_text(args: DataArguments, seed: int) -> DatasetDict:

@@ -53,9 +53,11 @@ def drop_fused_forward(base: nn.Module) -> None:
 
 
 def tokens_in(inputs: Mapping[str, Any]) -> int:
-    """The tokens of a batch as TRL counts them: without padding, or of the one row that has none."""
-    mask = inputs.get("attention_mask")
-    return int(inputs["position_ids"].size(1) if mask is None else mask.sum())
+    """The tokens of a batch as TRL counts them: without padding, or all of the one row. Other batches it refuses."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None:
+        return int(mask.sum())
+    return 0 if positions is None else positions.size(1)
 
 
 Notes = dict[str, dict[str, list[float]]]

@@ -111,9 +111,15 @@ class _Checkpoint:
         self._name_or_path = name_or_path
         self._of_files = {name: kwargs[name] for name in _OF_THE_FILES if kwargs.get(name)}
         files = self._files(kwargs.get("variant"))
+        # The Hub's cache gives files their names by links, which mappings do not show.
+        self._paths = {str(file.resolve()) for file in files}
         self.dtypes = {
             key: entry["dtype"] for file in files for key, entry in _header(file).items() if "dtype" in entry
         }
+
+    def has(self, file: str | None) -> bool:
+        """Whether it is one of the files that were looked for, or of their kind."""
+        return file is not None and (file in self._paths or file.endswith(".safetensors"))
 
     def _files(self, variant: str | None) -> list[Path]:
         single = self._find(add_variant(SAFE_WEIGHTS_NAME, variant))
@@ -124,7 +130,9 @@ class _Checkpoint:
         return [file for file in map(self._find, sorted(names)) if file is not None]
 
     def _find(self, name: str) -> Path | None:
-        found = cached_file(self._name_or_path, name, _raise_exceptions_for_missing_entries=False, **self._of_files)
+        # The model was loaded from it a moment ago, so it is here.
+        how = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
+        found = cached_file(self._name_or_path, name, **{**self._of_files, **how, "force_download": False})
         return None if found is None else Path(found)
 
 
@@ -141,8 +149,7 @@ def _warn_of_copies(model: PreTrainedModel, checkpoint: _Checkpoint, missing: se
     copied: dict[str, list[str]] = defaultdict(list)
     num_bytes = 0
     for name, parameter in model.named_parameters():
-        file = mappings.file_of(parameter)
-        if parameter.nbytes and (file is None or not file.endswith(".safetensors")):
+        if parameter.nbytes and not checkpoint.has(mappings.file_of(parameter)):
             copied[_why(name, parameter, checkpoint, missing)].append(name)
             num_bytes += parameter.nbytes
     if copied:

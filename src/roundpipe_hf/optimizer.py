@@ -14,12 +14,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 from roundpipe import GradScaler, RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
-from roundpipe.optim import Adam, AdamW
+from roundpipe.optim import SGD, Adam, AdamW
 
 # torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they landed.
 SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
+    torch.optim.SGD: SGD,
 }
 
 

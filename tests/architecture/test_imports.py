@@ -17,7 +17,22 @@ GROUPS = [
     {"device", "memory"},
     {"params", "plan", "microbatch", "packed", "chunked_loss"},
     {"runtime", "optim"},
-    {"config", "forwarding", "planner", "profiling", "batches", "backward_round", "host", "engine", "model", "parts", "auto", "wrap", "presets", "checkpoint"},
+    {
+        "config",
+        "forwarding",
+        "planner",
+        "profiling",
+        "batches",
+        "backward_round",
+        "host",
+        "engine",
+        "model",
+        "parts",
+        "auto",
+        "wrap",
+        "presets",
+        "checkpoint",
+    },
     {"roundpipe"},  # the public names, in its __init__.py
     {"roundpipe_hf"},
 ]

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForLanguageModeling,
+    Qwen3Config,
     Trainer,
     TrainingArguments,
 )
@@ -85,6 +86,22 @@ def test_run_clm_trains_adapters_on_mapped_weights_and_resumes(tmp_path: Path) -
     resumed = run_clm.main([*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")])
     assert resumed["eval_loss"] == whole["eval_loss"]
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["type", "file"])
+def test_run_clm_makes_a_config_whose_parts_go_together(source: str, tmp_path: Path) -> None:
+    """Kinds of blocks are listed for as many as there are, in 16 bits, and what is saved loads again."""
+    Qwen3Config(num_hidden_layers=3, max_position_embeddings=64).save_pretrained(tmp_path / "config")
+    where = ["--model_type", "qwen3"] if source == "type" else ["--config_name", str(tmp_path / "config")]
+    overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+    overrides += ",head_dim=8,vocab_size=64,tie_word_embeddings=true"
+    run_clm.main(clm(tmp_path, *where, "--config_overrides", overrides, "--dtype", "bfloat16", "--max_steps", "2"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.config.tie_word_embeddings
+    assert len(loaded.config.layer_types) == loaded.config.num_hidden_layers == 2
+    assert loaded.config.max_position_embeddings == (64 if source == "file" else 32768)
 
 
 def test_run_clm_says_what_is_missing(tmp_path: Path) -> None:

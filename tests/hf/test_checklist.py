@@ -182,10 +182,9 @@ token_accuracy.hits = []  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_batch", [True, False])
-def test_metrics_batch_by_batch_and_with_losses(by_batch: bool) -> None:
+def test_metrics_batch_by_batch_and_with_losses() -> None:
     settings: dict[str, Any] = {
-        "batch_eval_metrics": by_batch,
+        "batch_eval_metrics": True,
         "compute_metrics": token_accuracy,
         "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
         "eval_dataset": {"a": ROWS[:5], "b": ROWS[5:]},

@@ -59,6 +59,23 @@ def test_every_weight_stays_in_its_file(kind: str, tmp_path: Path, caplog: pytes
         assert len(list(folder.glob("*.safetensors"))) > 1
 
 
+def test_weights_in_the_cache_of_the_hub_stay_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It keeps files under names of their content, and gives them their own names by links."""
+    repository = tmp_path / "hub" / "models--somebody--tiny"
+    folder = save(make_llama(tied=False), repository / "snapshots" / "0123", max_shard_size="20KB")
+    (repository / "blobs").mkdir()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0123")
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(repository / "blobs" / f"{number:064}")
+        file.symlink_to(blob)
+    loaded = load_pretrained_mmap("somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True)
+    assert all(lies_in_files(loaded, repository / "blobs"))
+    assert not warnings_in(caplog)
+    load_pretrained_mmap("somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True, dtype=torch.float16)
+    assert "F32 in the file, torch.float16 in the model" in warnings_in(caplog)
+
+
 def test_other_dtype_copies_and_says_so_for_every_weight(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = load_pretrained_mmap(saved, dtype=torch.bfloat16)
     assert not any(lies_in_files(loaded, saved))

@@ -25,6 +25,8 @@ MODELS: dict[str, MakeModel] = {
 _PIPELINE = frozenset(PipelineArguments.__dataclass_fields__)
 _OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters) - {"self", "model", "args", "train_dataset"}
 _FROM_THE_CLOCK = ("runtime", "per_second", "preparation_time")
+# Two steps of fp32: rows are summed in another order.
+ROUNDING = 2.5e-7
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -100,7 +102,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def assert_same(pair: Pair, *, atol: float = 1e-5) -> None:
-    """The same keys and numbers in the log (losses, norms; rates exactly), and the same weights."""
+    """The same keys and numbers in the log (losses ten times closer, rates exactly), and the same weights."""
     assert_same_logs(logged(pair.ours), logged(pair.plain), atol=atol)
     assert_same_weights(weights(pair.ours), weights(pair.plain), atol=atol)
 
@@ -112,8 +114,8 @@ def assert_same_logs(ours: list[dict[str, float]], plain: list[dict[str, float]]
             torch.testing.assert_close(
                 torch.tensor(mine[key], dtype=torch.float64),
                 torch.tensor(value, dtype=torch.float64),
-                atol=0.0 if key == "learning_rate" else atol,
-                rtol=0.0,
+                atol=0.0 if key == "learning_rate" else atol / 10 if key.endswith("loss") else atol,
+                rtol=ROUNDING if key.endswith("loss") else 0.0,
                 equal_nan=True,
                 msg=lambda text, key=key, other=other: f"{key} at step {other['step']}: {text}",
             )

@@ -105,8 +105,9 @@ def test_wishes_that_make_no_sense_are_refused(arguments: dict[str, Any], fault:
 
 
 def test_stages_have_to_be_ranges() -> None:
-    with pytest.raises(PlanError, match=r"fwd_plan: \[0, 1\] is not a range of consecutive layers"):
-        ModelExecutePlan([[0, 1]]).check("infer", 2)  # type: ignore[list-item]
+    for stage in ([0, 1], range(0), range(0, 4, 2)):
+        with pytest.raises(PlanError, match=r"bwd_plan: .* is not a range of consecutive layers"):
+            ModelExecutePlan([range(2)], [stage])  # type: ignore[list-item]
 
 
 def equal_layers(count: int, ms: float) -> LayerCosts:

@@ -89,17 +89,24 @@ def test_without_anything_to_draw() -> None:
 
 def test_profiling_ends_with_its_block_and_changes_no_number(engines: Engines) -> None:
     engine, twin = engines(make_mlp(), TWO), engines(make_mlp(), TWO)
-    with pytest.raises(ArithmeticError, match="the user's"), roundpipe.profile() as profiled:
-        run_batch(engine, BATCH, 2)
-        engine.synchronize()
-        raise ArithmeticError("the user's")
-    recorded = len(profiled.blocks)
+    profiles = []
+
+    def profile_and_raise() -> None:
+        with roundpipe.profile() as profiled:
+            profiles.append(profiled)
+            run_batch(engine, BATCH, 2)
+            engine.synchronize()
+            raise ArithmeticError("the user's")
+
+    with pytest.raises(ArithmeticError, match="the user's"):
+        profile_and_raise()
+    recorded = len(profiles[0].blocks)
     assert recorded
     run_batch(engine, BATCH, 2)
     for _ in range(2):
         run_batch(twin, BATCH, 2)
     TWO.check(engine_gradients(engine), engine_gradients(twin))
-    assert len(profiled.blocks) == recorded
+    assert len(profiles[0].blocks) == recorded
 
 
 def test_a_listener_that_raises_is_dropped(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:

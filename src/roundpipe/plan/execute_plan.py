@@ -42,8 +42,12 @@ class ModelExecutePlan:
     bwd_plan: Sequence[range] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fwd_plan", tuple(self.fwd_plan))
-        object.__setattr__(self, "bwd_plan", tuple(self.bwd_plan))
+        for name in ("fwd_plan", "bwd_plan"):
+            stages = tuple(getattr(self, name))
+            for stage in stages:
+                if not isinstance(stage, range) or stage.step != 1 or len(stage) == 0:
+                    raise PlanError(f"{name}: {stage!r} is not a range of consecutive layers")
+            object.__setattr__(self, name, stages)
 
     def __repr__(self) -> str:
         stages = [(pass_.value, _span(stage), len(list(same))) for (pass_, stage), same in groupby(self._visits())]
@@ -262,8 +266,6 @@ def _check_wishes(num_models: int, min_stages: int, upper_threshold: float, mode
 def _check_cover(name: str, stages: Sequence[range], end: int) -> None:
     expected, before = 0, None
     for stage in stages:
-        if not isinstance(stage, range) or stage.step != 1 or len(stage) == 0:
-            raise PlanError(f"{name}: {stage!r} is not a range of consecutive layers")
         if stage == before:
             continue  # another share of the same stage
         before = stage

@@ -64,7 +64,7 @@ def shares(num_microbatches: int, count: int) -> list[range]:
 
 
 class Group(NamedTuple):
-    """One of ``num_groups`` groups of devices that each make all visits of ``rounds``, for their share of microbatches."""
+    """One of ``num_groups`` groups of devices, each of which makes all visits of ``rounds`` for its share."""
 
     num_groups: int
     rounds: list[Passes]

@@ -27,7 +27,7 @@ class Prefix(RoutedPrefix):
 def cut(model: PreTrainedModel) -> Cut:
     """Block ``i`` attends as ``config.layer_types[i]`` says."""
     backbone: Any = model.model
-    kinds = model.config.layer_types
+    kinds = model.config.layer_types[: len(backbone.layers)]
     return assemble(
         model,
         Prefix(backbone, kinds),

@@ -108,9 +108,13 @@ class Block(nn.Module):
 
 
 def cut_decoder(model: PreTrainedModel, kinds: list[str]) -> Cut:
-    """Cuts a decoder of Llama's shape whose block ``i`` attends as ``kinds[i]`` says."""
+    """Cuts a decoder of Llama's shape whose block ``i`` attends as ``kinds[i]`` says.
+
+    There may be more kinds than blocks: a config keeps them when its number of blocks is lowered.
+    """
     backbone: Any = model.model
     blocks = backbone.layers[: model.config.num_hidden_layers]
+    kinds = kinds[: len(blocks)]
     return assemble(
         model,
         Prefix(backbone, kinds),

@@ -1,7 +1,7 @@
 """Carries out one device's actions of a call. Decides nothing: the schedule says what, this says how.
 
 [Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the visit that made it, kept in
-``kept.inputs[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that backward visit.
+``kept.inputs[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that visit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,7 +155,7 @@ class Executor:
 
     def _fetch(self, call: Call, action: Action) -> None:
         inputs, key = call.kept.inputs, (action.visit.layers.start, action.microbatch)
-        call.board.wait_until(lambda: key in inputs)  # because a forward visit on another device may be still to make it
+        call.board.wait_until(lambda: key in inputs)  # because another device may be still to make it
         inputs[key] = fetch(inputs[key], self.device)
 
     def _compute(self, call: Call, action: Action) -> None:

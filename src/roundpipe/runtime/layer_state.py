@@ -12,6 +12,7 @@ the user's modules, by later calls, by the user.
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +56,10 @@ class Writers:
     """Which of the user's modules write to their tensors in a forward. Shared by all devices."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self.known: set[int] = set()  # by id
 
     def add(self, module: nn.Module) -> None:
-        self._known.add(id(module))
-
-    def __contains__(self, module: nn.Module) -> bool:
-        return id(module) in self._known
+        self.known.add(id(module))
 
 
 class LayerWatch:
@@ -82,34 +80,45 @@ class LayerWatch:
         self._silent = silent
         self._writers = writers
         self._modes = modes
+        self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
-        self._seen: list[_Seen | None] = [None for _ in replicas]
         self._versions: dict[int, int] = {}
+        self._remember()
+
+    def _remember(self) -> None:
+        """What the replicas look like now."""
+        self._dicts = [held for _, replica in self._replicas for held in (replica.__dict__, replica._buffers)]
+        self._seen = self._look()
+
+    def _look(self) -> tuple[Any, ...]:
+        """All names and values. One tuple, because this is done for every layer and microbatch."""
+        return tuple(chain(chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts))))
+
+    def _is_as_left(self) -> bool:
+        """Whether nobody has set anything or can have written to a tensor since ``_remember``."""
+        if not self._writers.known.isdisjoint(self._ids):
+            return False
+        now = self._look()
+        return len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
 
     def look(self) -> LayerState:
-        """The state now. Shares with the last one what has not changed, which is nearly always everything."""
-        last = self._last()
-        seen = [_Seen.of(replica) for _, replica in self._replicas]
+        """The state now; the same as last time if nothing has changed, which is nearly always."""
+        if self._state is not None and self._is_as_left():
+            return self._state
         copies = _Copies()
-        modules = tuple(
-            state
-            if state is not None and owner not in self._writers and now.is_same(before)
-            else self._take(owner, now, copies)
-            for (owner, _), state, before, now in zip(self._replicas, last, self._seen, seen, strict=True)
-        )
-        self._seen[:] = seen
-        if self._state is None or any(map(operator.is_not, modules, last)):
-            self._state = LayerState(modules, self._device, self._device.compute.record())
-            self._versions = {id(t): t._version for module in modules for t in module.all_tensors()}
+        modules = tuple(self._take(owner, replica, copies) for owner, replica in self._replicas)
+        self._state = LayerState(modules, self._device, self._device.compute.record())
+        self._versions = {id(t): t._version for module in modules for t in module.all_tensors()}
+        self._remember()
         return self._state
 
-    def _take(self, owner: nn.Module, seen: "_Seen", copies: "_Copies") -> ModuleState:
-        own = {name: value for name, value in seen.attributes.items() if name not in STRUCTURE}
+    def _take(self, owner: nn.Module, replica: nn.Module, copies: "_Copies") -> ModuleState:
+        own = {name: value for name, value in replica.__dict__.items() if name not in STRUCTURE}
         tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-        buffers = seen.buffers
+        buffers = replica._buffers.copy()
         if not (tensors.keys() <= owner.__dict__.keys() and buffers.keys() <= owner._buffers.keys()):
             self._writers.add(owner)  # because what a forward has made it may also write to
-        if owner in self._writers:  # see [2]
+        if id(owner) in self._writers.known:  # see [2]
             tensors = {name: copies.of(value) for name, value in tensors.items()}
             buffers = {name: value if value is None else copies.of(value) for name, value in buffers.items()}
         return ModuleState({name: value for name, value in own.items() if is_plain(value)}, buffers, tensors)
@@ -117,10 +126,11 @@ class LayerWatch:
     def learn_writes(self) -> None:
         """After a forward that ``look`` came before: see [3]."""
         assert self._state is not None
+        if not self._versions:
+            return
         for (owner, replica), state in zip(self._replicas, self._state.modules, strict=True):
-            if owner in self._writers or not (state.buffers or state.tensors):
-                continue
-            if self._has_written(owner, replica, state):
+            is_open = (state.buffers or state.tensors) and id(owner) not in self._writers.known
+            if is_open and self._has_written(owner, replica, state):
                 self._writers.add(owner)
 
     def _has_written(self, owner: nn.Module, replica: nn.Module, state: ModuleState) -> bool:
@@ -151,17 +161,15 @@ class LayerWatch:
 
     def restore(self, state: LayerState) -> None:
         """The modules are as ``state`` has them, whatever a forward has done to them since."""
+        if state is self._state and self._is_as_left():
+            return
         copies = _Copies()
 
         def local(tensor: torch.Tensor, owner: nn.Module) -> torch.Tensor:
             brought = self._buffers.bring(tensor, state.source, state.ready)
-            return copies.of(brought) if owner in self._writers else brought
+            return copies.of(brought) if id(owner) in self._writers.known else brought
 
-        last = self._last()
-        for index, ((owner, replica), module) in enumerate(zip(self._replicas, state.modules, strict=True)):
-            is_as_left = last[index] is module and _Seen.of(replica).is_same(self._seen[index])
-            if is_as_left and owner not in self._writers:
-                continue
+        for (owner, replica), module in zip(self._replicas, state.modules, strict=True):
             attributes = replica.__dict__
             for name in [name for name, value in attributes.items() if name not in STRUCTURE and _is_kept(value)]:
                 del attributes[name]
@@ -170,28 +178,8 @@ class LayerWatch:
             attributes["_buffers"] = {
                 name: None if tensor is None else local(tensor, owner) for name, tensor in module.buffers.items()
             }
-            self._seen[index] = _Seen.of(replica)
         self._state = state
-
-    def _last(self) -> Sequence[ModuleState | None]:
-        return self._state.modules if self._state is not None else [None] * len(self._replicas)
-
-
-class _Seen(NamedTuple):
-    """A replica's attributes and buffers at one moment."""
-
-    attributes: dict[str, Any]
-    buffers: dict[str, torch.Tensor | None]
-
-    @classmethod
-    def of(cls, replica: nn.Module) -> "_Seen":
-        return cls(replica.__dict__.copy(), replica._buffers.copy())
-
-    def is_same(self, other: "_Seen | None") -> bool:
-        return other is not None and all(
-            a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
-            for a, b in zip(self, other, strict=True)
-        )
+        self._remember()
 
 
 def _is_kept(value: Any) -> bool:

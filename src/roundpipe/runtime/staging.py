@@ -172,5 +172,7 @@ def _limit_threads(count: int) -> Job:
 
     def limit() -> None:
         torch.set_num_threads(count)
+        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        torch.get_num_threads()
 
     return limit

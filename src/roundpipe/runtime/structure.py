@@ -1,7 +1,7 @@
 """Which modules and parameters something is made of, walked once and compared in no time at every call."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import nn
 
@@ -30,6 +30,5 @@ class Structure:
         )
 
 
-def _are(now: Iterable[object], then: list[object]) -> bool:
-    now = list(now)
+def _are(now: Collection[object], then: Collection[object]) -> bool:
     return len(now) == len(then) and all(map(operator.is_, now, then))
