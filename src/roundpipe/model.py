@@ -338,7 +338,7 @@ class RoundPipe(Engine):
             modes=Modes.of(self._layer_structure),
             spilled_layers=planned.spilled,
             measured=planned.measured,
-            is_first=planned.is_first,
+            replaces_plan=planned.replaces,
             is_timed=planned.is_timed,
             only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
         )

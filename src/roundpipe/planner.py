@@ -1,7 +1,7 @@
 """Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any, NamedTuple
 
@@ -41,14 +41,14 @@ _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 class Planned(NamedTuple):
     """What a call does.
 
-    ``spilled``: the layers whose kept inputs wait on the host. ``is_first``: nothing ran by this plan before.
+    ``spilled``: the layers whose kept inputs wait on the host. ``replaces``: its plan has just replaced another one.
     ``is_timed``: it is one of the few calls that are timed.
     """
 
     plan: ModelExecutePlan
     spilled: frozenset[int]
     measured: ShapeMeasurements
-    is_first: bool
+    replaces: bool
     is_timed: bool
 
 
@@ -75,6 +75,7 @@ class _InUse:
     patience: int = 1
     waited: int = 0
     calls: int = 0
+    is_replacement: bool = False
 
     @property
     def is_timed(self) -> bool:
@@ -170,7 +171,8 @@ class Planner:
         self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain)
         in_use = self._of(wish)
         in_use.calls += 1
-        return Planned(in_use.plan, in_use.spilled, self._measured(wish), in_use.calls == 1, in_use.is_timed)
+        replaces = in_use.is_replacement and in_use.calls == 1
+        return Planned(in_use.plan, in_use.spilled, self._measured(wish), replaces, in_use.is_timed)
 
     def next_plan(self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None) -> ModelExecutePlan:
         """What ``plan`` would give for the shapes of the latest call, without there being a call."""
@@ -194,8 +196,9 @@ class Planner:
         costs, round_ = self._problem(wish, measured)
         plan = in_use.plan if wish.chosen is not None else _better(wish.run_type, in_use.plan, costs, round_)
         spilled = plan_peak(plan, wish.run_type, costs, round_).spilled
-        calls = in_use.calls if plan == in_use.plan else 0
-        self._in_use[wish] = _InUse(plan, spilled, known, patience=2 * in_use.patience, calls=calls)
+        self._in_use[wish] = replace(in_use, spilled=spilled, known=known, patience=2 * in_use.patience, waited=0)
+        if plan != in_use.plan:
+            self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0, is_replacement=True)
 
     def problem(
         self, run_type: RunType, num_microbatches: int, shapes: Hashable = None, grain: Grain = "stage"

@@ -66,7 +66,7 @@ class Joining(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """Gives the flag to the first layer, as the engine does; the plain model is called with it too."""
+    """The plain model: gives the flag to its first layer, as the engine does with the same layers in a plain sequence."""
 
     def forward(self, hidden: Tensor, how: str = "plain") -> Tensor:
         first, *others = self
@@ -101,7 +101,7 @@ def test_a_flag_that_changes_what_a_layer_hands_on(
     model = make_model(Flagged)
     expected = plain_call(copy.deepcopy(model), microbatches_of(BATCH.args[0], second), BATCH.loss_fn)
     assert ("0.linear.weight" in expected.gradients) == (second != "stop")
-    engine = engines(model, devices)
+    engine = engines(nn.Sequential(*model), devices)
     call(engine, microbatches_of(BATCH.args[0], first))
     engine.zero_grad()
     call(engine, microbatches_of(BATCH.args[0], second))
@@ -112,7 +112,7 @@ def test_a_flag_that_changes_what_a_layer_hands_on(
 def test_a_layer_whose_weights_only_some_batches_use(first: str, devices: DeviceSet, engines: Engines) -> None:
     inputs = {"used": BATCH.args[0].abs(), "unused": -BATCH.args[0].abs()}
     model = make_model(Routed)
-    engine = engines(model, devices)
+    engine = engines(nn.Sequential(*model), devices)
     call(engine, microbatches_of(inputs[first]))
     engine.zero_grad()
     for name, value in inputs.items():
@@ -129,7 +129,7 @@ def test_a_layer_whose_weights_only_one_of_the_microbatches_uses(devices: Device
     model = make_model(Routed)
     expected = plain_call(copy.deepcopy(model), microbatches_of(inputs), BATCH.loss_fn)
     assert "0.linear.weight" in expected.gradients
-    engine = engines(model, devices)
+    engine = engines(nn.Sequential(*model), devices)
     for _ in range(2):
         call(engine, microbatches_of(inputs))
         devices.check(engine_gradients(engine), expected.gradients)
@@ -139,7 +139,7 @@ def test_a_layer_whose_weights_only_one_of_the_microbatches_uses(devices: Device
 @pytest.mark.parametrize("first", [True, False], ids=["stopping first", "carrying first"])
 def test_an_attribute_that_the_user_switches_between_calls(first: bool, devices: DeviceSet, engines: Engines) -> None:
     model = make_model(Switched)
-    engine = engines(model, devices)
+    engine = engines(nn.Sequential(*model), devices)
     for stops in (first, not first, first):
         model[0].stops = stops
         expected = plain_call(copy.deepcopy(model), microbatches_of(BATCH.args[0]), BATCH.loss_fn)

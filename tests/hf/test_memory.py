@@ -107,20 +107,16 @@ def test_more_microbatches(site: str, plain: Any, caplog: pytest.LogCaptureFixtu
     )
 
 
-@pytest.mark.parametrize(
-    ("site", "times", "reached"),
-    [
-        pytest.param("fused", 2, "recompute_grain='layer', which", marks=pytest.mark.slow),
-        pytest.param("recompute", 3, "recompute_grain='layer', one round for each batch"),
-    ],
-)
+@pytest.mark.parametrize(("site", "times"), [pytest.param("fused", 2, marks=pytest.mark.slow), ("recompute", 3)])
 def test_then_less_recomputed_at_a_time_then_batch_by_batch(
-    site: str, times: int, reached: str, plain: Any, caplog: pytest.LogCaptureFixture
+    site: str, times: int, plain: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """In one line or in several, as a late visit fails before or after its call has returned."""
     with hooked_engine() as engine:
         trainer = run(make_trainer(RoundPipeTrainer, engine, ROWS, callbacks=[RunsShort(site, times)], **SETTINGS))
         assert_is(trainer, plain)
-    assert f"it goes on with num_microbatch=4, {reached}" in caplog.text
+    steps = ["goes on with num_microbatch=4", "recompute_grain='layer'", "one round for each batch"]
+    assert [step in caplog.text for step in steps] == [True] * times + [False] * (3 - times)
 
 
 def test_then_the_error_is_the_devices_own_and_nothing_has_happened() -> None:

@@ -14,7 +14,8 @@ from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.device.virtual import VirtualLane
+from roundpipe.device.virtual import VirtualDevice, VirtualLane
+from roundpipe.memory.slots import SlotPool
 from roundpipe.plan.costs import LayerCosts
 
 FORWARD_MS, BACKWARD_MS, LOSS_MS, MS_PER_BYTE = 3.0, 5.0, 2.0, 0.001
@@ -177,3 +178,28 @@ def test_plans_that_follow_measurements_change_no_bit(engines: Engines) -> None:
                 for _ in range(5):
                     engine.planner.measured().record_time(part, layer, draws.choice([1.0, 50.0]))  # type: ignore[arg-type]
     assert len(plans) > 2
+
+
+def test_slots_are_given_back_when_a_plan_replaces_another_and_only_then(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool would hold on to slots that only the other plan needed. Here layers turn out to keep too much."""
+    cleared: list[int] = []
+    clear = SlotPool.clear
+    monkeypatch.setattr(SlotPool, "clear", lambda pool: (cleared.append(1), clear(pool))[1])
+    devices = SimpleNamespace(argument=[VirtualDevice(0, 100_000)])
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    engine = engines(make_mlp(), devices, model_run_config=config)  # type: ignore[arg-type]
+    plans, clears = [], []
+    for number in range(6):
+        plans.append(engine.execute_plan)
+        cleared.clear()
+        run_batch(engine, mlp_batch(8))
+        engine.synchronize()
+        clears.append(len(cleared))
+        if number == 1:
+            for layer in range(7):
+                engine.planner.measured().record_saved_bytes(layer, 30_000)
+    is_new = [number > 0 and plan != plans[number - 1] for number, plan in enumerate(plans)]
+    assert any(is_new)
+    assert clears == is_new

@@ -164,8 +164,9 @@ def test_a_backward_of_the_users_own_sees_it_too(kind: str, devices: DeviceSet, 
     plan = PLANS["whole stages"]
     config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain="layer", merge_output=False)
     outputs = engine(*batch.args, roundpipe_run_config=config)
-    losses = [batch.loss_fn(o, label) for o, label in zip(outputs, batch.label.chunk(3), strict=True)]
-    torch.stack(losses).sum().backward()
+    labels = batch.label.chunk(3)
+    losses = [batch.loss_fn(o, label.to(o.device)) for o, label in zip(outputs, labels, strict=True)]
+    torch.stack([loss.cpu() for loss in losses]).sum().backward()
     devices.check(engine_gradients(engine), expected.gradients)
 
 

@@ -134,6 +134,20 @@ def test_weights_frozen_and_trained_in_turn_are_the_newest(engines: Engines) -> 
         engine.synchronize()
 
 
+def test_an_update_on_its_way_to_a_weight_frozen_meanwhile_arrives(engines: Engines) -> None:
+    model = make_mlp()
+    engine = engines(model, max_gpu_memory=ROOM_GB)
+    optimizer = sgd(engine.optim_parameters())
+    run_batch(engine, BATCHES[0], 2)
+    engine.step(optimizer.step)
+    model[0].requires_grad_(requires_grad=False)
+    run_batch(engine, BATCHES[1], 2)  # still at the first weights
+    engine.zero_grad()
+    engine.synchronize()
+    expected = plain_call(model, BATCHES[2].split(2), BATCHES[2].loss_fn)
+    ONE.check(run_batch(engine, BATCHES[2], 2), expected.loss)
+
+
 def test_only_what_there_is_room_for_stays() -> None:
     """Frozen layers first, which save every upload; one that trains and is visited once saves none."""
     fused = [(Pass.FORWARD, range(3)), (Pass.FUSED, range(3, 4)), (Pass.BACKWARD, range(1, 3))]

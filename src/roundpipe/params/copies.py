@@ -118,6 +118,7 @@ class Masters:
             dtype = self._rules.master(parameter)
             master = Master(parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
             self._masters[id(parameter)] = master
+            self._store.stepped.add(id(parameter))
         return master
 
     def existing(self) -> Iterator[tuple[nn.Parameter, Master]]:

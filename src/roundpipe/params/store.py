@@ -49,8 +49,8 @@ class ParameterStore:
     copies are views of a slot and live for one visit.
 
     Args:
-        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which visits no device;
-            one that a staged layer has too is tied.
+        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which visits no
+            device; one that a staged layer has too is tied.
     """
 
     def __init__(self, layers: Sequence[nn.Module], memory: HostMemory, on_host: Sequence[nn.Parameter] = ()) -> None:
@@ -66,6 +66,8 @@ class ParameterStore:
         if not self.uses:
             raise ConfigError("the model has no parameters; there is nothing to place on a device")
         self.names: dict[int, str] = {}
+        # Those that have a master, also if they are frozen now: an update of theirs may still be on its way.
+        self.stepped: set[int] = set()
         self.spares: dict[int, SpareCopy] = {}  # by layer; see [Note: two working copies]
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}

@@ -26,7 +26,7 @@ from .stages import Sizes, Stages
 
 # Visits that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
 # device takes as long as to time a few.
-MAX_VISITS_TIMED = 55_000
+MAX_VISITS_TIMED = 48_000
 _TIMED_PER_PEAK = 3
 _GRID, _GRID_TIMED, _DESCENTS, _CLIMBS, _FINALISTS = 6, 30, 3, 3, 8
 # A visit more has to gain this share of a round, because it costs the host something that no lane shows.

@@ -69,7 +69,7 @@ class CallSettings:
     modes: Modes
     spilled_layers: frozenset[int] = frozenset()
     measured: ShapeMeasurements | None = None
-    is_first: bool = False
+    replaces_plan: bool = False
     is_timed: bool = False
     only_loss: bool = False
 

@@ -144,8 +144,8 @@ class Executor:
 
     def _upload(self, call: Call, action: Action) -> None:
         settings = call.settings
-        if settings.is_first and not self._stages:
-            self._loader.slots.clear()  # because another plan may have needed slots that this one has no use for
+        if settings.replaces_plan and not self._stages:
+            self._loader.slots.clear()  # because the other plan may have needed slots that this one has no use for
         timer = timer_of(action.visit, self.device, self._watch, settings.measured if settings.is_timed else None)
         stage = self._stages[action.visit] = Stage(action.visit, settings.modes, settings.weights, timer)
         for layer in action.visit.layers:

@@ -62,8 +62,8 @@ def refuse_shared_buffers(call: Call) -> None:
         if (id(owner), name) in seen:
             if is_shared:
                 raise ConfigError(
-                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan visits in shares, none "
-                    "of which sees what the others wrote; list each stage once in execute_plan"
+                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan visits in shares, "
+                    "none of which sees what the others wrote; list each stage once in execute_plan"
                 )
             raise ConfigError(
                 f"a {type(owner).__name__} is used in more than one layer and writes its buffer {name!r}; give each "

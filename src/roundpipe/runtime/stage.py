@@ -155,7 +155,7 @@ class StageLoader:
 
     def _stamp(self, stage: Stage, use: ParameterUse) -> Stamp:
         parameter, weights = use.parameter, stage.weights
-        version = weights.version if parameter.requires_grad else FROZEN
+        version = weights.version if id(parameter) in self._store.stepped else FROZEN
         return Stamp(parameter.data_ptr(), parameter._version, weights.num_loads, version)
 
     def module(self, stage: Stage, index: int) -> nn.Module:
