@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import measure
 import torch
 
 from roundpipe.optim import native, updates
@@ -167,6 +168,13 @@ def main() -> None:
             rates = {name: count / taken / 1e9 for name, taken in fastest(rows, arrays, settings.rounds).items()}
             for name, (_, num_bytes) in rows.items():
                 print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {rates[name] * num_bytes:7.1f} GB/s", flush=True)
+                measure.emit(
+                    {
+                        "bench": "optimizer", "what": name, "value": rates[name], "unit": "G params/s",
+                        "setting": f"{rates[name] * num_bytes:.0f} GB/s, {threads} threads, {settings.millions} M params",
+                        "workload": "full size", **measure.environment(),
+                    }
+                )  # fmt: skip
             ours = rates["one pass"]
             print(f"  one pass: {ours / rates['torch: cast, fused AdamW, cast']:.2f} x torch's three passes, ", end="")
             print(f"{ours / rates['triad of the same mix']:.0%} of the triad")

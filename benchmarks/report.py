@@ -27,6 +27,14 @@ them alone bounds an asynchronous step; a synchronous step exposes most of the l
 """
 
 
+TITLES = {"ceilings": "Ceilings", "optimizer": "The optimizer's pass", "quickstart": "Quickstart"}
+
+
+def _is_step(record: Record) -> bool:
+    """Whether it is of a training step; the others are single figures."""
+    return record["bench"] not in TITLES
+
+
 def machine_of(record: Record) -> str:
     return (
         f"{record['num_gpus']} x {record['card']}, {record['cpu_cores']} cores, torch {record['torch']}, "
@@ -94,9 +102,11 @@ def section(machine: str, records: list[Record]) -> list[str]:
     """All of one machine: ceilings, steps, bounds."""
     lines = ["", f"## {machine}"]
     ceilings = [record for record in records if record["bench"] == "ceilings"]
-    steps = [record for record in records if record["bench"] != "ceilings"]
-    if ceilings:
-        lines += ["", "### Ceilings", "", table(ceilings, ["what", "value", "unit", "setting"])]
+    steps = [record for record in records if _is_step(record)]
+    for bench, title in TITLES.items():
+        own = [record for record in records if record["bench"] == bench]
+        if own:
+            lines += ["", f"### {title}", "", table(own, ["what", "value", "unit", "setting"])]
     if steps:
         best = {_key(record): record["tokens_per_s"] for record in steps if record["system"] == CEILING}
         rows = [step_row(record, best) for record in sorted(steps, key=lambda record: tuple(map(str, _key(record))))]
@@ -109,7 +119,7 @@ def section(machine: str, records: list[Record]) -> list[str]:
 
 
 def report(records: list[Record]) -> str:
-    steps = [record for record in records if record["bench"] != "ceilings"]
+    steps = [record for record in records if _is_step(record)]
     lines = []
     if steps:
         lines.append(HEAD.format(**steps[0]).rstrip())
