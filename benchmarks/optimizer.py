@@ -167,11 +167,12 @@ def main() -> None:
             print(f"\n{threads} threads, {settings.millions} M parameters")
             rates = {name: count / taken / 1e9 for name, taken in fastest(rows, arrays, settings.rounds).items()}
             for name, (_, num_bytes) in rows.items():
-                print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {rates[name] * num_bytes:7.1f} GB/s", flush=True)
+                bandwidth = rates[name] * num_bytes
+                print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {bandwidth:7.1f} GB/s", flush=True)
                 measure.emit(
                     {
                         "bench": "optimizer", "what": name, "value": rates[name], "unit": "G params/s",
-                        "setting": f"{rates[name] * num_bytes:.0f} GB/s, {threads} threads, {settings.millions} M params",
+                        "setting": f"{bandwidth:.0f} GB/s, {threads} threads, {settings.millions} M params",
                         "workload": "full size", **measure.environment(),
                     }
                 )  # fmt: skip

@@ -66,7 +66,7 @@ class Joining(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """The plain model: gives the flag to its first layer, as the engine does with the same layers in a plain sequence."""
+    """The plain model: gives the flag to its first layer, as the engine does with a plain sequence of its layers."""
 
     def forward(self, hidden: Tensor, how: str = "plain") -> Tensor:
         first, *others = self

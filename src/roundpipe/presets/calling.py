@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -69,3 +70,15 @@ def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     The engine recomputes already. Hooks run all the same: they are in `nn.Module`'s ``__call__``.
     """
     return nn.Module.__call__(block, *args, **kwargs)
+
+
+def note_lengths(module: nn.Module) -> None:
+    """Makes numbers of the sequence lengths that dynamic rotary embeddings have just noted as 0-d tensors.
+
+    The engine gives the user's module what a forward has set on its replica, but for tensors, which live on a device.
+    Without the length the frequencies would be those of the last batch, not of the longest.
+    """
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if name.endswith("max_seq_len_cached") and isinstance(value, torch.Tensor):
+                setattr(part, name, int(value))

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from . import trial
-from .calling import by_name, refuse_cache, refuse_unsupported, run_block
+from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
 from .causal_lm import assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part
@@ -64,6 +64,7 @@ class Prefix(nn.Module):
                 "is_causal: transformers carries it in the config, which all microbatches share; set it there"
             )
         hidden_states, calls = self.part.first(**named, use_cache=False)
+        note_lengths(self.part)
         return State(
             hidden_states=hidden_states,
             calls=self._by_kind(calls),

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .calling import causal_config, refuse_cache, refuse_unsupported, run_block
+from .calling import causal_config, note_lengths, refuse_cache, refuse_unsupported, run_block
 from .causal_lm import HeadAndLoss, LossState, assemble
 from .loss import take_loss_kwargs
 from .preset import Cut
@@ -60,10 +60,12 @@ class Prefix(nn.Module):
         # After the masks: positions we make ourselves never restart, and looking for restarts waits for the device.
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+        position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
+        note_lengths(self.rotary_emb)
         return State(
             hidden_states=hidden_states,
             masks=masks,
-            position_embeddings=self.rotary_emb(hidden_states, position_ids=position_ids),
+            position_embeddings=position_embeddings,
             position_ids=position_ids,
             labels=labels,
             logits_to_keep=logits_to_keep,

@@ -98,7 +98,8 @@ class Part(nn.Module):
         """
         notes = _Notes(self.blocks._replace(number=1))
         try:
-            self._run(self._passing(hidden_states), instead={name: _Noting(notes)}, **kwargs)
+            instead = {name: _Noting(notes, self.owned[0].get_submodule(name))}
+            self._run(self._passing(hidden_states), instead=instead, **kwargs)
         except _Reached:
             return notes.hidden_states
         raise ConfigError(f"the model's forward did not call {name}")
@@ -149,9 +150,15 @@ class _Notes:
 
 
 class _Noting(nn.Module):
-    def __init__(self, notes: _Notes) -> None:
+    """``of``: the module whose attributes it shows, as a forward may ask a head for the dtype of its weight."""
+
+    def __init__(self, notes: _Notes, of: nn.Module | None = None) -> None:
         super().__init__()
         self._notes = notes
+        self._of = (of,)  # in a tuple, because it must not be registered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._notes.note(args, kwargs)
