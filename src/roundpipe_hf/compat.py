@@ -66,7 +66,12 @@ def loss_adds_up(trainer: "RoundPipeTrainerMixin") -> bool:
         return True
     model = base_model(trainer.model)
     routes = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return getattr(model, "loss_function", None) is ForCausalLMLoss and not routes
+    return makes_causal_loss(model) and not routes
+
+
+def makes_causal_loss(model: nn.Module) -> bool:
+    """Whether the model's own loss is transformers' for causal language models."""
+    return getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def valid_targets(trainer: "RoundPipeTrainerMixin", inputs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -9,9 +9,10 @@ import torch
 from roundpipe import RoundPipe
 from roundpipe.microbatch import batch_size_of
 
-from .compat import loss_adds_up, valid_targets
+from .compat import base_model, loss_adds_up, makes_causal_loss, valid_targets
+from .engine import runs_by_preset
 from .loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, learn_rule
-from .replay import ModelCall, record_call
+from .replay import LossAnswer, ModelAnswer, ModelCall, record_call
 from .round import Microbatch, RoundLoss, StashedBatch, cut_window, parts_of, rows_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class LearntLoss:
                 return trainer.compute_loss(*args, **kwargs)
 
         rule = self._rule_for(engine, batches, call, num_microbatch)
-        loss_fn = RoundLoss(engine.model, compute_loss, call, trainer.answer, rule, batches, precision.finish)
-        return cut_window(batches, call, trainer.answer, rule, num_microbatch, self._measure), loss_fn
+        answer = LossAnswer() if self._reads_only_losses(engine, batches) else trainer.answer
+        loss_fn = RoundLoss(engine.model, compute_loss, call, answer, rule, batches, precision.finish)
+        return cut_window(batches, call, answer, rule, num_microbatch, self._measure), loss_fn
 
     def most_microbatches(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> int:
         """Into how many the largest batch can be cut."""
@@ -73,6 +75,21 @@ class LearntLoss:
         if self._rule is None:
             self._rule = self._learn(engine, cut, call)
         return self._rule or KEEP_WHOLE
+
+    def _reads_only_losses(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> bool:
+        """Whether nobody looks at logits, and the model is one whose preset need not make them.
+
+        Not where a loss is divided by nothing: the gradients of masked rows are zero even then if there are logits.
+        """
+        trainer = self._trainer
+        is_stock = trainer.has_stock_loss() and trainer.compute_loss_func is None and trainer.label_smoother is None
+        return (
+            is_stock
+            and type(trainer.answer) is ModelAnswer
+            and makes_causal_loss(base_model(trainer.model))
+            and all(batch.num_items is not None and bool(batch.num_items > 0) for batch in batches)
+            and runs_by_preset(engine)
+        )
 
     def _is_known_to_add_up(self, batches: Sequence[StashedBatch]) -> bool:
         trainer = self._trainer

@@ -45,6 +45,13 @@ class ModelAnswer:
         )
 
 
+class LossAnswer(ModelAnswer):
+    """For a `compute_loss` that reads nothing but the model's own loss: the presets' last layer makes no logits."""
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "skip_logits": True}
+
+
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of ``model``, by their names."""
     if not args:

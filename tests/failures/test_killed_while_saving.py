@@ -115,6 +115,7 @@ print("moments:", len(MOMENTS))
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_kill_at_every_moment(tmp_path: object) -> None:
     command = [sys.executable, "-c", PROGRAM, f"{tmp_path}/saved"]

@@ -47,7 +47,8 @@ class Cut(NamedTuple):
         return f"{self.num_microbatch}on{self.devices}"
 
 
-WHOLE, IN_THREE, IN_THREE_ON_THREE = Cut(1, ONE), Cut(3, ONE, MANY_STAGES), Cut(3, THREE, MANY_STAGES)
+WHOLE, WHOLE_ON_THREE = Cut(1, ONE), Cut(1, THREE, MANY_STAGES)
+IN_THREE, IN_THREE_ON_THREE = Cut(3, ONE, MANY_STAGES), Cut(3, THREE, MANY_STAGES)
 
 
 def loss_of(output: Any, _: Any) -> Tensor:
@@ -118,7 +119,7 @@ def test_adapters(engines: Engines, preset: str, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", [WHOLE, IN_THREE, IN_THREE_ON_THREE], ids=str)
+@pytest.mark.parametrize("cut", [WHOLE, WHOLE_ON_THREE, IN_THREE, IN_THREE_ON_THREE], ids=str)
 @pytest.mark.parametrize("kind", ["none", "lora", "dora", "modules_to_save"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_whole_grid(engines: Engines, preset: str, kind: str, cut: Cut) -> None:

@@ -180,6 +180,7 @@ FIXED = settings(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @FIXED
 @given(case=CASES)

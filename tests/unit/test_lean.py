@@ -1,6 +1,7 @@
 """Low-precision optimizer state: what is stored is right on average, repeats to the bit, and trains like fp32."""
 
 import copy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ COUNT = 5 * BLOCK + 3
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK", BLOCK)
+    monkeypatch.setattr(chunks, "_local", threading.local())  # whose buffer is as large as a chunk
 
 
 def values_like_moments(is_signed: bool) -> Tensor:
@@ -124,6 +126,7 @@ def right_curve() -> list[float]:
     return curve(lambda masters: torch.optim.AdamW(masters, lr=5e-3, foreach=False, fused=False), torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16], ids=["fp32 masters", "bf16 masters"])
 @pytest.mark.parametrize("moments", OPTIONS)
 def test_the_loss_curve_is_fp32s(moments: str, masters: torch.dtype, right_curve: list[float]) -> None:

@@ -1,6 +1,7 @@
 """roundpipe.optim against torch.optim: the same weights after 50 steps over the same gradients."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_without_a_compiler_they_still_do(kind: str, monkeypatch: pytest.MonkeyP
     """Chunks are so small that tiny weights take several, the last one short."""
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(chunks, "_CHUNK", 256)
+    monkeypatch.setattr(chunks, "_local", threading.local())  # whose buffer is as large as a chunk
     test_optimizers_equal_torchs(kind, OPTIONS[kind][-1])
 
 

@@ -135,9 +135,11 @@ class Masters:
         """
         handed_out = bool(self._masters)
         for parameter in self._store.parameters:
-            if not parameter.requires_grad:
+            # Also where it has been frozen since, as an adapter is when another one is set.
+            has_gradient = bool(window.parts(parameter))
+            if not parameter.requires_grad and not has_gradient:
                 continue
-            if handed_out and id(parameter) not in self._masters and window.parts(parameter):
+            if handed_out and id(parameter) not in self._masters and has_gradient:
                 raise ConfigError(
                     f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made and "
                     "would get no update; make the optimizer again over optim_parameters()"
