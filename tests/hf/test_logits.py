@@ -6,7 +6,6 @@ import pytest
 from torch import Tensor
 
 import roundpipe.presets.loss
-
 from hf.trainers import MODELS, assert_same, token_rows, train_both
 
 
