@@ -219,15 +219,22 @@ class Planner:
         """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
         and for the next call."""
         measured = self.measured(shapes)
-        key = (tuple(map(tuple, rounds)), num_microbatches, grain, self._latest and self._latest.shapes)
+        shapes = shapes if shapes is not None or self._latest is None else self._latest.shapes
+        key = (tuple(map(tuple, rounds)), num_microbatches, grain, shapes, self._trains())
         version, layers = self._resident.get(key, (None, frozenset()))
         if version != measured.version:
             costs, whole = self.problem("fused", num_microbatches, shapes, grain)
             totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
             fullest = max(fitted_peak(passes, totals, round_).bytes.total for passes in rounds)
             spare = round_.budget_bytes - fullest if round_.budget_bytes < _UNBOUNDED else 0
-            trained = [sum(use.parameter.nbytes for use in layer.trainable) for layer in self._store.layers]
-            layers = resident_layers(rounds, [layer.num_bytes for layer in self._store.layers], trained, spare)
+            weights = [layer.num_bytes for layer in self._store.layers]
+            # What is not frozen, so that the gaps between parameters do not count as worth keeping.
+            frozen = [
+                sum(use.parameter.nbytes for use in layer.uses if not use.parameter.requires_grad)
+                for layer in self._store.layers
+            ]
+            trained = [whole - kept for whole, kept in zip(weights, frozen, strict=True)]
+            layers = resident_layers(rounds, weights, trained, spare)
             self._resident[key] = (measured.version, layers)
         return layers
 

@@ -158,6 +158,15 @@ def test_only_what_there_is_room_for_stays() -> None:
     assert resident_layers([fused], [10] * 4, trained, 0) == set()
 
 
+def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
+    """Asked before anything was measured, and so at the same state of the measurements."""
+    engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
+    rounds = [[(Pass.FUSED, range(7))]]
+    assert engine.planner.resident_layers(rounds, 2) == set()
+    engine.model[0].requires_grad_(requires_grad=False)
+    assert engine.planner.resident_layers(rounds, 2) == {0}
+
+
 def test_one_visit_keeps_what_is_partly_frozen() -> None:
     """Its slots are held anyway; but one that is filled anew by every call had better go round."""
     assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], 0) == {0, 1}

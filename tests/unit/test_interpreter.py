@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from roundpipe.runtime import interpreter
 from roundpipe.runtime.interpreter import QuietInterpreter
 
 
@@ -33,6 +34,13 @@ def test_the_last_one_open_restores_everything() -> None:
     first.close()
     assert sys.getswitchinterval() < before
     second.close()
+
+
+def test_a_collection_may_end_one_while_another_begins() -> None:
+    """Collections run between any two instructions, so the finalizer may find its own thread inside the lock."""
+    quiet = QuietInterpreter()
+    with interpreter._lock:
+        del quiet
 
 
 def test_one_that_was_never_closed_ends_with_its_engine() -> None:

@@ -322,7 +322,7 @@ class StepThread:
     def _make_spares(self) -> None:
         """After an update, when all other memory that a step takes is taken, but for another set of gradients."""
         num_bytes = self._store.spare_bytes()
-        if 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
+        if num_bytes and 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
             self._store.make_spares()
 
     def _behind(self, version: int) -> list[LayerParameters]:

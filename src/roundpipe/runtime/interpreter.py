@@ -17,7 +17,7 @@ _SWITCH_INTERVAL_S = 1e-4
 # Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
 _SETTLED = frozenset({4, 16, 128})
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # because a finalizer may come while its own thread is inside
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 
 
