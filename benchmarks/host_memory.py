@@ -17,11 +17,12 @@ import sys
 import threading
 from pathlib import Path
 
+import measure
 import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.optim import step_thread
+from roundpipe.optim import publisher
 
 MODES = {
     "sync": "synchronous",
@@ -68,10 +69,10 @@ class Peak(threading.Thread):
         return self.most
 
 
-def measure(mode: str, device: str, num_layers: int, width: int) -> float:
+def peak_bytes(mode: str, device: str, num_layers: int, width: int) -> float:
     """Bytes per parameter. Called in a process that has done nothing else."""
     if mode == "lean":
-        step_thread.free_host_bytes = lambda: 0
+        publisher.free_host_bytes = lambda: 0
     torch.set_num_threads(2)
     devices = 1 if device == "virtual" else [torch.device(device)]
     warm_up(devices)
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=MODES, help="one only, in this process")
     settings = parser.parse_args()
     if settings.mode is not None:
-        print(f"{measure(settings.mode, settings.device, settings.layers, settings.width):.2f}")
+        print(f"{peak_bytes(settings.mode, settings.device, settings.layers, settings.width):.2f}")
         return
     for mode, text in MODES.items():
         sizes = ["--device", settings.device, "--layers", str(settings.layers), "--width", str(settings.width)]
@@ -131,6 +132,13 @@ def main() -> None:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
         figure = done.stdout.split()[-1]
         print(f"{text:36} {figure:>6} bytes per parameter (at most {LIMITS[mode]})", flush=True)
+        size = f"{settings.layers} layers of {settings.width}^2, {settings.device} device"
+        measure.emit(
+            {
+                "bench": "host_memory", "what": text, "value": float(figure), "unit": "bytes per parameter",
+                "setting": f"at most {LIMITS[mode]}; {size}", "workload": "full size", **measure.environment(),
+            }
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

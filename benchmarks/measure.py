@@ -1,4 +1,4 @@
-"""Timing, peaks, and how a result is printed: one JSON line each, a short table last."""
+"""Timing, peaks, limits, and how a result is printed: one JSON line each, a short table last."""
 
 import argparse
 import itertools
@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Record = dict[str, Any]
+Comment = Callable[[Record], str]
 
 
 def compute_device() -> torch.device:
@@ -37,7 +39,20 @@ def environment() -> Record:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        **({"allocator": settings} if (settings := os.environ.get("PYTORCH_CUDA_ALLOC_CONF")) else {}),
     }
+
+
+def cap_gpu_memory(gigabytes: float | None) -> None:
+    """From here on torch takes at most so many GB (10^9 bytes) of each GPU and is out of memory beyond them.
+
+    Contexts and libraries' own memory, about half a GB, are not counted.
+    """
+    if gigabytes is None:
+        return
+    for card in range(torch.cuda.device_count()):
+        total = torch.cuda.mem_get_info(card)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total), card)
 
 
 def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> Record:
@@ -46,11 +61,11 @@ def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> 
     The clock runs from the end of the warm-up to the end of the last step. With an asynchronous optimizer one update is
     pending at both ends, so what is measured is the steady state.
     """
+    began = time.perf_counter()
     losses = [float(step()) for _ in range(warmup)]
     wait_device()
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
+    warmup_s = time.perf_counter() - began
+    reset_peaks()
     ends = [time.perf_counter()]
     for _ in range(steps):
         losses.append(float(step()))
@@ -59,6 +74,7 @@ def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> 
     elapsed_s = time.perf_counter() - ends[0]
     return {
         "warmup": warmup,
+        "warmup_s": warmup_s,
         "steps": steps,
         "step_s": elapsed_s / steps,
         "step_s_median": statistics.median(b - a for a, b in itertools.pairwise(ends)),
@@ -73,8 +89,13 @@ def wait_device() -> None:
             torch.cuda.synchronize(index)
 
 
+def reset_peaks() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
+
+
 def peaks() -> Record:
-    """GPU peaks of the largest card since the warm-up ended; the host's is the process's since it started."""
+    """GPU peaks of the largest card since `reset_peaks`; the host's is the process's since it started."""
     record: Record = {"host_peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
     if torch.cuda.is_available():
         cards = range(torch.cuda.device_count())
@@ -88,18 +109,25 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts (default 3)")
 
 
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cap-gb", type=float, metavar="GB", help="what torch may take of each GPU, in 10^9 bytes")
+    parser.add_argument(
+        "--ceilings", type=Path, metavar="FILE", help="what ceilings.py printed here: steps are held against it"
+    )
+
+
 def emit(record: Record) -> None:
-    print(json.dumps({name: _rounded(value) for name, value in record.items()}), flush=True)
+    print(json.dumps(_rounded(record)), flush=True)
 
 
-def run_rows(rows: list[list[str]], columns: list[str]) -> int:
+def run_rows(rows: list[list[str]], columns: list[str], comment: Comment | None = None) -> int:
     """Runs this script once per row of arguments, each in a process of its own, so that one row's peaks, caches and
-    compiled code are not another's. Returns the exit status."""
+    compiled code are not another's. ``comment``: what to say behind each. Returns the exit status."""
     records, failed = [], 0
     for row in rows:
         done = subprocess.run([sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False)
         for record in parse_records(done.stdout):
-            emit(record)
+            _show(record, comment)
             records.append(record)
         if done.returncode != 0:
             failed += 1
@@ -108,11 +136,17 @@ def run_rows(rows: list[list[str]], columns: list[str]) -> int:
     return min(failed, 1)
 
 
-def run_row(record: Record, columns: list[str]) -> int:
+def run_row(record: Record, columns: list[str], comment: Comment | None = None) -> int:
     """Prints the one row that this process was started for."""
-    emit(record)
+    _show(record, comment)
     print(f"\n{table([record], columns)}")
     return 0
+
+
+def _show(record: Record, comment: Comment | None) -> None:
+    emit(record)
+    if comment is not None:
+        print(comment(record), flush=True)
 
 
 def parse_records(text: str) -> list[Record]:
@@ -140,6 +174,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/moments.py --steps 60
 
-Prints one Markdown table: bytes per parameter (masters and moments, as allocated), held-out loss every few steps, and
-seconds per step. Every option starts from the same bf16 weights and sees the same rows in the same order.
+For each option: held-out loss every few steps, bytes per parameter (masters and moments, as allocated), seconds per
+step. Every option starts from the same bf16 weights and sees the same rows in the same order.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import measure
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
@@ -90,7 +91,7 @@ def state_bytes(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> float:
     return sum(tensor.nbytes for tensor in [*masters, *state]) / sum(master.numel() for master in masters)
 
 
-def run(option: Option, train: list[Any], held_out: list[Any], every: int, devices: int | None) -> list[str]:
+def run(option: Option, train: list[Any], held_out: list[Any], every: int, devices: int | None) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.bfloat16)
     with wrap_model_to_roundpipe(
@@ -112,7 +113,15 @@ def run(option: Option, train: list[Any], held_out: list[Any], every: int, devic
             if index % every == 0:
                 losses.append(held_out_loss(engine, held_out))
         size = state_bytes(engine, optimizer)
-    return [option.name, f"{size:.2f}", *(f"{loss:.4f}" for loss in losses), f"{seconds / len(train):.2f}"]
+    curve = ", ".join(f"{loss:.4f}" for loss in losses[:-1])
+    measure.emit(
+        {
+            "bench": "moments", "what": option.name, "value": losses[-1], "unit": "held-out loss",
+            "setting": f"after {len(train)} steps; every {every} before: {curve}; {size:.2f} bytes per parameter, "
+            f"{seconds / len(train):.2f} s per step",
+            "workload": "SmolLM2-135M", **measure.environment(),
+        }
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -129,12 +138,9 @@ def main() -> None:
     batches = [dict(collate(rows[at : at + BATCH_SIZE])) for at in range(0, len(rows), BATCH_SIZE)]
     held_out, train = batches[: HELD_OUT // BATCH_SIZE], batches[HELD_OUT // BATCH_SIZE :]
     every = max(1, chosen.steps // chosen.points)
-    points = [f"step {step}" for step in range(0, chosen.steps + 1, every)]
-    print("| " + " | ".join(["option", "bytes per parameter", *points, "s per step"]) + " |")
-    print("| --- |" + " ---: |" * (len(points) + 2))
     for number, option in enumerate(OPTIONS):
         if chosen.only is None or number in chosen.only:
-            print("| " + " | ".join(run(option, train, held_out, every, chosen.devices)) + " |", flush=True)
+            run(option, train, held_out, every, chosen.devices)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from measure import Record, parse_records, table
+from roofline import bounds_of
 
 CEILING = "resident: compiled, chunked CE, no recompute"
+RECOMPUTING = "resident: compiled, chunked CE, recompute"
 HEAD = """# Results
 
 Written by `benchmarks/report.py` from the JSON lines the other scripts printed; do not edit by hand.
@@ -25,9 +27,24 @@ three times for full fine-tuning, twice with frozen weights) and causal attentio
 is each bf16 weight once; *gradients down* each trainable one once; *host AdamW* each trainable parameter once. One of
 them alone bounds an asynchronous step; a synchronous step exposes most of the last one on top of the others.
 """
+BOUND_NAMES = ["compute", "weights up", "gradients down", "host AdamW"]
 
-
-TITLES = {"ceilings": "Ceilings", "optimizer": "The optimizer's pass", "quickstart": "Quickstart"}
+TRACES = """
+Seconds of a step, from the engine's own trace of two steps after the timed ones: how long a device's lanes and the
+optimizer thread were busy. *Uneven*: by how much microbatches were computed longer than the fastest of their kind,
+which is what they waited for inside. *Idle*: nothing was computed while weights came up, else while the optimizer ran,
+else while gradients went down, else while nothing ran.
+"""
+TITLES = {
+    "ceilings": "Ceilings",
+    "optimizer": "The optimizer's pass",
+    "host_memory": "Host memory of full fine-tuning",
+    "moments": "Loss with optimizer state in fewer bits",
+    "quickstart": "Quickstart",
+    "loss_curve": "Loss against plain training",
+    "steady": "Steady training",
+    "max_length": "Longest sequences",
+}
 
 
 def _is_step(record: Record) -> bool:
@@ -44,13 +61,17 @@ def machine_of(record: Record) -> str:
 
 def settings_of(record: Record) -> str:
     """What a row was run with, beyond the shared workload."""
-    if record["bench"] != "throughput":
-        return f"{record['num_microbatch']} microbatches"
-    shown = [f"{record['num_microbatch']} microbatches", f"plan {record['plan']} (by {record['planned_by']})"]
+    shown = [f"{record['num_microbatch']} microbatches"]
+    shown += [f"cap {record['cap_gb']:g} GB"] if record.get("cap_gb") is not None else []
+    if record["bench"] not in ("throughput", "trainer"):
+        return ", ".join(shown)
+    shown += [f"plan {record['plan']} (by {record['planned_by']})"]
     shown += ["compiled"] if record["compile"] else []
     shown += [f"{record['devices']} devices"] if record["devices"] > 1 else []
-    shown += [f"cap {record['max_gpu_memory_gb']} GB"] if record["max_gpu_memory_gb"] is not None else []
+    shown += [f"planned for {record['max_gpu_memory_gb']} GB"] if record["max_gpu_memory_gb"] is not None else []
     shown += [f"grain {record['recompute_grain']}", f"pin {record['pin_model']}", f"{record['torch_threads']} threads"]
+    if "growth_gb" in record:
+        shown.append(f"host memory grew by {record['growth_gb']:.2f} GB, {record['growth_of_base']:.1%} of the base")
     return ", ".join(shown)
 
 
@@ -64,14 +85,14 @@ def _work_of(record: Record) -> Record:
     return {"workload": record["workload"], "method": record["method"], "tokens": f"{rows} x {record['length']}"}
 
 
-def step_row(record: Record, ceilings: dict[tuple[object, ...], float]) -> Record:
-    ceiling = ceilings.get(_key(record))
+def step_row(record: Record, steps: list[Record]) -> Record:
     gpu = [record[name] for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb") if name in record]
     return {
         **_work_of(record),
         "system": record["system"],
         "tokens/s": record["tokens_per_s"],
-        "of ceiling": "-" if ceiling is None else f"{record['tokens_per_s'] / ceiling:.2f}",
+        "of ceiling": _share_of(CEILING, record, steps),
+        "with recompute": _share_of(RECOMPUTING, record, steps),
         "step s": record["step_s"],
         "GPU GB": " / ".join(f"{peak:.1f}" for peak in gpu) or "-",
         "host GB": record["host_peak_rss_gb"],
@@ -81,21 +102,33 @@ def step_row(record: Record, ceilings: dict[tuple[object, ...], float]) -> Recor
     }
 
 
+def _share_of(system: str, record: Record, steps: list[Record]) -> str:
+    """The record's rate as a share of what ``system`` reached at the same work."""
+    reached = [other["tokens_per_s"] for other in steps if other["system"] == system and _key(other) == _key(record)]
+    return f"{record['tokens_per_s'] / reached[-1]:.2f}" if reached else "-"
+
+
+def trace_row(record: Record) -> Record:
+    traced = record["trace"]
+    idle = ("weights up", "optimizer", "gradients down", "nothing")
+    return {
+        **_work_of(record),
+        "system": record["system"],
+        "step s": traced["step_s"],
+        "computing": traced["compute_s"],
+        "uneven": traced["uneven_s"],
+        "idle: weights, optimizer, gradients, nothing": ", ".join(f"{traced['idle_s'][name]:.3f}" for name in idle),
+        "up": traced["up_s"],
+        "down": traced["down_s"],
+        "optimizer": traced["optimizer_s"],
+        "settings": settings_of(record),
+    }
+
+
 def bound_row(record: Record, rates: dict[str, float]) -> Record:
     """Seconds of one step; a bound whose rate was not measured is left open."""
-    tokens, is_full = record["tokens_per_step"], record["method"] == "full"
-    matmul = 2 * record["params"] * tokens * (3 if is_full else 2)
-    attention = 3 * 2 * record["length"] * record["hidden"] * record["layers"] * tokens
-    work = {
-        "compute s": (matmul + attention, "bf16 matmul", 1e12),
-        "weights up s": (2 * record["params"], "H2D", 1e9),
-        "gradients down s": (2 * record["trainable"], "D2H", 1e9),
-        "host AdamW s": (record["trainable"], "host AdamW (torch fused)", 1e9),
-    }
-    seconds = {
-        name: amount / (rates[rate] * unit) if rate in rates else "-" for name, (amount, rate, unit) in work.items()
-    }
-    return {**_work_of(record), **seconds}
+    bounds = bounds_of(record, rates)
+    return {**_work_of(record), **{f"{name} s": bounds.get(name, "-") for name in BOUND_NAMES}}
 
 
 def section(machine: str, records: list[Record]) -> list[str]:
@@ -108,9 +141,13 @@ def section(machine: str, records: list[Record]) -> list[str]:
         if own:
             lines += ["", f"### {title}", "", table(own, ["what", "value", "unit", "setting"])]
     if steps:
-        best = {_key(record): record["tokens_per_s"] for record in steps if record["system"] == CEILING}
-        rows = [step_row(record, best) for record in sorted(steps, key=lambda record: tuple(map(str, _key(record))))]
-        lines += ["", "### Steps", "", f'*of ceiling*: against "{CEILING}".', "", table(rows, list(rows[0]))]
+        steps.sort(key=lambda record: tuple(map(str, _key(record))))
+        rows = [step_row(record, steps) for record in steps]
+        of_what = f'*of ceiling*: against "{CEILING}"; *with recompute*: against "{RECOMPUTING}".'
+        lines += ["", "### Steps", "", of_what, "", table(rows, list(rows[0]))]
+        traces = [trace_row(record) for record in steps if "trace" in record]
+        if traces:
+            lines += ["", "### Where the time went", TRACES, table(traces, list(traces[0]))]
     if ceilings and steps:
         rates = {record["what"]: record["value"] for record in ceilings}
         bounds = {_key(record): bound_row(record, rates) for record in steps}

@@ -8,9 +8,11 @@ import argparse
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import measure
+import roofline
 import torch
 from compiled_loss import chunked_causal_loss
 from torch import Tensor, nn
@@ -41,16 +43,21 @@ LossOf = Callable[[Tensor], Tensor]
 class MasterOptimizer:
     """AdamW over fp32 masters of bf16 weights, everything on the device, gradients clipped by their global norm."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, learning_rate: float = LEARNING_RATE) -> None:
         self._weights = [p for p in model.parameters() if p.requires_grad]
         self._masters = [p.detach().float().requires_grad_() for p in self._weights]
-        self._adamw = torch.optim.AdamW(self._masters, lr=LEARNING_RATE, fused=True)
+        self._adamw = torch.optim.AdamW(self._masters, lr=learning_rate, fused=True)
+
+    def take_gradients(self) -> None:
+        """Adds the weights' gradients to the masters', in fp32."""
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            assert weight.grad is not None
+            gradient, weight.grad = weight.grad.float(), None
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     @torch.no_grad()
     def step(self) -> None:
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
+        """On the gradients taken."""
         torch.nn.utils.clip_grad_norm_(self._masters, MAX_NORM)
         self._adamw.step()
         for weight, master in zip(self._weights, self._masters, strict=True):
@@ -78,7 +85,8 @@ def compiled_loss(model: nn.Module, predictions: int) -> LossOf:
     return loss_of
 
 
-def run(system: str, workload: Workload, warmup: int, steps: int) -> measure.Record:
+def run(system: str, workload: Workload, options: argparse.Namespace) -> measure.Record:
+    measure.cap_gpu_memory(options.cap_gb)
     device = measure.compute_device()
     model = make_model(workload, device)
     if system != "ceiling":
@@ -94,14 +102,16 @@ def run(system: str, workload: Workload, warmup: int, steps: int) -> measure.Rec
             loss = loss_of(tokens)
             loss.backward()
             total += loss.detach()
+        optimizer.take_gradients()  # once a step: the ceiling sums microbatches in bf16, which is faster
         optimizer.step()
         return total
 
-    timed = measure.time_steps(step, warmup=warmup, steps=steps)
+    timed = measure.time_steps(step, warmup=options.warmup, steps=options.steps)
     return {
         "bench": "resident",
         "system": SYSTEMS[system],
         "recompute": system != "ceiling",
+        "cap_gb": options.cap_gb,
         "tokens_per_s": workload.tokens_per_step / timed["step_s"],
         **describe(workload, model),
         **timed,
@@ -113,16 +123,17 @@ def run(system: str, workload: Workload, warmup: int, steps: int) -> measure.Rec
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measure.add_common_options(parser)
+    measure.add_machine_options(parser)
     add_workload_options(parser)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     options = parser.parse_args()
+    comment = partial(roofline.line, rates=roofline.rates_of(options.ceilings))
     rows = [(method, system) for method in options.methods for system in options.systems]
     if len(rows) > 1:
         # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS)
+        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS, comment)
     ((_, system),) = rows
-    workload = workload_of(options)
-    return measure.run_row(run(system, workload, options.warmup, options.steps), COLUMNS)
+    return measure.run_row(run(system, workload_of(options), options), COLUMNS, comment)
 
 
 if __name__ == "__main__":

@@ -70,12 +70,13 @@ TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
 }  # fmt: skip
+_WORDS, _CHANCES = 128, (0.5, 0.25, 0.15, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Sizes of one step: ``rows`` sequences of ``length`` tokens. ``tiny`` is for trying a script on a CPU; its
-    figures mean nothing."""
+    figures mean nothing. ``layers``: that many instead of the model's own."""
 
     model: str
     method: Method
@@ -83,6 +84,7 @@ class Workload:
     length: int
     num_microbatch: int
     tiny: bool
+    layers: int | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -99,7 +101,15 @@ class Workload:
 
     @property
     def config(self) -> dict[str, Any]:
-        return self.shapes.config | {"use_cache": False} | (TINY if self.tiny else {})
+        layers = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        return self.shapes.config | {"use_cache": False} | (TINY if self.tiny else layers)
+
+    @property
+    def title(self) -> str:
+        """As a table names it."""
+        if self.tiny:
+            return "tiny"
+        return self.shapes.title if self.layers is None else f"{self.shapes.title}, {self.layers} layers"
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +118,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=16, help="sequences per step (default 16)")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
     parser.add_argument("--num-microbatch", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="so many instead of the model's own")
     parser.add_argument("--tiny", action="store_true", help="a toy model of the same kind, to try the script on a CPU")
 
 
@@ -117,7 +128,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     rows, length = (min(options.rows, 8), min(options.length, 32)) if options.tiny else (options.rows, options.length)
     return Workload(
         model=options.model, method=method, rows=rows, length=length,
-        num_microbatch=options.num_microbatch, tiny=options.tiny,
+        num_microbatch=options.num_microbatch, tiny=options.tiny, layers=options.layers,
     )  # fmt: skip
 
 
@@ -130,11 +141,11 @@ def make_model(workload: Workload, device: torch.device) -> nn.Module:
         config = getattr(transformers, workload.shapes.config_class)(**workload.config)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
         if workload.method == "lora":
-            model = _with_lora(model, workload.shapes.lora_rank)
+            model = with_lora(model, workload.shapes.lora_rank)
     return model.train()
 
 
-def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -149,12 +160,28 @@ def make_tokens(workload: Workload) -> Tensor:
     return torch.randint(workload.config["vocab_size"], (workload.rows, workload.length), generator=generator)
 
 
+def make_batches(workload: Workload, count: int, seed: int) -> list[Tensor]:
+    """``count`` times (rows, length), of a language that can be learnt: each word is followed by one of four.
+
+    The language is the same for any ``seed``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randperm(workload.config["vocab_size"], generator=generator)[:_WORDS]
+    followers = torch.randint(_WORDS, (_WORDS, len(_CHANCES)), generator=generator)
+    generator.manual_seed(seed)
+    places = [torch.randint(_WORDS, (count * workload.rows,), generator=generator)]
+    for _ in range(workload.length - 1):
+        chosen = torch.multinomial(torch.tensor(_CHANCES), len(places[-1]), replacement=True, generator=generator)
+        places.append(followers[places[-1], chosen])
+    return list(words[torch.stack(places, 1)].chunk(count))
+
+
 def describe(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """What a record says of the workload; what a bound is computed from."""
     config = workload.config
     lora = f"LoRA r={workload.shapes.lora_rank} all-linear"
     return {
-        "workload": "tiny" if workload.tiny else workload.shapes.title,
+        "workload": workload.title,
         "method": "full" if workload.method == "full" else lora,
         "dtype": "bf16 weights, fp32 masters and moments",
         "clipping": MAX_NORM,

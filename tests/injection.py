@@ -2,8 +2,10 @@
 
 import gc
 import signal
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,20 @@ from roundpipe.memory.pinning import HostArena
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)])
 MICROBATCHES = 3
-SITES = ["upload", "forward", "fused", "loss", "fused backward", "recompute", "backward", "landing"]
+SPILLING_SITES = ["spill", "fetch"]
+"""Reached on devices without room, whose kept inputs wait on the host."""
+SITES = [
+    "upload",
+    "arrival",
+    "forward",
+    "fused",
+    "loss",
+    "fused backward",
+    "recompute",
+    "backward",
+    "landing",
+    *SPILLING_SITES,
+]
 LATE_SITES = ["recompute", "backward", "landing"]
 """What may still be to come when a call that draws nothing has returned."""
 
@@ -60,22 +75,37 @@ INJECTION = Injection()
 
 
 class HookedDevice(AdversarialDevice):
-    """Reports every copy the engine queues by itself: weights going up, gradients going down."""
+    """Reports every copy the engine queues by itself: weights and activations going up, gradients and activations going
+    down."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
-        _report(self.up, "upload")
-        _report(self.down, "landing")
+    def __init__(self, index: int, num_bytes: int | None = None) -> None:
+        super().__init__(index, num_bytes=num_bytes)
+        _report_copies(self.up, "upload", "fetch")
+        _report_copies(self.down, "landing", "spill")
+        _report_arrivals(self.up)
 
 
-def _report(lane: AdversarialLane, site: str) -> None:
+def _report_copies(lane: AdversarialLane, site: str, site_of_kept_inputs: str) -> None:
     copy_ = lane.copy_
 
     def reported(target: Tensor, source: Tensor) -> None:
-        INJECTION.reach(site)
+        is_kept_input = Path(sys._getframe(1).f_code.co_filename).stem == "spill"
+        INJECTION.reach(site_of_kept_inputs if is_kept_input else site)
         copy_(target, source)
 
     lane.copy_ = reported  # type: ignore[method-assign]
+
+
+def _report_arrivals(lane: AdversarialLane) -> None:
+    """Of inputs, and of boundaries and gradients that come from another device."""
+    intercept = lane.intercept
+
+    def reported(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if operation._schema.name == "aten::_to_copy":
+            INJECTION.reach("arrival")
+        return intercept(operation, args, kwargs)
+
+    lane.intercept = reported  # type: ignore[method-assign]
 
 
 class HookedBackward(torch.autograd.Function):
@@ -148,10 +178,11 @@ BATCH = hooked_batch()
 
 
 class HookedDevices:
-    """Stands where a `DeviceSet` gives the `devices` argument."""
+    """Stands where a `DeviceSet` gives the `devices` argument. ``for_site``: has what it takes to reach that one."""
 
-    def __init__(self, count: int) -> None:
-        self.argument = [HookedDevice(index) for index in range(count)]
+    def __init__(self, count: int, for_site: str | None = None) -> None:
+        num_bytes = 1 if for_site in SPILLING_SITES else None
+        self.argument = [HookedDevice(index, num_bytes) for index in range(count)]
 
     def check(self) -> None:
         """Nothing was done without a wait."""
@@ -258,7 +289,7 @@ def held(engine: RoundPipe) -> Held:
 
 def check_held(engine: RoundPipe, before: Held) -> None:
     """The engine holds no more than before. Its threads may take a moment to let go of their last job."""
-    for _ in range(20):
+    for _ in range(200):
         now = held(engine)
         if all(now[name] <= count for name, count in before.items()):
             return

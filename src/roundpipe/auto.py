@@ -34,11 +34,15 @@ from .parts.backward import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
 from .parts.find import Part, layers_of
 from .parts.loss import LossFunction, has_loss_function
+from .parts.room import Room
 from .parts.shell import Shell, make_shell
-from .plan.schedule import Passes
+from .plan.execute_plan import RunType
+from .plan.schedule import Passes, backward_passes, saved_layers
+from .planner import Planned
 from .presets.adapters import base_of
 from .runtime.call import Call
 from .runtime.stage import BlockCompiler
+from .runtime.transfer import Boundary
 
 _UNSET = RoundPipeRunConfig()
 
@@ -77,6 +81,7 @@ class AutoRoundPipe(Engine):
         self._call_settings = _CallSettings(_for_parts(model_run_config))
         self._loss = losses[0] if losses else None
         self._backwards = BackwardPasses(host)
+        self._room = Room()
         self._engines: dict[str, _PartEngine] = {}
         self._calls: dict[int, Callable[..., Any]] = {}
         compiler = BlockCompiler(layers) if settings.compile else None  # one, because like layers are in many parts
@@ -93,7 +98,7 @@ class AutoRoundPipe(Engine):
 
     def _add(self, part: Part, layers: range, override: RoundPipeRunConfig, compiler: BlockCompiler | None) -> None:
         name = f"{self._name}:{part.path}"
-        engine = _PartEngine(name, self._host, layers, part.module, self._backwards, compiler)
+        engine = _PartEngine(name, self._host, layers, part.module, self._backwards, self._room, compiler)
         # What a user has said of this very part beats the rules.
         said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
         rules = replace(part.config, **said)
@@ -150,6 +155,7 @@ class AutoRoundPipe(Engine):
             self._steps.wait_published(self._store.layers[-1].layer)  # which is published last
         else:
             self._steps.flush()
+        _refuse_what_blocks_collect(self.model, kwargs)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
         shell = self._shell(with_grad)
         self._call_settings.call = _for_parts(roundpipe_run_config)
@@ -236,6 +242,7 @@ class _PartEngine(RoundPipe):
         layers: range,
         module: nn.Module,
         backwards: BackwardPasses,
+        room: Room,
         compiler: BlockCompiler | None,
     ) -> None:
         Engine.__init__(self)
@@ -243,6 +250,7 @@ class _PartEngine(RoundPipe):
         self._finalizer.detach()  # because the whole ends the threads
         self._store = host.store.part(layers)
         self._backwards = backwards
+        self._room = room
         buffers = GradientBuffers(host.memory, host.rules)  # because those of another part have another layout
         self._set_up(module, _UNSET, buffers, compiler)
         self._seal()
@@ -253,6 +261,15 @@ class _PartEngine(RoundPipe):
     def _commit(self, call: Call) -> None:
         """Together with all other gradients of the backward pass."""
         self._backwards.current().add_call(call, self._store)
+
+    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> Planned:
+        """Other parts run between this one's forward and its backward: without room for all, kept inputs wait on the
+        host."""
+        planned = super()._plan(run_type, boundaries, config)
+        if run_type == "infer" or self._room.suffices(self._name, planned.needs):
+            return planned
+        backward = backward_passes(planned.plan.bwd_plan, self._first_trained(boundaries))
+        return planned._replace(spilled=saved_layers(backward))
 
     def _resident_layers(
         self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
@@ -274,6 +291,15 @@ def refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> Non
 def _for_parts(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
     """What each part takes from a setting for the whole; outputs move only when the model's own code is done."""
     return replace(config, requires_grad=None, output_device=None)
+
+
+def _refuse_what_blocks_collect(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raises for outputs that transformers collects by hooks from inside of blocks, which run on devices."""
+    config = getattr(base_of(model), "config", None)
+    for name in ("output_attentions", "output_router_logits"):
+        is_wanted = kwargs.get(name, getattr(config, name, False))
+        if is_wanted and any(getattr(module, "_can_record_outputs", None) for module in model.modules()):
+            raise ConfigError(f"{name}=True: what is inside of a block is not collected by its engine; leave it False")
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,18 +8,21 @@ from .plan.schedule import Passes
 from .runtime.autograd import Gradients
 from .runtime.call import Call
 from .runtime.pipeline import Pipeline
-from .runtime.results import input_gradients
-from .runtime.transfer import Boundary, BoundaryGradient
+from .runtime.results import Destinations, input_gradients
+from .runtime.transfer import BoundaryGradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRound:
     """Takes the place of ``run_backward`` in `runtime.autograd.attach`. Called by the caller's thread, at most once.
 
+    Holds neither what ``forward`` was given nor what it returned, because that is memory of the devices.
+
     Args:
         begin: the checks at the door of every engine call.
         commit: takes the finished round, with its gradients.
-        boundaries: what ``forward`` was given; its result are gradients for these.
+        targets: where gradients for what ``forward`` was given go; they are the result.
+        carries: of what ``forward`` returned, per microbatch.
         made_at: which weights ``forward`` has used.
     """
 
@@ -29,7 +32,8 @@ class BackwardRound:
     pipeline: Pipeline
     forward: Call
     passes: Passes
-    boundaries: list[Boundary]
+    targets: Destinations
+    carries: list[tuple[bool, ...]]
     made_at: tuple[int, int, int]
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
@@ -37,7 +41,7 @@ class BackwardRound:
         self.steps.refuse_other_than(self.made_at)
         forward = self.forward
         posts = {
-            ("g", forward.settings.num_layers, m): _of_all_leaves(given, forward.outputs[m].carries)
+            ("g", forward.settings.num_layers, m): _of_all_leaves(given, self.carries[m])
             for m, given in enumerate(gradients)
         }
         forward.streams.take_over()
@@ -51,7 +55,7 @@ class BackwardRound:
         )
         with call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False):
             call.wait_finished()
-        return input_gradients(call, self.boundaries)
+        return input_gradients(call, self.targets)
 
 
 def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:

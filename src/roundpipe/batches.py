@@ -19,10 +19,14 @@ GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
 def cut(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, label: Any, count: int, config: RoundPipeRunConfig
 ) -> Microbatches:
-    """A batch in ``count`` microbatches, or as many as ``config`` says."""
+    """A batch in ``count`` microbatches, or as many as ``config`` says.
+
+    Raises:
+        ConfigError: ``args`` are no tuple or ``kwargs`` no dictionary.
+    """
     return split(
-        tuple(args),
-        dict(kwargs or {}),
+        _positional(args, "input_args"),
+        _named(kwargs, "input_kwargs"),
         label,
         config.num_microbatch or count,
         split_input=config.split_input,
@@ -36,15 +40,20 @@ def as_given(
     """Microbatches that the caller has cut.
 
     Raises:
-        ConfigError: there are none, or a whole batch was given as well.
+        ConfigError: there are none, one is not of three parts, or a whole batch was given as well.
     """
-    if args or kwargs or label is not None:
+    if _positional(args, "input_args") or _named(kwargs, "input_kwargs") or label is not None:
         raise ConfigError("give either input_args, input_kwargs and label, or microbatches, not both")
     if not microbatches:
         raise ConfigError("microbatches is empty; give at least one (args, kwargs, label)")
-    for given, named, part in microbatches:
+    parts = []
+    for index, microbatch in enumerate(microbatches):
+        where = f"microbatches[{index}]"
+        if not isinstance(microbatch, (tuple, list)) or len(microbatch) != 3:
+            raise ConfigError(f"{where} is not (args, kwargs, label)")
+        given, named, part = microbatch
         refuse_packed((given, named, part), "microbatches are cut already; give one of its values to each")
-    parts = [split(tuple(given), dict(named), part, 1) for given, named, part in microbatches]
+        parts.append(split(_positional(given, f"{where}'s args"), _named(named, f"{where}'s kwargs"), part, 1))
     return Microbatches(
         inputs=tuple(part.inputs[0] for part in parts),
         labels=tuple(part.labels[0] for part in parts),
@@ -53,8 +62,22 @@ def as_given(
     )
 
 
+def _positional(args: Any, what: str) -> tuple[Any, ...]:
+    """Refuses an argument given in place of the tuple of all: rows of a tensor would be taken for arguments."""
+    if not isinstance(args, (tuple, list)) or isinstance(args, RoundPipePackedData):
+        raise ConfigError(f"{what}: a {type(args).__name__}; give the positional arguments as a tuple, such as (x,)")
+    return tuple(args)
+
+
+def _named(kwargs: Any, what: str) -> dict[str, Any]:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"{what}: a {type(kwargs).__name__}; give the arguments by name in a dictionary")
+    return dict(kwargs or {})
+
+
 def delivered(call: Call, config: RoundPipeRunConfig, *, is_shared: bool = False) -> list[Boundary]:
-    """The call's outputs where the caller wants them, complete. ``is_shared``: a backward may still read them."""
+    """The call's outputs where the caller wants them, complete. ``is_shared``: a backward may still read them, under
+    way or to come."""
     target = None if config.merge_output is False else torch.device("cpu")
     if config.output_device is not None:
         target = torch.device(config.output_device)

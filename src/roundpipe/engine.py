@@ -107,7 +107,10 @@ class Engine(ForwardingModule):
                 self._masters.follow_load(parameter, state_dict.get(name))
 
     def reload_parameters(self) -> None:
-        """Makes the masters follow the model's parameters after those were changed in place."""
+        """Makes the masters follow the model's parameters after those were changed in place.
+
+        A master whose parameter is still what it published keeps its own precision.
+        """
         self._begin("reload_parameters()")
         self._steps.wait_idle()
         self._steps.raise_late_error()
@@ -119,7 +122,7 @@ class Engine(ForwardingModule):
         self._steps.zero_grad()
         self._steps.num_loads += 1
         for parameter, _ in self._masters.existing():
-            self._masters.follow(parameter)
+            self._masters.follow_load(parameter, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them."""
@@ -143,8 +146,13 @@ class Engine(ForwardingModule):
 
         Raises:
             What ``step_fn`` raised, here if sync, else at the next engine call.
+            ConfigError: ``step_fn`` is no function.
         """
         self._begin("step()")
+        if not callable(step_fn):
+            raise ConfigError(
+                f"step() needs a function to call, such as optimizer.step; it was given {type(step_fn).__name__}"
+            )
         self._note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
 
@@ -196,9 +204,9 @@ class Engine(ForwardingModule):
             self._steps.flush()
         finally:
             self._is_closed = True
-            self._finalizer.detach()
             self._free_devices()
             self._host.close()
+            self._finalizer.detach()  # only now, so that threads end in any case
 
     def _free_devices(self) -> None:
         """Submits to the workers whatever frees what the engine holds on devices."""

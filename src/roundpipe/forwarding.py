@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from .errors import ConfigError
@@ -112,6 +113,37 @@ class ForwardingModule(nn.Module):
     def get_parameter(self, target: str) -> nn.Parameter:
         self._flush("get_parameter()")
         return self.model.get_parameter(target)
+
+    # What `nn.Module` does with its own children, parameters and buffers, of which an engine has none.
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.model.get_submodule(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        return self.model.get_buffer(target)
+
+    def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        self.model.set_submodule(target, module, strict)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.model.add_module(name, module)
+
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        self.model.add_module(name, module)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.model.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        self.model.register_buffer(name, tensor, persistent)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "ForwardingModule":
+        self._flush("apply()")
+        self.model.apply(fn)
+        return self
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        raise ConfigError("an engine is not compiled as a whole; pass compile=True when the model is wrapped")
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Does nothing: the engine recomputes by itself."""

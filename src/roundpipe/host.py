@@ -101,10 +101,12 @@ class Host:
 
     def close(self) -> None:
         """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
-        self.crew.close()
-        self._worker.stop()
-        self._worker.join()
-        if self._interpreter is not None:
-            self._interpreter.close()
+        self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
+        try:
+            self.crew.close()
+            self._worker.join()
+        finally:
+            if self._interpreter is not None:
+                self._interpreter.close()
         self.buffers.clear()
         self.memory.close()

@@ -22,14 +22,22 @@ from .params.store import ParameterStore
 from .parts.find import layers_of
 from .plan.execute_plan import ModelExecutePlan, RunType
 from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
-from .planner import Planned, Planner, size_class
-from .runtime.autograd import attach
+from .planner import Planned, Planner, elements_of, size_class, tokens_of
+from .runtime.autograd import attach, commits_held, when_pass_ends
 from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline
 from .runtime.recompute import AmbientState
 from .runtime.replica import Modes
 from .runtime.residency import WeightsVersion
-from .runtime.results import backward_into, input_gradients, refuse_shared_buffers, sum_losses, wanted, write_buffers
+from .runtime.results import (
+    backward_into,
+    destinations,
+    input_gradients,
+    refuse_shared_buffers,
+    sum_losses,
+    wanted,
+    write_buffers,
+)
 from .runtime.stage import BlockCompiler
 from .runtime.structure import Structure
 from .runtime.transfer import Boundary, user_boundary
@@ -185,9 +193,10 @@ class RoundPipe(Engine):
             self._wait_results(call)
             call.wait_finished()
             refuse_shared_buffers(call)
-            outputs = delivered(call, config)
+            outputs = delivered(call, config, is_shared=with_grad)
+            call.outputs.clear()  # because the call lives until its backward, and they are on devices
             if with_grad:
-                values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries))
+                values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries, outputs))
             else:
                 values = [output.value for output in outputs]
             result = joined(values, outputs, parts, config)
@@ -240,9 +249,11 @@ class RoundPipe(Engine):
 
         def commit() -> None:
             write_buffers(call)
+            for commit_before in before:
+                commit_before()
             self._steps.commit(call)
 
-        with call.awaited(lambda: self._pipeline.start(call), commit):
+        with commits_held() as before, call.awaited(lambda: self._pipeline.start(call), commit):
             self._wait_results(call)
             if call.streams.drawn or tensors:
                 call.wait_finished()
@@ -252,7 +263,7 @@ class RoundPipe(Engine):
                 outputs = delivered(call, config, is_shared=True)
                 result = loss, joined([output.value for output in outputs], outputs, parts, config)
             if tensors:
-                backward_into(tensors, input_gradients(call, boundaries))
+                backward_into(tensors, input_gradients(call, destinations(boundaries)))
         return result
 
     def forward_loss(
@@ -349,6 +360,8 @@ class RoundPipe(Engine):
             len(boundaries),
             config.execute_plan,
             shapes=size_class(boundary.leaves for boundary in boundaries),
+            elements=elements_of(boundary.leaves for boundary in boundaries),
+            tokens=tokens_of(boundary.leaves for boundary in boundaries),
             grain=config.recompute_grain or "stage",
         )
 
@@ -382,14 +395,16 @@ class RoundPipe(Engine):
 
     def _commit(self, call: Call) -> None:
         """A backward round is over."""
-        self._steps.commit(call)
+        when_pass_ends(lambda: self._steps.commit(call))
 
     def _resident_layers(
         self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
     ) -> frozenset[int]:
         return self._planner.resident_layers(rounds, num_microbatches, grain=config.recompute_grain or "stage")
 
-    def _backward_round(self, forward: Call, passes: Passes, boundaries: list[Boundary]) -> BackwardRound:
+    def _backward_round(
+        self, forward: Call, passes: Passes, boundaries: list[Boundary], outputs: list[Boundary]
+    ) -> BackwardRound:
         return BackwardRound(
             begin=self._begin,
             commit=self._commit,
@@ -397,7 +412,8 @@ class RoundPipe(Engine):
             pipeline=self._pipeline,
             forward=forward,
             passes=passes,
-            boundaries=boundaries,
+            targets=destinations(boundaries),
+            carries=[output.carries for output in outputs],
             made_at=self._steps.weights,
         )
 
@@ -421,7 +437,8 @@ class RoundPipe(Engine):
     @property
     def execute_plan(self) -> ModelExecutePlan:
         """The plan ``forward_backward`` uses by default."""
-        return self._planner.next_plan("fused", self.default_num_microbatch, self._config.execute_plan)
+        grain = self._config.recompute_grain or "stage"
+        return self._planner.next_plan("fused", self.default_num_microbatch, self._config.execute_plan, grain=grain)
 
     def statistics(self) -> dict[str, Any]:
         """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a device."""

@@ -14,7 +14,7 @@ from .params.gradients import GradientRules
 from .params.store import LayerParameters, ParameterStore
 from .plan.actions import Passes
 from .plan.costs import Grain, LayerCosts, Round, StageSums
-from .plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, step_ms
+from .plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
 from .plan.measure import (
     LayerSize,
     Measurements,
@@ -24,7 +24,7 @@ from .plan.measure import (
     prior_update_ms,
     with_guessed_graphs,
 )
-from .plan.memory import fitted_peak
+from .plan.memory import Peak, fitted_peak
 from .plan.residency import resident_layers
 from .plan.schedule import group_of
 
@@ -38,15 +38,24 @@ _UNBOUNDED = 2.0**60
 _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 
+class Needs(NamedTuple):
+    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, and what may be there."""
+
+    kept: int
+    most: int
+    allowed: float
+
+
 class Planned(NamedTuple):
     """What a call does.
 
-    ``spilled``: the layers whose kept inputs wait on the host. ``replaces``: its plan has just replaced another one.
-    ``is_timed``: it is one of the few calls that are timed.
+    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
+    last. ``replaces``: its plan has just replaced another one. ``is_timed``: it is one of the few calls that are timed.
     """
 
     plan: ModelExecutePlan
     spilled: frozenset[int]
+    needs: Needs
     measured: ShapeMeasurements
     replaces: bool
     is_timed: bool
@@ -67,11 +76,14 @@ class _Wish(NamedTuple):
 
 @dataclass
 class _InUse:
-    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed."""
+    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, and when a microbatch
+    comes that is larger than the ``elements`` it was made for."""
 
     plan: ModelExecutePlan
-    spilled: frozenset[int]
+    peak: Peak
+    allowed: float
     known: Hashable
+    elements: int
     patience: int = 1
     waited: int = 0
     calls: int = 0
@@ -119,6 +131,7 @@ class Planner:
         self._in_use: dict[_Wish, _InUse] = {}
         self._profiles: dict[tuple[bool, ...], _Profile] = {}
         self._writes: dict[Hashable, bool] = {}
+        self._tokens: dict[Hashable, int] = {}
         self._latest: _Wish | None = None
         self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
         self._overlaps = True
@@ -162,21 +175,40 @@ class Planner:
         *,
         shapes: Hashable = None,
         grain: Grain = "stage",
+        elements: int = 0,
+        tokens: int = 0,
     ) -> Planned:
         """The plan for a call.
+
+        Args:
+            elements: of the largest microbatch, see `elements_of`.
+            tokens: about how many of them are tokens, if that is known; see `tokens_of`.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
         """
         self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain)
+        self._tokens[wish.shapes] = max(tokens, self._tokens.get(wish.shapes, 0))
+        measured = self._measured(wish)
+        measured.grow_to(elements)
+        if wish in self._in_use and self._in_use[wish].elements < measured.elements:
+            self._look_again(wish, measured)
         in_use = self._of(wish)
         in_use.calls += 1
         replaces = in_use.is_replacement and in_use.calls == 1
-        return Planned(in_use.plan, in_use.spilled, self._measured(wish), replaces, in_use.is_timed)
+        needs = Needs(in_use.peak.kept, in_use.peak.bytes.total, in_use.allowed)
+        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, replaces, in_use.is_timed)
 
-    def next_plan(self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None) -> ModelExecutePlan:
+    def next_plan(
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        *,
+        grain: Grain = "stage",
+    ) -> ModelExecutePlan:
         """What ``plan`` would give for the shapes of the latest call, without there being a call."""
-        return self._of(self._wish(run_type, num_microbatches, chosen, None, "stage")).plan
+        return self._of(self._wish(run_type, num_microbatches, chosen, None, grain)).plan
 
     def reconsider(self) -> None:
         """Looks for a better plan for the next call like the latest one, if enough was learnt since.
@@ -187,16 +219,27 @@ class Planner:
         if wish is None:
             return
         in_use, measured = self._in_use[wish], self._measured(wish)
-        known = self._known(wish, measured)
-        if in_use.known == known:
+        if in_use.known == self._known(wish, measured):
             return
         in_use.waited += 1
         if in_use.waited < in_use.patience:
             return
+        in_use.patience *= 2
+        self._look_again(wish, measured)
+
+    def _look_again(self, wish: _Wish, measured: ShapeMeasurements) -> None:
+        """A better plan, if there is one, and in any case what it needs by what is known now."""
+        in_use, known = self._in_use[wish], self._known(wish, measured)
         costs, round_ = self._problem(wish, measured)
         plan = in_use.plan if wish.chosen is not None else _better(wish.run_type, in_use.plan, costs, round_)
-        spilled = plan_peak(plan, wish.run_type, costs, round_).spilled
-        self._in_use[wish] = replace(in_use, spilled=spilled, known=known, patience=2 * in_use.patience, waited=0)
+        self._in_use[wish] = replace(
+            in_use,
+            peak=plan_peak(plan, wish.run_type, costs, round_),
+            allowed=round_.budget_bytes,
+            known=known,
+            elements=measured.elements,
+            waited=0,
+        )
         if plan != in_use.plan:
             self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0, is_replacement=True)
 
@@ -294,7 +337,7 @@ class Planner:
         """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
         costs, round_ = self._problem(wish, measured)
         if not measured.knows_graphs:
-            costs = with_guessed_graphs(costs, self._profile(wish.trains).sizes)
+            costs = with_guessed_graphs(costs, self._profile(wish.trains).sizes, self._tokens.get(wish.shapes, 0))
         if wish.chosen is not None:
             plan = wish.chosen.for_run(wish.run_type)
             plan.check(wish.run_type, len(self._store.layers))
@@ -304,9 +347,10 @@ class Planner:
             except PlanError:
                 if measured.knows_graphs:
                     raise
-                costs = measured.costs()
-                plan = plan_for(wish.run_type, costs, round_)
-        return _InUse(plan, plan_peak(plan, wish.run_type, costs, round_).spilled, self._known(wish, measured))
+                plan_for(wish.run_type, measured.costs(), round_)  # raises if what is known does not fit either
+                plan = smallest_plan(wish.run_type, len(self._store.layers))
+        peak = plan_peak(plan, wish.run_type, costs, round_)
+        return _InUse(plan, peak, round_.budget_bytes, self._known(wish, measured), measured.elements)
 
     def _shares(self, wish: _Wish) -> bool:
         """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
@@ -346,9 +390,19 @@ def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
 
     Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few plans.
     """
+    return round(4 * log2(max(elements_of(microbatches), 1)))
+
+
+def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
+    """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
     tensors = ([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches)
-    largest = max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
-    return round(4 * log2(max(largest, 1)))
+    return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
+
+
+def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
+    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids, where there are."""
+    tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return max((tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)), default=0)
 
 
 def _better(run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round) -> ModelExecutePlan:

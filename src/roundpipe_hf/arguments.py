@@ -1,5 +1,6 @@
 """The engine's settings as training arguments: typed for the command line, plain values so that they survive JSON."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
@@ -9,6 +10,8 @@ from transformers import TrainingArguments
 
 from roundpipe import RoundPipeRunConfig
 from roundpipe.errors import ConfigError
+
+from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -85,13 +88,28 @@ def device_type_of(args: TrainingArguments) -> str:
 
 
 def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
-    """As RoundPipe takes them. ``use_cpu`` means the CPU even where the engine would find an accelerator."""
+    """As RoundPipe takes them. ``use_cpu`` means the CPU even where the engine would find an accelerator.
+
+    Of several processes on this machine each has its share of those named, or of all there are.
+    """
     devices = pipeline_of(args).devices
-    if isinstance(devices, list):
-        return [torch.device(name) for name in devices]
     if isinstance(devices, str):
         raise ConfigError(f"devices was set to {devices!r} after construction; assign a list of device names")
-    return 1 if devices is None and args.device.type == "cpu" else devices
+    if isinstance(devices, int):
+        return devices
+    if devices is None and args.device.type == "cpu":
+        return 1
+    if args.world_size == 1:
+        return None if devices is None else [torch.device(name) for name in devices]
+    kind = args.device.type
+    names = devices or [f"{kind}:{index}" for index in range(torch.get_device_module(kind).device_count())]
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    if len(names) % count:
+        raise ConfigError(
+            f"{len(names)} devices ({', '.join(names)}) for {count} processes: start as many that each gets the "
+            "same number of devices, or name others in devices"
+        )
+    return own_share([torch.device(name) for name in names], args.local_process_index, count)
 
 
 def _plain_devices(devices: Any) -> int | list[str] | None:

@@ -6,8 +6,8 @@ Generators are written only for devices that have one of their own.
 
 import logging
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,21 +17,50 @@ from torch import nn
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
+from .compat import OPTIMIZER_NAME
+
 MASTERS_NAME = "roundpipe_masters.pt"
-RNG_NAME = "roundpipe_rng_state.pth"
-_OPTIMIZER_NAME = "optimizer.pt"
+RNG_NAME = "roundpipe_rng_state"
+# Nobody takes it for a checkpoint, and Trainer uploads no name that begins like that.
+UNFINISHED_NAME = "_unfinished"
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def whole_files(folder: str | Path) -> Iterator[str]:
-    """A folder to write files in that then appear in ``folder``, each whole or not at all."""
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
-        yield unfinished
-        for written in Path(unfinished).iterdir():
-            os.replace(written, Path(folder) / written.name)
+def whole_folder(path: str | Path, *, is_owner: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[str]:
+    """A folder to make ``path`` in, under the same name. It then appears whole, or not at all if the process dies.
+
+    What was at ``path`` is replaced. Only one such folder may be under way next to it.
+
+    Args:
+        is_owner: whether this is the one process of those that write together which makes and renames folders.
+        wait: waits for the others.
+    """
+    unfinished = Path(path).parent / UNFINISHED_NAME
+    if is_owner:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
+    wait()
+    try:
+        yield str(unfinished)
+        wait()
+        if is_owner:
+            made = unfinished / Path(path).name
+            _put_on_disk(made)
+            if os.path.isdir(path):
+                os.rename(path, unfinished / "replaced")
+            os.rename(made, path)
+    finally:
+        if is_owner:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    wait()
+
+
+def _put_on_disk(folder: Path) -> None:
+    """Because a name may otherwise get there before what it stands for."""
+    for file in (path for path in folder.rglob("*") if path.is_file()):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
 
 
 def save_masters(engine: RoundPipe, folder: str | Path) -> None:
@@ -50,7 +79,7 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
     path = Path(folder) / MASTERS_NAME
     if path.is_file():
         _copy_into(masters, torch.load(path, mmap=True, map_location="cpu", weights_only=True), path)
-    elif masters and (Path(folder) / _OPTIMIZER_NAME).is_file():
+    elif masters and (Path(folder) / OPTIMIZER_NAME).is_file():
         logger.warning(
             "%s has an optimizer state but no %s, as a plain Trainer leaves it: the optimizer goes on from the saved "
             "weights, which are coarser than its own copies were",
@@ -59,16 +88,15 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
         )
 
 
-def save_device_rng(engine: RoundPipe, folder: str | Path) -> None:
+def save_device_rng(engine: RoundPipe, path: Path) -> None:
     """Writes the generators of the engine's devices, by the devices' names."""
     states = {device.name: device.rng_state() for device in engine.devices if not device.shares_generator()}
     if states:
-        torch.save(states, Path(folder) / RNG_NAME)
+        torch.save(states, path)
 
 
-def load_device_rng(engine: RoundPipe, folder: str | Path) -> None:
+def load_device_rng(engine: RoundPipe, path: Path) -> None:
     """Restores the generators of those devices that the checkpoint knows by name."""
-    path = Path(folder) / RNG_NAME
     states = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
     for device in engine.devices:
         if device.name in states:

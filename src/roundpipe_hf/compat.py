@@ -12,16 +12,20 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import _add_variant as add_variant
-from transformers.trainer import SCALER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_optimizer import is_optimizer_factory
-from transformers.trainer_utils import unwrap_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
 if TYPE_CHECKING:
     from .mixin import RoundPipeTrainerMixin
 
 __all__ = [
+    "OPTIMIZER_NAME",
+    "PREFIX_CHECKPOINT_DIR",
     "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "TRAINER_STATE_NAME",
     "OptimizerNames",
     "adapter_configs",
     "add_variant",
@@ -32,6 +36,7 @@ __all__ = [
     "is_optimizer_factory",
     "loss_adds_up",
     "returns_loss",
+    "rotate_checkpoints",
     "should_reduce_batch_size",
     "tell_skipped",
     "use_one_gpu",

@@ -38,6 +38,7 @@ class EngineSlot:
         self._engine = engine
         self._owns_engine = engine is None
         self._seen = [] if engine is None else _layout(engine.model)
+        self._versions = [] if engine is None else _versions(engine.model)
         self.build_seconds = 0.0
 
     @property
@@ -57,9 +58,27 @@ class EngineSlot:
         return self._engine
 
     def reload(self, model: nn.Module) -> None:
-        """Weights were loaded into ``model``: the engine's copies follow, unless the next use rebuilds it anyway."""
+        """Weights of ``model`` may have changed: the engine's copies follow, unless the next use rebuilds it anyway.
+
+        The engine must be flushed, and have been so before they changed.
+        """
         if self._engine is not None and self._fits(model):
             self._engine.reload_parameters()
+            self._versions = _versions(model)
+
+    def begin(self, model: nn.Module) -> None:
+        """A run begins: anything may have been done to weights since the last one, which flushed if it ended well."""
+        if self._engine is not None and self._fits(model):
+            self._engine.synchronize()
+            self.reload(model)
+
+    def follow_writes(self, model: nn.Module) -> None:
+        """The same, only where somebody has written to weights in place; what went through ``.data`` is not seen.
+
+        Publishing does not count as a write.
+        """
+        if _versions(model) != self._versions:
+            self.reload(model)
 
     def _fits(self, model: nn.Module) -> bool:
         return self._engine is not None and self._engine.model is model and _is_same(self._seen, _layout(model))
@@ -74,6 +93,7 @@ class EngineSlot:
         self._owns_engine = True
         self.build_seconds = time.perf_counter() - started
         self._seen = _layout(model)
+        self._versions = _versions(model)
 
 
 def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
@@ -94,6 +114,10 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
 
 def _layout(model: nn.Module) -> list[Laid]:
     return [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [parameter._version for parameter in model.parameters()]
 
 
 def _is_same(seen: list[Laid], now: list[Laid]) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
@@ -14,6 +15,7 @@ from .engine import EngineSlot, runs_by_preset
 from .errors import UnknownModelCall
 from .memory import EvaluationOutOfMemory, Footprint
 from .precision import Precision, full_eval_of, precision_of
+from .processes import Processes
 from .replay import EngineStandIn, ModelAnswer, ModelStandIn
 from .round import rows_of
 from .window import AccumulationWindow
@@ -30,6 +32,7 @@ class EvaluationMixin(_Base):
     _slot: EngineSlot
     _window: AccumulationWindow
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
+    processes: Processes | None = None
     _replays: bool = True  # until a loss turns out to call the model in another way
 
     def _engine(self) -> RoundPipe:
@@ -92,12 +95,19 @@ class EvaluationMixin(_Base):
         """Where only the loss is wanted it is computed where the outputs are; else outputs come to the host."""
         if prediction_loss_only and model is self._slot.current and self._replays and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
-            num_items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+            num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
             try:
-                return self._window.evaluate(self._engine(), inputs, num_items), None, None
+                return self._to_gather((self._window.evaluate(self._engine(), inputs, num_items), None, None))
             except UnknownModelCall:
                 self._replays = False  # because here the model may be called in any way
-        return super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        return self._to_gather(found)
+
+    def _to_gather(self, found: Any) -> Any:
+        """Where several processes can gather them: their backend may only know tensors of its device."""
+        if self.processes is None:
+            return found
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.synchronize()
@@ -115,3 +125,7 @@ class EvaluationMixin(_Base):
         finally:
             self._full_eval = None
             self.args.bf16_full_eval, self.args.fp16_full_eval = given
+
+
+def on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:
+    return num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items

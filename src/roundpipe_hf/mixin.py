@@ -19,8 +19,10 @@ from roundpipe.errors import ConfigError, PlanError
 from . import compat
 from .arguments import engine_settings_in, pipeline_of
 from .engine import EngineSlot, stop_checkpointing
+from .evaluation import on_host
 from .loading import model_for_trainer
 from .optimizer import SAME_BUT_FASTER, PendingNorm, PipelineOptimizer, adopted, unwrapped
+from .processes import Processes
 from .refusals import refuse_arguments, refuse_model, refuse_optimizer
 from .round import StashedBatch
 from .saving import SavingMixin
@@ -66,6 +68,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             logger.warning("%s: no effect, the model came in an engine that is configured already", ", ".join(unused))
         self.scaler = GradScaler() if self.args.fp16 else None
         super().create_accelerator_and_postprocess()
+        if self.args.world_size > 1 and self.processes is None:
+            self.processes = Processes()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Accelerate shall move, cast and compile nothing: batches stay in host memory until a stage needs them."""
@@ -118,7 +122,9 @@ class RoundPipeTrainerMixin(SavingMixin):
 
     def _stepped_by(self, engine: RoundPipe, inner: torch.optim.Optimizer) -> PipelineOptimizer:
         is_async = pipeline_of(self.args).async_optimizer
-        return PipelineOptimizer(engine, inner, self._window, is_async=is_async, scaler=self.scaler)
+        return PipelineOptimizer(
+            engine, inner, self._window, is_async=is_async, scaler=self.scaler, processes=self.processes
+        )
 
     def _make_inner_optimizer(self, engine: RoundPipe) -> torch.optim.Optimizer:
         """The same groups in the same order as Trainer's, so that either can load the other's state."""
@@ -139,12 +145,17 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> PendingNorm:
         optimizer = unwrapped(self.optimizer)
         optimizer.max_grad_norm = self.args.max_grad_norm
+        self._window.before_step()
         return PendingNorm(optimizer)
 
     # --- training ---
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         self._window.forget()
+        self._slot.begin(self.model)
+        if self.processes is not None:
+            self.processes.share(self.model)
+            self._slot.reload(self.model)
         self.is_in_loop = True
         try:
             return super()._inner_training_loop(batch_size, *args, **kwargs)
@@ -162,7 +173,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         Returns zero for a stashed batch. What Trainer has summed up when the window closes is what it would have been.
         """
         inputs = self._prepare_inputs(inputs)
-        self._window.add(StashedBatch(inputs, _on_host(num_items_in_batch), self._divisor(num_items_in_batch)))
+        self._window.add(StashedBatch(inputs, on_host(num_items_in_batch), self._divisor(num_items_in_batch)))
         if self.is_in_loop and not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         *earlier, last = self._run_window()
@@ -182,6 +193,8 @@ class RoundPipeTrainerMixin(SavingMixin):
                 "parameters of the model were replaced, cast, frozen or unfrozen during train(), which the optimizer "
                 "cannot follow; do it before, or between two calls of train()"
             )
+        if self.is_in_loop and not self._window.has_run:
+            self._slot.follow_writes(self.model)
         engine.train()
         try:
             losses = self._window.run(engine)
@@ -206,10 +219,6 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _prepare_input(self, data: Any) -> Any:
         """Batches stay in host memory."""
         return data
-
-
-def _on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:
-    return num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items
 
 
 def _takes_num_items(compute_loss: Callable[..., Any]) -> bool:

@@ -16,6 +16,8 @@ from roundpipe import GradScaler, RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
 from roundpipe.optim import SGD, Adam, AdamW
 
+from .processes import Processes
+
 # torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they landed.
 SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.Adam: Adam,
@@ -44,6 +46,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     Args:
         scaler: what the losses were multiplied with, for fp16. Only for a synchronous optimizer.
+        processes: those that average their gradients before each update.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         *,
         is_async: bool,
         scaler: GradScaler | None = None,
+        processes: Processes | None = None,
     ) -> None:
         # No super().__init__(): everything it would set up is the inner optimizer's and read through below.
         self.inner = inner
@@ -64,6 +68,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.has_begun = False
         self._owner = owner
         self._scaler = scaler
+        self._processes = processes
         self._last: StepHandle | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
@@ -89,6 +94,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def _update(self, max_grad_norm: float) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping."""
         self.has_begun = True
+        if self._processes is not None:
+            self._processes.average_gradients(self.engine.optim_parameters())
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)

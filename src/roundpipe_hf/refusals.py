@@ -91,8 +91,11 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
         yield "fsdp: the pipeline keeps no weights on the devices that could be sharded; leave it out"
     if args.parallelism_config is not None:
         yield "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; leave it out"
-    if args.world_size > 1:
-        yield f"{args.world_size} processes: one process drives all devices; start the script with plain python"
+    if args.world_size > 1 and args.fp16:
+        yield (
+            f"fp16 in {args.world_size} processes: each would skip steps by itself; use bf16=True, load the model in "
+            "bfloat16, or start the script with plain python, which drives all devices from one process"
+        )
     if args.fp16 and pipeline_of(args).async_optimizer:
         yield (
             "fp16 with async_optimizer: whether a step overflowed is known too late for the scheduler; "

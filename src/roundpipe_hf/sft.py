@@ -71,6 +71,11 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
             args.model_init_kwargs = given
         self._tally = Tally()
         self._stashed_tokens = 0
+        if self.processes is not None:
+            raise ConfigError(
+                "RoundPipeSFTTrainer does not support several processes: TRL's loss gathers its metrics from all of "
+                "them at every microbatch; start the script with plain python, which drives all devices"
+            )
         if self._is_vision_dataset:
             raise ConfigError("RoundPipeSFTTrainer does not support data sets with images: no preset cuts such models")
         if self.aux_loss_enabled:

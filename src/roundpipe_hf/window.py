@@ -15,7 +15,7 @@ from .learnt_loss import LearntLoss
 from .memory import Footprint, Ladder
 from .optimizer import PipelineOptimizer
 from .round import StashedBatch
-from .watchers import reads_weights
+from .watchers import Shown, reads_gradients, reads_weights, refuse_written, show_gradients
 
 if TYPE_CHECKING:
     from .mixin import RoundPipeTrainerMixin
@@ -36,11 +36,17 @@ class AccumulationWindow:
         self._loss = LearntLoss(trainer)
         self._batches: Round = []
         self._since_step: list[Round] = []
+        self._shown: list[Shown] = []
         self._largest_landed = 0
         self._training, self._evaluation = Ladder("training"), Ladder("evaluation")
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether some round since the last step has left gradients."""
+        return bool(self._since_step)
 
     def add(self, batch: StashedBatch) -> None:
         self._batches.append(batch)
@@ -49,6 +55,7 @@ class AccumulationWindow:
         """Drops batches and all that was learnt about the loss: a new run starts."""
         self._batches.clear()
         self._since_step.clear()
+        self._shown = []
         self._loss.forget()
 
     def run(self, engine: RoundPipe) -> list[torch.Tensor]:
@@ -68,9 +75,15 @@ class AccumulationWindow:
             self._since_step = rounds
         return losses
 
+    def before_step(self) -> None:
+        """Before the callbacks that come before the step: some look at its gradients."""
+        self._shown = show_gradients(self._trainer) if reads_gradients(self._trainer) else []
+
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
         """Steps with what the rounds left; where one ran out of memory behind our back, runs them again first."""
         engine, rounds = optimizer.engine, self._since_step
+        refuse_written(self._shown)
+        self._shown = []
         if optimizer.is_async:
             self._wait_for_the_largest(rounds)
         attempts = 0

@@ -13,9 +13,9 @@ SRC = Path(__file__).parents[2] / "src"
 
 # Left to right: a part imports from its own group and from those left of it.
 GROUPS = [
-    {"errors", "trace"},
+    {"errors", "trace", "slot_sizes"},
     {"device", "memory"},
-    {"params", "plan", "microbatch", "packed", "chunked_loss"},
+    {"params", "plan", "microbatch", "packed", "chunked_loss", "loss_kernel"},
     {"runtime", "optim"},
     {
         "config",

@@ -3,6 +3,7 @@
 Batch norm writes its statistics silently, so the engine compares values to see whether a layer does. It did so for the
 first batch only: with one of zeros, as a warm-up is, the running mean stayed at zero for good. And of a module that
 sets a plain attribute beside its buffer, as rotary embeddings of growing length do, only the buffer was written back.
+If the very first call failed after it had silently written a device's copy of a buffer, the next one started from that.
 """
 
 import copy
@@ -15,7 +16,7 @@ from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, Batch, mlp_batch
 from reference import buffers_of, plain_call
-from roundpipe import ConfigError, ModelExecutePlan
+from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 
 ONE_LAYER_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)])
 WHOLE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(3)])
@@ -44,6 +45,28 @@ def test_statistics_after_first_batches_of_zeros(
         devices.check(buffers_of(model), buffers_of(plain))
         engine.zero_grad()
     assert bool((model[0].running_mean != 0).all())
+
+
+@pytest.mark.parametrize("plan", [ONE_LAYER_EACH, WHOLE, None], ids=["staged", "fused", "evaluation"])
+def test_statistics_after_the_first_call_failed(
+    plan: ModelExecutePlan | None, devices: DeviceSet, engines: Engines
+) -> None:
+    """Nobody has compared values by then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(MLP_WIDTH), nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Tanh())
+    plain, batch = copy.deepcopy(model), batch_of(1.0)
+    engine = engines(model, devices)
+
+    def fails(outputs: Tensor, label: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    call = engine.forward_loss if plan is None else engine.forward_backward
+    with pytest.raises(ArithmeticError):
+        call(batch.args, label=batch.label, loss_fn=fails, run_config=config)
+    plain_call(plain, batch.split(2), batch.loss_fn)
+    run_batch(engine, batch, 2, execute_plan=plan)
+    devices.check(buffers_of(model), buffers_of(plain))
 
 
 def test_statistics_after_an_evaluation_came_first(devices: DeviceSet, engines: Engines) -> None:

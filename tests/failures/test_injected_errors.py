@@ -38,9 +38,9 @@ def _nothing_left_armed() -> None:
     INJECTION.disarm()
 
 
-def make_engine(engines: Engines, count: int, dropout: float) -> RoundPipe:
+def make_engine(engines: Engines, count: int, dropout: float, for_site: str | None = None) -> RoundPipe:
     """An engine that has learnt its layers, and has gradients that must survive."""
-    engine = engines(make_hooked_model(dropout), HookedDevices(count))  # type: ignore[arg-type]
+    engine = engines(make_hooked_model(dropout), HookedDevices(count, for_site))  # type: ignore[arg-type]
     torch.manual_seed(5)
     for _ in range(count + 1):  # until every stage has visited every device
         call(engine)
@@ -64,9 +64,9 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("site", SITES)
 def test_a_failed_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
     """With dropout a call returns after its last visit, so that every failure is a failure of the call itself."""
-    twin = make_engine(engines, count, 0.3)
+    twin = make_engine(engines, count, 0.3, site)
     call(twin)
-    engine = make_engine(engines, count, 0.3)
+    engine = make_engine(engines, count, 0.3, site)
     before, memory = State(engine), held(engine)
     fail(engine, site)
     after = State(engine)

@@ -34,8 +34,8 @@ def _nothing_left_armed() -> None:
     INJECTION.disarm()
 
 
-def make_engine(engines: Engines, count: int, dropout: float) -> RoundPipe:
-    engine = engines(make_hooked_model(dropout), HookedDevices(count))  # type: ignore[arg-type]
+def make_engine(engines: Engines, count: int, dropout: float, for_site: str | None = None) -> RoundPipe:
+    engine = engines(make_hooked_model(dropout), HookedDevices(count, for_site))  # type: ignore[arg-type]
     torch.manual_seed(5)
     for _ in range(count + 1):  # until every stage has visited every device
         call(engine)
@@ -63,9 +63,9 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("site", SITES)
 def test_an_interrupted_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
     """With dropout a call returns after its last visit, so that every interrupt meets the call itself."""
-    twin = make_engine(engines, count, 0.3)
+    twin = make_engine(engines, count, 0.3, site)
     call(twin)
-    engine = make_engine(engines, count, 0.3)
+    engine = make_engine(engines, count, 0.3, site)
     before, memory = State(engine), held(engine)
     interrupt(engine, site)
     after = State(engine)

@@ -1,8 +1,10 @@
-"""LoRA on a memory-mapped base: anonymous memory grows by less than a tenth of the base, from before loading to after
-training; losses are bitwise those of the same base in memory.
+"""LoRA on a memory-mapped base: memory that is no file's grows by less than a tenth of the base, from before loading to
+after training; losses are bitwise those of the same base in memory.
 
-Measured in a process of its own, which has trained a tiny model before, so that what libraries allocate once is there.
-What the virtual device's slots take is not counted: a device has its own memory.
+Anonymous pages count, and shared ones, which buffers are in that could be page-locked. What the virtual device's slots
+take does not: a device has its own memory. Measured in a process of its own, which has trained a tiny model before, so
+that what libraries allocate once is there; over a base of a gigabyte, because a device's ring takes 48 MB whatever it
+is for, and each block some 200 kB of Python objects.
 """
 
 import json
@@ -19,33 +21,33 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
 
 TESTS = Path(__file__).parents[1]
-DEVICE_GB = 20 / 1024
+DEVICE_GB = 90 / 1024
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_anonymous_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
+def test_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
     save(tmp_path / "tiny", num_hidden_layers=2)
-    base_bytes = save(tmp_path / "large", num_hidden_layers=100)
+    base_bytes = save(tmp_path / "large", num_hidden_layers=64)
     script = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom hf.test_loading_memory import measure; measure()"
     process = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
     assert process.returncode == 0, process.stderr
     measured = json.loads(process.stdout.splitlines()[-1])
-    assert base_bytes > 400e6
+    assert base_bytes > 1e9
     assert 0 < measured["growth"] < base_bytes / 10
     assert measured["losses"] == measured["losses in memory"]
     assert measured["growth in memory"] > base_bytes, "the measurement sees nothing"
 
 
 def save(folder: Path, **settings: int) -> int:
-    """A checkpoint of blocks of 4 MB; its size."""
+    """A checkpoint of blocks of 17 MB; its size."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=1056,
+        hidden_size=512,
+        intermediate_size=2048,
         num_attention_heads=4,
         num_key_value_heads=4,
         **settings,
@@ -59,28 +61,28 @@ def measure() -> None:
     """Runs in a process of its own; prints what it found."""
     torch.set_num_threads(1)
     trained(load_pretrained_mmap("tiny"), "off")
-    before = anonymous_bytes()
+    before = own_bytes()
     mapped = trained(load_pretrained_mmap("large"), "off")
     in_memory = trained(AutoModelForCausalLM.from_pretrained("large", disable_mmap=True), "alloc")
     found = {
         "losses": mapped.losses,
-        "growth": mapped.anonymous - mapped.slot_bytes - before,
+        "growth": mapped.most_bytes - mapped.slot_bytes - before,
         "losses in memory": in_memory.losses,
-        "growth in memory": in_memory.anonymous - before,
+        "growth in memory": in_memory.most_bytes - before,
     }
     print(json.dumps(found))
 
 
 class Watch(TrainerCallback):
-    """Losses, and the most anonymous memory at any moment a block ran."""
+    """Losses, and the most memory at any moment a block ran."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.anonymous = anonymous_bytes()
+        self.most_bytes = own_bytes()
         self.slot_bytes = 0
 
     def look(self, *_: Any) -> None:
-        self.anonymous = max(self.anonymous, anonymous_bytes())
+        self.most_bytes = max(self.most_bytes, own_bytes())
 
     def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
         self.losses += [logs["loss"]] if "loss" in logs else []
@@ -116,7 +118,7 @@ def trained(base: Any, pin_model: Any) -> Watch:
     return watch
 
 
-def anonymous_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
+def own_bytes() -> int:
+    """Pages of this process that are no file's."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem"))

@@ -2,6 +2,8 @@
 
 import logging
 import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from roundpipe.device.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
 from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.checkpointing import whole_files
+from roundpipe_hf.checkpointing import whole_folder
 
 ROWS = token_rows(18)
 FOR_GPT2 = [{name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in ROWS]
@@ -206,22 +208,104 @@ def test_every_devices_generator_is_saved() -> None:
     assert [int(device.state[0]) for device in resumed] == [77, 2]
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    """A crash while a checkpoint is written leaves what was in its place."""
-    (tmp_path / "optimizer.pt").write_text("old")
+def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    """A failure while a checkpoint is written leaves what was there; what a killed process left is cleared."""
+    path = tmp_path / "checkpoint-3"
 
-    def crash() -> None:
-        with whole_files(tmp_path) as folder:
-            (Path(folder) / "optimizer.pt").write_text("half of the n")
-            raise KeyboardInterrupt
+    def write(text: str, fuse: type[BaseException] | None = None) -> None:
+        with whole_folder(path) as folder:
+            (Path(folder) / "checkpoint-3").mkdir(parents=True)
+            (Path(folder) / "checkpoint-3" / "optimizer.pt").write_text(text)
+            if fuse is not None:
+                raise fuse
 
+    write("old")
     with pytest.raises(KeyboardInterrupt):
-        crash()
-    assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt"]
-    assert (tmp_path / "optimizer.pt").read_text() == "old"
-    with whole_files(tmp_path) as folder:
-        (Path(folder) / "optimizer.pt").write_text("new")
-    assert (tmp_path / "optimizer.pt").read_text() == "new"
+        write("half of the n", KeyboardInterrupt)
+    assert (path / "optimizer.pt").read_text() == "old"
+    (tmp_path / "_unfinished" / "checkpoint-2").mkdir(parents=True)
+    write("new")
+    assert (path / "optimizer.pt").read_text() == "new"
+    assert [child.name for child in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+# Forks a child for each moment before any thread exists. It resumes from what the one before has left, trains one step,
+# saves and is killed at its moment.
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch._dynamo
+from transformers import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+from hf.trainers import MODELS, make_trainer, run, token_rows
+from roundpipe_hf import RoundPipeTrainer, checkpointing, saving
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(module, name):
+    setattr(module, name, lambda *args, **kwargs: killed())
+
+
+def half_of_a_file():
+    original = torch.save
+
+    def half(obj, file, *args, **kwargs):
+        original(obj, file, *args, **kwargs)
+        if str(file).endswith("optimizer.pt"):
+            os.truncate(file, os.stat(file).st_size // 2)
+            killed()
+
+    torch.save = half
+
+
+MOMENTS = {
+    "weights written": lambda: before(RoundPipeTrainer, "_save_optimizer_and_scheduler"),
+    "half way through a file": half_of_a_file,
+    "all but the masters written": lambda: before(saving, "save_masters"),
+    "all but the state written": lambda: before(TrainerState, "save_to_json"),
+    "all written, not on the disk": lambda: before(checkpointing, "_put_on_disk"),
+    "on the disk, not in its place": lambda: before(os, "rename"),
+    "in its place": lambda: before(saving, "rotate_checkpoints"),
+    "not at all": lambda: None,
+}
+
+
+def child(steps, arm):
+    if os.fork() == 0:
+        model = MODELS["full"]().bfloat16()
+        settings = dict(save_strategy="steps", save_steps=1, max_steps=steps, save_total_limit=2, optim="adamw_torch")
+        trainer = make_trainer(RoundPipeTrainer, model, token_rows(30), **settings)
+        last = get_last_checkpoint("out-ours") if os.path.isdir("out-ours") else None
+        arm()
+        run(trainer, resume_from_checkpoint=last)
+        os._exit(0)
+    status = os.wait()[1]
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+assert not child(1, lambda: None)
+step = 1
+for moment, arm in MOMENTS.items():
+    assert child(step + 1, arm) == (moment != "not at all"), moment
+    step += moment in ("in its place", "not at all")
+    assert get_last_checkpoint("out-ours") == f"out-ours/checkpoint-{step}", moment
+assert sorted(os.listdir("out-ours")) == ["checkpoint-2", "checkpoint-3"], os.listdir("out-ours")
+print("moments:", len(MOMENTS))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_killed_at_every_moment_of_a_save(tmp_path: Path) -> None:
+    """What `get_last_checkpoint` finds afterwards is a whole one, from which the next process resumes."""
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "moments: 8" in done.stdout
 
 
 def test_masters_lie_beside_an_optimizer_state_that_a_plain_trainer_loads() -> None:

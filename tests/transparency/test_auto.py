@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import roundpipe
@@ -35,6 +36,7 @@ from optimizers import PATIENCE_S, PausingSGD, random_delays
 from reference import Reference, plain_call, weights_of
 from roundpipe import ConfigError, RoundPipeRunConfig
 from roundpipe.auto import AutoRoundPipe
+from roundpipe.memory.blocks import HostBlocks
 
 
 class Case(NamedTuple):
@@ -273,6 +275,29 @@ def test_what_hugging_face_models_do_besides(wrap: Wrap) -> None:
     assert model.is_gradient_checkpointing
 
 
+def test_hidden_states_are_collected_at_every_call(wrap: Wrap) -> None:
+    """transformers puts its hooks on a model once, so they must not stay behind on what one forward has run with."""
+    model, batch = make_bert(), bert_batch()
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        model(**batch.kwargs, output_hidden_states=True)  # hooks are on the blocks themselves from here on
+    for num_microbatch in (1, 2, 1):
+        engine = wrap(model, upper_threshold=1100, model_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch))
+        for _ in range(2):
+            found, expected = (each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain))
+            for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        engine.close()
+
+
+def test_what_is_inside_of_blocks_is_not_collected(wrap: Wrap) -> None:
+    """It would be silently missing."""
+    engine = wrap(make_bert(), upper_threshold=1100)
+    for name in ("output_attentions", "output_router_logits"):
+        with pytest.raises(ConfigError, match=f"{name}=True.*leave it False"):
+            engine(**bert_batch().kwargs, **{name: True})
+
+
 def test_a_frozen_tower_without_grad(wrap: Wrap) -> None:
     """A model that runs one part without grad itself: that part keeps to the weights of the forward around it."""
 
@@ -458,6 +483,196 @@ def test_outputs_between_elements_of_a_list(wrap: Wrap) -> None:
     found = gradients(engine)
     for (name, _), wanted in zip(model.blocks.named_parameters(prefix="blocks"), grads, strict=True):
         THREE.check(found[name], wanted, bitwise=False)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def looked_at(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        assert x.norm() > 0
+    return x
+
+
+def first_of(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def written(x: Tensor) -> Tensor:
+    x[:, 0] = 0.5
+    return x
+
+
+def activated(x: Tensor) -> Tensor:
+    nn.functional.relu(x, inplace=True)
+    return x
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+Between = Callable[[nn.Module, Tensor], Tensor]
+BETWEEN: dict[str, Between] = {
+    "looked at without grad": lambda block, x: looked_at(block(x)) * 2,
+    "told from a tuple": lambda block, x: first_of(block(x)),
+    "written": lambda block, x: written(block(x)),
+    "activated in place": lambda block, x: activated(block(x)),
+    "hook": lambda block, x: hooked(block(x)),
+    "detached in place": lambda block, x: x + block(block(x).detach_()),
+    "autograd function": lambda block, x: Doubled.apply(block(x)),
+    "checkpoint": lambda block, x: x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True),
+    "vmap": lambda block, x: torch.vmap(torch.tanh)(block(x)),
+    "numpy": lambda block, x: block(x) * float(block(x).detach().numpy().mean() + block(x.detach()).tolist()[0][0]),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_own_code_between_elements_finds_a_tensor(wrap: Wrap, between: Between) -> None:
+    """Whatever it does with an output that still is in microbatches: the values and gradients of the plain model."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = between(block, x)
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Chain(), branches_batch()._replace(kwargs={})
+    batch.args[0].requires_grad_()
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    batch.args[0].grad = None
+    engine = wrap(model, THREE)
+    THREE.check(train(engine, batch), expected.loss, bitwise=False)
+    found = gradients(engine)
+    assert found.keys() == expected.gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_what_went_in_and_came_out_is_not_held_until_the_backward(wrap: Wrap) -> None:
+    """It would be memory of the devices: of an output only the user's own references count, as in plain PyTorch, and
+    the next element of a list keeps its own copy of what it needs."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Chain(), branches_batch().args[0]
+    made: list[weakref.ref[Any]] = []
+    for block in model.blocks:
+        block[1].register_forward_hook(lambda *given: made.append(weakref.ref(given[-1].untyped_storage())))
+    plan = roundpipe.ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2)])
+    engine = wrap(model, override_config={block: RoundPipeRunConfig(execute_plan=plan) for block in model.blocks})
+    with torch.no_grad():
+        engine(x)  # shows the engine which outputs carry a gradient
+    engine(x).sum().backward()
+    made.clear()
+    loss = engine(x).sum()
+    assert len(made) == 6
+    assert [storage() for storage in made] == [None] * 6
+    loss.backward()
+
+
+class Wide(nn.Module):
+    """Four elements whose inputs are much larger than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("num_bytes", "waits"), [(3 << 19, True), (2 << 20, False)])
+def test_parts_share_the_room_for_kept_inputs(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch, num_bytes: int, waits: bool
+) -> None:
+    """Four inputs of 256 KiB wait for their backwards at once, beside the part that runs. Where each would fit, but not
+    all of them, they wait on the host."""
+    taken: list[int] = []
+    take = HostBlocks.take
+    monkeypatch.setattr(HostBlocks, "take", lambda blocks, size: taken.append(size) or take(blocks, size))
+    torch.manual_seed(0)
+    model, (x, y) = Wide(), torch.randn(2, 4096, WIDTH)
+    loss_fn = nn.functional.mse_loss
+    expected = plain_call(copy.deepcopy(model), Batch((x,), {}, y, loss_fn).whole(), loss_fn)
+    in_four = RoundPipeRunConfig(num_microbatch=4)
+    engine = wrap(model, max_gpu_memory=num_bytes, lower_threshold=1, model_run_config=in_four)
+    for _ in range(5):  # the first ones show the planners what inputs take
+        taken.clear()
+        engine.zero_grad()
+        loss_fn(engine(x), y).backward()
+    assert sum(taken) == (4 * x.nbytes if waits else 0)
+    ONE.check(gradients(engine), expected.gradients, bitwise=False)
+
+
+def test_slots_of_other_parts_are_given_back(wrap: Wrap) -> None:
+    """Parts of different sizes use the devices one after the other, each as if it were alone there."""
+
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(width, width + 64) for width in range(64, 64 * 6, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Growing(), torch.randn(4, 64)
+    engine = wrap(model)
+    largest = max(engine.statistics()["layer_bytes"])
+    for _ in range(2):
+        loss = engine(x).sum()
+        assert 0 < max(engine.statistics()["slot_bytes"].values()) <= largest
+        loss.backward()
+        assert 0 < max(engine.statistics()["slot_bytes"].values()) <= largest
+
+
+def test_elements_that_are_cut_differently(wrap: Wrap) -> None:
+    """One element has a number of microbatches of its own; what is made of its output beside another's is merged."""
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Bilinear(WIDTH, WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.blocks[0](x, x)
+            second = self.blocks[1](x, x)
+            return self.blocks[2](first, second)
+
+    torch.manual_seed(0)
+    model, batch = Skipping(), branches_batch()._replace(kwargs={})
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    engine = wrap(model, override_config={model.blocks[0]: RoundPipeRunConfig(num_microbatch=2)}, devices=THREE)
+    torch.testing.assert_close(train(engine, batch), expected.loss, rtol=1e-5, atol=0)
+    for name, gradient in gradients(engine).items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_what_it_refuses(wrap: Wrap) -> None:

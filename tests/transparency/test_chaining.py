@@ -202,3 +202,52 @@ def test_a_failure_in_the_second_leaves_both_as_they_were(engines: Engines) -> N
     assert engine_gradients(first) == engine_gradients(second) == {}
     second.forward_backward((hidden,), label=BATCH.label, loss_fn=BATCH.loss_fn)
     assert engine_gradients(first)
+
+
+class Failing(nn.Module):
+    """The identity, whose backward raises while ``fails`` is not empty. All copies of the module share that list."""
+
+    def __init__(self, fails: list[str]) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        passed = hidden * 1.0
+        if passed.requires_grad:
+            passed.register_hook(self.look)
+        return passed
+
+    def look(self, gradient: Tensor) -> None:
+        if self.fails:
+            raise ArithmeticError(self.fails[0])
+
+
+@pytest.mark.parametrize("how", ["forward_backward", "backward"])
+def test_a_failure_in_the_firsts_backward_leaves_all_as_they_were(
+    how: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """By then the engines behind it have been through theirs. What all had before stays, and the next time works."""
+    fails: list[str] = []
+    failing = nn.Sequential(make_mlp(2, seed=0), Failing(fails))
+    chained = [engines(model, devices) for model in (failing, make_mlp(2, seed=1), make_mlp(2, seed=2))]
+
+    def run() -> None:
+        hidden = BATCH.args[0]
+        for engine in chained[:2]:
+            hidden = engine(hidden, roundpipe_run_config=unmerged(2))
+        if how == "forward_backward":
+            chained[2].forward_backward((hidden,), label=BATCH.label, loss_fn=BATCH.loss_fn)
+        else:
+            BATCH.loss_fn(chained[2](hidden), BATCH.label).backward()
+
+    run()
+    before = [engine_gradients(engine) for engine in chained]
+    fails.append("the user's")
+    with pytest.raises(ArithmeticError, match="the user's"):
+        run()
+    for engine, gradients in zip(chained, before, strict=True):
+        devices.check(engine_gradients(engine), gradients)
+    fails.clear()
+    run()
+    for engine, gradients in zip(chained, before, strict=True):
+        devices.check(engine_gradients(engine), {name: 2 * gradient for name, gradient in gradients.items()})

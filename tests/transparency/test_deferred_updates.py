@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import roundpipe
 from device_sets import ONE, TWO, DeviceSet
@@ -19,6 +20,7 @@ from engines import Engines, engine_weights, reference_steps, run_batch, train_s
 from models import make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
+from roundpipe.optim import native
 from roundpipe.params.pending import Held
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
@@ -325,3 +327,50 @@ def test_a_shape_does_not_force_the_update(engines: Engines) -> None:
         return all(isinstance(master, Held) for master in masters_of(optimizer))
 
     assert one_step(engine, step_fn, is_async=False).result()
+
+
+class Operations(TorchDispatchMode):
+    """How many operations torch is asked for: after each, the interpreter has to be waited for again."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "LeanAdamW"])
+def test_deciding_takes_no_more_operations_for_more_parameters(
+    kind: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer thread shares the interpreter with the threads that feed the devices. Clipping included."""
+    counts = []
+    for num_linears in (2, 9):
+        engine = engines(make_mlp(num_linears), ONE)
+        optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.01)
+
+        def step_fn(optimizer: Optimizer = optimizer) -> int:
+            with Operations() as operations:
+                roundpipe.clip_grad_norm_(optimizer, 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            return operations.count
+
+        for _ in range(2):  # the first makes the state
+            run_batch(engine, BATCHES[0], 1)
+            counts.append(engine.step(step_fn, is_async=False).result())
+    assert counts[1] == counts[3]
+
+
+@both
+def test_a_layer_is_one_call_of_the_kernel(is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is None:
+        pytest.skip("this machine has no C compiler")
+    jobs: list[int] = []
+    update = native.update
+    monkeypatch.setattr(native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1])
+    engine = engines(make_mlp(), TWO)
+    optimizer = adamw(engine)
+    one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
+    linears = [module for module in engine.model if isinstance(module, nn.Linear)]
+    assert jobs == [2] * len(linears)

@@ -333,3 +333,68 @@ def test_gradients_that_come_in_several_parts_all_count(fused_start: int, device
     )
     run_batch(engine, batch, 2, execute_plan=plan)
     devices.check(engine_gradients(engine), expected.gradients, bitwise=False)
+
+
+class Checkpointed(nn.Module):
+    """Runs its own forward again in its backward, with the random numbers of then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + checkpoint(self.inner, hidden, use_reentrant=False)
+
+
+def test_layers_that_checkpoint_themselves_draw_the_same_on_any_number_of_devices(engines: Engines) -> None:
+    """Virtual devices share the process's generator, which a checkpoint sets back in the middle of a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Checkpointed() for _ in range(6)))
+    hidden = torch.randn(48, 64)
+    batch = Batch((hidden,), {}, hidden, lambda output, _: output.square().mean())
+    found = []
+    for devices in (ONE, THREE, THREE):
+        torch.manual_seed(1)
+        engine = engines(copy.deepcopy(model), devices)
+        run_batch(engine, batch, 8)
+        found.append(engine_gradients(engine))
+    ONE.check(found[1], found[0])
+    ONE.check(found[2], found[0])
+
+
+class Counting(nn.Module):
+    """Returns a buffer that it writes to, in the next microbatch too."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.register_buffer("count", torch.zeros(MLP_WIDTH))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return self.linear(hidden), self.count
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        output: Tensor = self.linear(value[0] * value[1])
+        return output
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_buffer_that_a_layer_returns_stays_what_it_was(cut: int, devices: DeviceSet, engines: Engines) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Counting(), Scaling())
+    batch = mlp_batch(rows=6)
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    cuts = [range(cut)] if cut < 2 else []
+    plan = ModelExecutePlan(fwd_plan=cuts, bwd_plan=[range(cut, 2), *cuts] if cuts else [range(2)])
+    devices.check(run_batch(engine, batch, 3, execute_plan=plan), expected.loss)
+    devices.check(engine_gradients(engine), expected.gradients)

@@ -5,6 +5,7 @@ The oracle is the plain model, run microbatch by microbatch.
 """
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import roundpipe
 from adversaries import Adversaries
-from device_sets import ONE, TWO, DeviceSet
+from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from late_work import LATE, make_pausing, open_gate
 from models import MLP_WIDTH, mlp_batch
-from optimizers import Gate
+from optimizers import PATIENCE_S, Gate
 from reference import buffers_of, plain_call
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig, doing_recompute
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 PLANS = {
@@ -28,6 +30,7 @@ PLANS = {
     ),
     "whole stages": ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3, 4), range(3)]),
 }
+FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(4)])
 
 
 class Remembering(nn.Module):
@@ -154,6 +157,92 @@ def test_the_recompute_sees_what_the_forward_saw(
         engine.zero_grad()
 
 
+class Overtaken(Remembering):
+    """Writes for the first time in its second forward, which ends only when the first one's recompute has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.has_written, self.has_read = threading.Event(), threading.Event()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.count += 1
+        meets = doing_recompute() and self.count == 1
+        assert not meets or self.has_written.wait(PATIENCE_S), "the second forward never wrote"
+        output = hidden * self.weight + hidden.square() * self.mean.clone()
+        if meets:
+            self.has_read.set()
+        if self.count == 2 and not doing_recompute():
+            self.mean.add_(hidden.detach().mean(0))
+            self.has_written.set()
+            assert self.has_read.wait(PATIENCE_S), "the first microbatch was not recomputed meanwhile"
+        return output
+
+
+def test_what_a_later_forward_writes_on_another_device_at_that_moment_is_not_seen(engines: Engines) -> None:
+    """On three devices the backward stage runs beside the forward stage, of which nobody knows yet that it writes."""
+    model, batch = make_model(Overtaken), BATCHES[0]
+    plain = make_model(Overtaken)
+    plain[1].has_read.set()
+    expected = plain_call(plain, batch.split(3), batch.loss_fn)
+    engine = engines(model, THREE)
+    # Without random numbers, because on virtual devices layers that may draw wait for each other.
+    run_batch(engine, batch, 3, execute_plan=PLANS["whole stages"], preserve_rng_state=False)
+    THREE.check(engine_gradients(engine), expected.gradients)
+    THREE.check(buffers_of(model), buffers_of(plain))
+
+
+def test_silent_writes_that_a_fused_stage_has_shown(devices: DeviceSet, engines: Engines) -> None:
+    """The next call's plan recomputes the layer that was known to write, though not by those who keep for recompute."""
+    model = make_model(Silent)
+    plain = copy.deepcopy(model)
+    engine = engines(model, devices)
+    for batch, plan in zip(BATCHES, [FUSED, *PLANS.values()], strict=True):
+        expected = plain_call(plain, batch.split(3), batch.loss_fn)
+        run_batch(engine, batch, 3, execute_plan=plan)
+        devices.check(engine_gradients(engine), expected.gradients)
+        devices.check(buffers_of(model), buffers_of(plain))
+        engine.zero_grad()
+
+
+def test_buffers_that_are_shared_only_from_the_second_call_on(devices: DeviceSet, engines: Engines) -> None:
+    """One of the two modules is known to write by then, the other is not."""
+    model = make_model(Shared)
+    plain = copy.deepcopy(model)
+    engine = engines(model, devices)
+    for shared in (model[1], plain[1]):
+        shared.reader.mean = shared.reader.mean.clone()
+    for batch in BATCHES:
+        expected = plain_call(plain, batch.split(3), batch.loss_fn)
+        run_batch(engine, batch, 3, execute_plan=PLANS["whole stages"])
+        devices.check(engine_gradients(engine), expected.gradients)
+        devices.check(buffers_of(model), buffers_of(plain))
+        engine.zero_grad()
+        for shared in (model[1], plain[1]):
+            shared.reader.mean = shared.writer.mean
+
+
+class Alias(nn.Module):
+    """Has its weight under a second name, where torch does not look for parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.__dict__["alias"] = self.linear.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        aliased: Tensor = torch.tanh(self.linear(hidden) @ self.alias)
+        return aliased
+
+
+def test_a_weight_that_is_also_a_plain_attribute_gets_all_its_gradient(devices: DeviceSet, engines: Engines) -> None:
+    model, batch = make_model(Alias), BATCHES[0]
+    expected = plain_call(make_model(Alias), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    run_batch(engine, batch, 3, execute_plan=PLANS["one layer each"])
+    devices.check(engine_gradients(engine), expected.gradients, bitwise=False)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "carrying"])
 def test_a_backward_of_the_users_own_sees_it_too(kind: str, devices: DeviceSet, engines: Engines) -> None:
     """By then the user's modules have everything that the forward wrote."""
@@ -226,3 +315,55 @@ def test_what_the_user_changes_after_the_call_is_for_the_next_one(
     CHANGES[change](model[1])
     gate.open()
     devices.check(engine_gradients(engine), expected.gradients)
+
+
+class Unsettled(Remembering):
+    """Returns a float tensor that carries no gradient, so that it is looked at anew in every run."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        self.mean += 0.5
+        return hidden * self.weight * self.mean, self.mean
+
+
+class Routed(nn.Module):
+    """Its forward is not repeatable, so it asks for what it has saved; it is unsettled too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.routes: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if roundpipe.doing_recompute():
+            (scale,) = roundpipe.get_recompute_data()
+        else:
+            scale = torch.full((MLP_WIDTH,), 1.0 + len(self.routes))
+            self.routes.append(scale)
+            roundpipe.save_for_recompute(scale)
+        return self.linear(hidden) * scale, torch.ones(MLP_WIDTH)
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        output: Tensor = self.linear(value[0] * value[1])
+        return output
+
+
+@pytest.mark.parametrize("kind", [Unsettled, Routed])
+def test_a_layer_that_is_looked_at_anew_in_a_recompute_is_recomputed(
+    kind: Callable[[], nn.Module], devices: DeviceSet, engines: Engines
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), kind(), First())
+    batch = BATCHES[0]
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    whole = ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3)])
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=whole, recompute_grain="layer")
+    output = engine(*batch.args, roundpipe_run_config=config)
+    batch.loss_fn(output, batch.label.to(output.device)).backward()
+    devices.check(engine_gradients(engine), expected.gradients, bitwise=False)

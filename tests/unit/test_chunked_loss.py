@@ -148,6 +148,23 @@ def test_nothing_counts(reduction: Any) -> None:
         assert torch.equal(result, torch.zeros_like(result))
 
 
+@pytest.mark.parametrize("divisor", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_a_loss_over_no_items_is_nan_and_its_gradients_are_zeros(divisor: Any) -> None:
+    """As of all the logits: what is logged says so, and a step changes nothing."""
+    hidden, weight, labels, bias = inputs()
+    given = hidden, weight, torch.full_like(labels, -100), bias
+    ours = with_gradients(linear_cross_entropy, *given, num_items_in_batch=divisor)
+    theirs = with_gradients(lambda *given: full(*given, reduction="sum") / torch.tensor(0), *given)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_positions_that_do_not_count_get_no_gradient_of_a_loss_that_overflowed() -> None:
+    hidden, weight, labels, bias = inputs()
+    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, bias) * torch.inf, hidden)
+    assert torch.equal(gradient.isfinite(), (labels == -100).unsqueeze(-1).expand_as(gradient))
+
+
 def test_no_tokens_at_all() -> None:
     hidden, weight, labels, _ = inputs(with_bias=False)
     results = with_gradients(linear_cross_entropy, hidden[:0], weight, labels[:0])
@@ -238,7 +255,7 @@ def test_without_grad_no_gradient_is_made() -> None:
 
 @pytest.mark.parametrize("head_trains", [True, False])
 def test_a_tenth_of_the_memory(head_trains: bool) -> None:
-    """8K tokens, 152K vocabulary, width 2K and 256 MiB per chunk, each sixteenth: the peak of forward and backward.
+    """8K tokens, 152K vocabulary, width 2K and the default chunk, each sixteenth: the peak of forward and backward.
 
     In fp32: a CPU multiplies 16-bit factors only after widening them, so that their peak is not the GPU's.
     """

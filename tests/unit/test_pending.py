@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optimizers import PATIENCE_S
+from roundpipe.params import pending as pending_module
 from roundpipe.params.copies import Master
 from roundpipe.params.pending import Held, PendingUpdates, UpdateInto
 
@@ -77,7 +79,7 @@ LOOKS: dict[str, Callable[[Tensor], Any]] = {
 def test_whoever_looks_sees_the_update(which: str, look: Callable[[Tensor], Any]) -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     assert master in pending
     with torch.no_grad():
         seen = look(master if which == "master" else moment)
@@ -90,7 +92,7 @@ def test_whoever_looks_sees_the_update(which: str, look: Callable[[Tensor], Any]
 def test_text_shows_the_update() -> None:
     master, moment = zeros()
     for tensor in (master, moment):
-        PendingUpdates(add_one).add(AddOne(master, (moment,)))
+        PendingUpdates(add_one).add([AddOne(master, (moment,))])
         before = repr(tensor)
         assert "0." not in before
         assert before == repr(tensor)
@@ -99,7 +101,7 @@ def test_text_shows_the_update() -> None:
 def test_what_an_update_leaves_alone_can_be_read_without_it() -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     assert (master.shape, master.dtype, master.device.type) == (torch.Size([2, 3]), torch.float32, "cpu")
     assert (master.requires_grad, moment.requires_grad, master.numel(), moment.nbytes) == (True, False, 6, 24)
     assert isinstance(master, Master)
@@ -126,20 +128,20 @@ def test_memory_that_somebody_else_holds_is_updated_at_once(which: str, alias: C
     master, moment = zeros()
     held = alias(master if which == "master" else moment)
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     assert master not in pending
     as_tensor = torch.empty(0).set_(held) if isinstance(held, torch.UntypedStorage) else torch.as_tensor(held)
     assert torch.equal(as_tensor.detach().reshape(-1)[:3], torch.ones(3))
     del held, as_tensor
     gc.collect()
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     assert master in pending
 
 
 def test_a_gradient_in_other_hands_is_used_at_once() -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,), seen=True))
+    pending.add([AddOne(master, (moment,), seen=True)])
     assert master not in pending
     assert torch.equal(moment, torch.ones(2, 3))
 
@@ -148,7 +150,7 @@ def test_updates_of_one_master_build_on_each_other() -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
     for _ in range(3):
-        pending.add(AddOne(master, (moment,)))
+        pending.add([AddOne(master, (moment,))])
     pending.compute_all()
     assert torch.equal(master.detach(), torch.full((2, 3), 3.0))
     assert torch.equal(moment, torch.full((2, 3), 3.0))
@@ -157,7 +159,7 @@ def test_updates_of_one_master_build_on_each_other() -> None:
 def test_the_working_copy_is_written_in_the_same_pass() -> None:
     (master, moment), working = zeros(), torch.zeros(2, 3)
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     pending.compute([(master, working)])
     assert torch.equal(working, torch.ones(2, 3))
 
@@ -167,7 +169,7 @@ def test_a_graph_that_saved_the_old_value_refuses_to_run_backward() -> None:
     master, moment = zeros()
     loss = master.square().sum()
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -175,7 +177,7 @@ def test_a_graph_that_saved_the_old_value_refuses_to_run_backward() -> None:
 def test_another_thread_waits_until_the_update_is_computed() -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     begun, seen = threading.Event(), []
 
     def look() -> None:
@@ -192,13 +194,81 @@ def test_another_thread_waits_until_the_update_is_computed() -> None:
     assert seen == [6.0, 6.0]
 
 
+def test_an_update_may_be_computed_at_any_moment_of_another_threads_look() -> None:
+    """A look takes several lines of Python, and the optimizer thread may finish between any two of them."""
+    looks = [look_interrupted_at(0)]
+    while not looks[-1].is_last:
+        looks.append(look_interrupted_at(len(looks)))
+    assert [look.seen for look in looks] == [6.0] * len(looks)
+    assert len(looks) > 5, "nothing was interrupted"
+
+
+class Look(NamedTuple):
+    seen: float
+    is_last: bool  # it was about to wait
+
+
+def look_interrupted_at(moment: int) -> Look:
+    """The update is computed before the line of pending.py with that number, as the look comes past them."""
+    master, looked_at = zeros()
+    pending = made_elsewhere(add_one)
+    pending.add([AddOne(master, (looked_at,))])
+    lines, is_last = 0, False
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines, is_last
+        if frame.f_code.co_filename != pending_module.__file__:
+            return None
+        if event == "line" and master in pending:
+            lines += 1
+            is_last = frame.f_code.co_name == "<lambda>"
+            if lines > moment or is_last:
+                pending.compute_all()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return Look(float(looked_at.sum()), is_last)
+    finally:
+        sys.settrace(None)
+
+
+def made_elsewhere(compute: Callable[[Sequence[UpdateInto]], None]) -> PendingUpdates:
+    """By another thread, so that this one would wait."""
+    made: list[PendingUpdates] = []
+    thread = threading.Thread(target=lambda: made.append(PendingUpdates(compute)))
+    thread.start()
+    thread.join(PATIENCE_S)
+    return made[0]
+
+
+def test_many_updates_are_deferred_each_for_itself() -> None:
+    """One of them can be seen; it is computed at once and the others are not."""
+    pairs = [zeros() for _ in range(3)]
+    held = pairs[1][1].view(-1)
+    pending = PendingUpdates(add_one)
+    pending.add([AddOne(master, (moment,)) for master, moment in pairs])
+    assert [master in pending for master, _ in pairs] == [True, False, True]
+    assert held.tolist() == [1.0] * 6
+    pending.compute_all()
+    assert [float(master.detach().sum()) for master, _ in pairs] == [6.0, 6.0, 6.0]
+
+
+def test_one_master_twice_in_a_step_is_updated_twice() -> None:
+    master, moment = zeros()
+    pending = PendingUpdates(add_one)
+    pending.add([AddOne(master, (moment,))] * 2)
+    pending.compute_all()
+    assert float(moment.sum()) == float(master.detach().sum()) == 12.0
+
+
 def test_an_update_that_fails_keeps_nobody_waiting() -> None:
     def fail(updates: Sequence[UpdateInto]) -> None:
         raise MemoryError("no room")
 
     master, moment = zeros()
     pending = PendingUpdates(fail)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     with pytest.raises(MemoryError, match="no room"):
         float(master.sum())
     assert (type(master), type(moment)) == (Master, Tensor)
@@ -210,6 +280,6 @@ def test_state_of_a_class_of_its_own_is_updated_at_once() -> None:
 
     master, moment = Master(torch.zeros(3)), torch.zeros(3).as_subclass(Quantized)
     pending = PendingUpdates(add_one)
-    pending.add(AddOne(master, (moment,)))
+    pending.add([AddOne(master, (moment,))])
     assert master not in pending
     assert torch.equal(moment.as_subclass(Tensor), torch.ones(3))

@@ -7,14 +7,15 @@ import pytest
 from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
 from roundpipe.plan.memory import PeakBytes, predicted_peak, predicted_peak_bytes, readable
+from roundpipe.slot_sizes import ALIGNMENT, slot_bytes
 
 F, X, B = Pass.FORWARD, Pass.FUSED, Pass.BACKWARD
 
-# Powers of ten and digits, so that a sum says what is in it.
+# Powers of ten and digits, so that a sum says what is in it; weights as large as the smallest slot is.
 COSTS = LayerCosts(
     forward=(1.0,) * 4,
     backward=(2.0,) * 4,
-    weight_bytes=(10, 10, 10, 10),
+    weight_bytes=(ALIGNMENT,) * 4,
     gradient_bytes=(100, 200, 300, 400),
     saved_bytes=(1000, 2000, 3000, 4000),
     input_bytes=(1, 2, 3, 4),
@@ -30,20 +31,31 @@ def peak(passes: Passes, num_devices: int = 1, **more: int | str) -> PeakBytes:
 
 def test_one_fused_stage() -> None:
     """All weights, all graphs of one microbatch, all sums; its input comes from the host, one microbatch at a time."""
-    assert peak([(X, range(4))]) == PeakBytes(slots=40, graph=10_000, sums=1000, boundaries=1)
+    assert peak([(X, range(4))]) == PeakBytes(slots=4 * ALIGNMENT, graph=10_000, sums=1000, boundaries=1)
 
 
 def test_the_next_stage_is_on_its_way_up() -> None:
     """Two layers run and one prefetched: three slots, though no stage has more than two layers."""
-    assert peak([(F, range(2)), (X, range(2, 3))]).slots == 30
-    assert peak([(F, range(1)), (F, range(1, 2)), (F, range(2, 4))]).slots == 30
+    assert peak([(F, range(2)), (X, range(2, 3))]).slots == 3 * ALIGNMENT
+    assert peak([(F, range(1)), (F, range(1, 2)), (F, range(2, 4))]).slots == 3 * ALIGNMENT
 
 
 def test_slots_of_different_sizes_do_not_stand_in_for_each_other() -> None:
-    costs = LayerCosts(forward=(1.0,) * 3, backward=(1.0,) * 3, weight_bytes=(10, 7, 10))
+    """But those of nearly the same do."""
+    costs = LayerCosts(forward=(1.0,) * 3, backward=(1.0,) * 3, weight_bytes=(40_000, 30_000, 40_100))
     visits: Passes = [(F, range(1)), (F, range(1, 2)), (F, range(2, 3))]
     found = predicted_peak(visits, StageSums(costs), Round(num_devices=1, num_microbatches=1))
-    assert found.slots == 17
+    assert found.slots == slot_bytes(40_000) + slot_bytes(30_000)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 256, 257, 10_000, 622_329_856, 622_333_952])
+def test_a_slot_is_hardly_larger_than_what_it_is_for(num_bytes: int) -> None:
+    assert num_bytes <= slot_bytes(num_bytes) < max(num_bytes + ALIGNMENT, num_bytes * (1 + 1 / 63))
+
+
+def test_a_head_goes_where_an_embedding_was() -> None:
+    embedding, norm = 151_936 * 2048 * 2, 2048 * 2
+    assert slot_bytes(embedding) == slot_bytes(embedding + norm)
 
 
 def test_gradients_still_landing_beside_those_of_the_next_visit() -> None:

@@ -19,7 +19,7 @@ def test_a_stage_that_meets_its_limit_exactly_is_not_cut_for_a_rounding_error() 
 
 def test_several_limits_hold_at_once_and_may_change_from_stage_to_stage() -> None:
     times, sizes = [0, 1, 2, 3, 4, 5, 6], [0, 1, 1, 1, 9, 10, 11]
-    stages = pack_within([(times, lambda stage: stage + 1), (sizes, lambda _: 4)], 0, 6)
+    stages = pack_within([(times, 6), (sizes, 4)], 0, 6, ramp=6)
     assert stages == [range(1), range(1, 3), range(3, 4), range(4, 6)]
 
 
@@ -43,5 +43,5 @@ def test_partition_has_the_smallest_largest_stage(seed: int) -> None:
 
 def test_even_limits_give_every_equal_cut_of_equal_layers() -> None:
     totals = list(range(13))
-    lengths = {len(pack_within([(totals, lambda _, limit=limit: limit)], 0, 12)[0]) for limit in even_limits(totals)}
+    lengths = {len(pack_within([(totals, limit)], 0, 12)[0]) for limit in even_limits(totals)}
     assert lengths == {1, 2, 3, 4, 6, 12}

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe import ModelExecutePlan
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
@@ -11,6 +12,7 @@ from roundpipe.plan.memory import fitted_peak, predicted_peak_bytes
 from roundpipe.plan.one_way import plan_one_way
 from roundpipe.plan.predict import least_period_ms, period_ms, round_ms
 from roundpipe.plan.search import MAX_VISITS_TIMED, Search, plan_fused, predicted_ms
+from roundpipe.plan.stages import Sizes
 
 MIB = 2**20
 
@@ -87,6 +89,33 @@ def test_frozen_layers_at_the_bottom_are_only_run_forward() -> None:
     assert all(layers.start >= 5 for pass_, layers in stages.passes(5) if pass_ is Pass.BACKWARD)
     only_head = plan_fused(blocks(8), replace(round_, first_trained=7))
     assert [pass_ for pass_, _ in only_head.passes(7)].count(Pass.BACKWARD) == 0
+
+
+@pytest.mark.parametrize("first_trained", range(8))
+@pytest.mark.parametrize("fused", range(1, 9))
+def test_cuts_next_to_one_cover_what_it_covers(fused: int, first_trained: int) -> None:
+    """Also if the fused stage reaches below what trains, so that there is no backward stage."""
+    below = 8 - fused
+    sizes = Sizes((below,) if below else (), fused, (below - first_trained,) if below > first_trained else ())
+    neighbours = list(sizes.neighbours(first_trained))
+    assert {cut.fused for cut in neighbours} - {fused} == {fused - 1, fused + 1} - {0, 9}
+    for cut in neighbours:
+        passes = cut.passes(8, first_trained)
+        assert passes == cut.stages(8, first_trained).passes(first_trained)
+        ahead = [layer for pass_, stage in passes if pass_ is Pass.FORWARD for layer in stage]
+        back = [layer for pass_, stage in passes[::-1] if pass_ is Pass.BACKWARD for layer in stage]
+        assert [*ahead, *range(8 - cut.fused, 8)] == list(range(8))
+        assert back == list(range(first_trained, 8 - cut.fused))
+
+
+@pytest.mark.parametrize("first_trained", range(9))
+def test_every_search_over_frozen_layers_finds_a_plan(first_trained: int) -> None:
+    for budget in (300 * MIB, 600 * MIB):
+        round_ = Round(
+            num_devices=2, num_microbatches=4, first_trained=first_trained, budget_bytes=budget, min_stages=6
+        )
+        stages = plan_fused(blocks(8), round_)
+        ModelExecutePlan(stages.forward, stages.backward).check("fused", 8)
 
 
 @pytest.mark.parametrize(("min_stages", "expected"), [(1, 1), (4, 4), (9, 9), (100, 9)])

@@ -263,6 +263,10 @@ def test_it_looks_like_the_model(wrap: Any, make: Any) -> None:
     assert [name for name, _ in engine.named_modules()] == [name for name, _ in model.named_modules()]
     assert [name for name, _ in engine.named_children()] == [name for name, _ in model.named_children()]
     assert all(one is other for one, other in zip(engine.modules(), model.modules(), strict=True))
+    for name, module in model.named_modules():
+        assert engine.get_submodule(name) is module
+    for name, buffer in model.named_buffers():
+        assert engine.get_buffer(name) is buffer
     for name in ("config", "main_input_name", "base_model_prefix", "loss_function"):
         if hasattr(model, name):
             assert getattr(engine, name) == getattr(model, name)
@@ -286,6 +290,23 @@ def test_writes_and_deletes_reach_the_model(wrap: Any, make: Any) -> None:
     assert not engine.training
     model.train()
     assert engine.training
+
+
+@pytest.mark.parametrize("make", [lambda: make_llama(tied=False), make_branches])
+def test_what_modules_do_with_their_own_is_done_to_the_model(wrap: Any, make: Any) -> None:
+    """An engine has no children, parameters or buffers of its own; what is added to it would be lost."""
+    model = make()
+    engine, seen = wrap(model), []
+    assert engine.apply(seen.append) is engine
+    assert seen[-1] is model
+    engine.register_buffer("mean", torch.ones(2))
+    assert "mean" in model.state_dict()
+    engine.set_submodule("extra", nn.Identity())
+    assert model.extra is engine.get_submodule("extra")
+    with pytest.raises(ConfigError, match="wrap the model again"):
+        engine.zero_grad()
+    with pytest.raises(ConfigError, match="compile=True"):
+        engine.compile()
 
 
 def test_a_loss_function_of_the_users_own(wrap: Any) -> None:

@@ -123,7 +123,7 @@ class _Copy:
 
     def _outlives(self, name: str, memory: Memory) -> bool:
         """Whether memory that nobody holds any more may not be used again before this copy has ended."""
-        if memory.made_by is None:
+        if memory.home is None:
             return name == "source"  # the host's: what a page-locked tensor is read for keeps torch from reusing it
         return any(lane.number in {memory.made_by, *memory.borrowed_by} for lane in self._lanes)
 

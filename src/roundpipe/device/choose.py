@@ -1,5 +1,6 @@
 """Which devices an engine gets: what the user named, every visible accelerator, or virtual ones."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: float | None) -> list[De
         max_gpu_memory: bytes, or GB if below 2**20, that the engine keeps under on each device.
 
     Raises:
-        ConfigError: no device, or one that does not exist.
+        ConfigError: no device, one that does not exist, or one that is named twice.
     """
     max_bytes = None if max_gpu_memory is None else int(max_gpu_memory * (2**30 if max_gpu_memory < 2**20 else 1))
     if max_bytes is not None and max_bytes <= 0:
@@ -33,9 +34,14 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: float | None) -> list[De
         if devices < 1:
             raise ConfigError(f"devices is {devices}; an engine needs at least 1")
         return [VirtualDevice(index, max_bytes) for index in range(devices)]
-    if isinstance(devices, (str, torch.device)) or not devices:
+    if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ConfigError(f"devices is {devices!r}; give an int (virtual devices) or a list such as ['cuda:0']")
-    return [_resolve(device, index, max_bytes) for index, device in enumerate(devices)]
+    chosen = [_resolve(device, index, max_bytes) for index, device in enumerate(devices)]
+    twice = [name for name, count in Counter(device.name for device in chosen).items() if count > 1]
+    if twice:
+        # Two workers would draw from one generator, each in the middle of the other's layers.
+        raise ConfigError(f"devices names {', '.join(twice)} more than once; name each device once")
+    return chosen
 
 
 def _resolve(device: torch.device | str | Device, index: int, max_bytes: int | None) -> Device:

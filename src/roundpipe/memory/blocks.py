@@ -35,12 +35,15 @@ class HostBlocks:
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._lock = threading.Lock()  # because workers take blocks, and whoever lets go of one last gives it back
+        # Because workers take blocks, and whoever lets go of one last gives it back: perhaps a garbage collection, that
+        # comes while its own thread is inside.
+        self._lock = threading.RLock()
         self._free: dict[int, list[tuple[HostArena, Event | None]]] = {}
         self.num_bytes = 0
 
     def __repr__(self) -> str:
-        return f"<HostBlocks: {self.num_bytes / 2**20:.1f} MiB, {sum(map(len, self._free.values()))} free>"
+        free = sum(map(len, list(self._free.values())))
+        return f"<HostBlocks: {self.num_bytes / 2**20:.1f} MiB, {free} free>"
 
     def take(self, num_bytes: int) -> HostBlock:
         size = -(-max(num_bytes, 1) // _PAGE) * _PAGE
@@ -57,9 +60,9 @@ class HostBlocks:
     def clear(self) -> None:
         """Lets go of all free blocks once no lane uses them any more."""
         with self._lock:
-            blocks = [block for free in self._free.values() for block in free]
-            self._free.clear()
+            dropped, self._free = self._free, {}
             self.num_bytes = 0
-        for _, free in blocks:
-            if free is not None:
-                free.wait()
+        for blocks in dropped.values():
+            for _, free in blocks:
+                if free is not None:
+                    free.wait()

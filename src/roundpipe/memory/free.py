@@ -33,18 +33,19 @@ def _own_groups() -> list[Path]:
 
 
 def _free_in(folder: Path) -> int | None:
-    for limit, usage, cache in (
-        ("memory.max", "memory.current", "file "),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache "),
+    for limit, usage, cache, shared in (
+        ("memory.max", "memory.current", "file", "shmem"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem"),
     ):
         try:
             most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-            counts = (folder / "memory.stat").read_text().splitlines()
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
         if most == "max":
             return None
-        # File pages count as used but are given up when memory is needed.
-        dropped = sum(int(line.split()[1]) for line in counts if line.startswith(cache))
+        # File pages count as used but are given up when memory is needed; but for memory shared between processes, our
+        # own arenas among it, which counts as if it were a file's.
+        dropped = int(counts.get(cache, 0)) - int(counts.get(shared, 0))
         return max(0, int(most) - used + dropped)
     return None

@@ -1,10 +1,12 @@
 """Page-locked host memory of exactly the size asked for. Knows nothing of parameters."""
 
+import contextlib
 import logging
 import math
 import mmap
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -16,7 +18,11 @@ _log = logging.getLogger("roundpipe")
 
 
 class _Memory(mmap.mmap):
-    """Anonymous memory that unlocks its pages before the system takes it back."""
+    """Anonymous memory that unlocks its pages before the system takes it back.
+
+    Shared with forked processes, which is mmap's default: of private pages whoever writes first after a fork (a data
+    loader makes some) gets a copy, and devices would go on with the old ones.
+    """
 
     locked_at: int = 0
 
@@ -62,7 +68,9 @@ class HostMemory:
         self._locks_in_place = mode == "register" and accelerated
         self._locks_buffers = mode != "off" and accelerated
         self.needs_staging = mode == "off"
-        self._registered: list[int] = []
+        self._locked: list[_Pages] = []
+        # An engine that is never closed must not leave pages locked: CUDA would take what lies there later for them.
+        weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def arena(self, num_bytes: int) -> HostArena:
         """New memory, page-locked unless pinning is off, useless or refused by the system."""
@@ -76,40 +84,70 @@ class HostMemory:
         """Page-locks the memory under ``tensors``; pages that several share are locked once."""
         if not self._locks_in_place:
             return
-        for start, end in _page_ranges(tensors):
-            if _lock_pages(start, end - start):
-                self._registered.append(start)
+        for pages in _pages_of(tensors):
+            if _lock_pages(pages.start, pages.end - pages.start):
+                self._locked.append(pages)
 
     def close(self) -> None:
         """Unlocks what was locked in place. The memory itself is its owner's."""
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+        _unlock(self._locked)
 
 
-def _page_ranges(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes)
-    merged: list[tuple[int, int]] = []
-    for start, end in spans:
-        start, end = start // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+class _Pages(NamedTuple):
+    """Whole pages. ``inside``: the tensors there, which keep the pages from being freed while they are locked."""
+
+    start: int
+    end: int
+    inside: list[torch.Tensor]
+
+
+def _unlock(locked: list[_Pages]) -> None:
+    while locked:
+        pages = locked.pop()
+        torch.cuda.cudart().cudaHostUnregister(pages.start)
+
+
+def _pages_of(tensors: Iterable[torch.Tensor]) -> list[_Pages]:
+    """Without gaps, and none twice."""
+    found: list[_Pages] = []
+    for tensor in sorted((t for t in tensors if t.nbytes), key=torch.Tensor.data_ptr):
+        start = tensor.data_ptr() // _PAGE * _PAGE
+        end = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) * _PAGE
+        if found and start <= found[-1].end:
+            found[-1].inside.append(tensor)
+            found[-1] = found[-1]._replace(end=max(end, found[-1].end))
         else:
-            merged.append((start, end))
-    return merged
+            found.append(_Pages(start, end, [tensor]))
+    return found
 
 
 _refused = False
+_LOCKED_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 
 
 def _lock_pages(address: int, num_bytes: int) -> bool:
-    """Page-locks for all devices. Says once when the system refuses, since transfers are then several times slower."""
+    """Page-locks for all devices; whether the pages are the caller's to unlock.
+
+    Says once when the system refuses, since transfers are then several times slower. Pages that somebody else has
+    locked, another engine over neighbouring weights perhaps, stay his: that is no refusal.
+    """
     global _refused
     if _refused:
         return False
     error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1)  # 1: portable, for every device
-    if int(error) != 0:
+    if int(error) == 0:
+        return True
+    _take_back_error()
+    if int(error) != _LOCKED_ALREADY:
         _refused = True
         _log.warning(
             "the system refused to page-lock %d bytes (%s); going on unpinned, transfers are slower", num_bytes, error
         )
-    return not _refused
+    return False
+
+
+def _take_back_error() -> None:
+    """CUDA keeps a thread's last error until somebody asks, which torch does only after launching a kernel: the next
+    one of this thread would be said to have failed."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device="cuda")

@@ -1,13 +1,13 @@
 """Reusable device buffers for weights, so that nothing is allocated while training and addresses stay the same."""
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from ..device import Device, Event
-
-ALIGNMENT = 256
+from ..slot_sizes import slot_bytes
 
 
 class Slot(NamedTuple):
@@ -30,7 +30,7 @@ class SlotPool:
         return f"<SlotPool {self._device.name}: {self.num_bytes / 2**20:.1f} MiB, {free} free>"
 
     def take(self, num_bytes: int) -> Slot:
-        size = -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        size = slot_bytes(num_bytes)
         slots = self._free.get(size)
         if slots:
             return slots.popleft()  # what was given back first is free first
@@ -43,10 +43,13 @@ class SlotPool:
         """The buffer may be overwritten by work that waits for ``free``."""
         self._free.setdefault(buffer.numel(), deque()).append(Slot(buffer, free))
 
-    def clear(self) -> None:
-        """Drops all free buffers once no lane uses them any more."""
-        for slots in self._free.values():
-            for slot in slots:
+    def keep_only(self, sizes: Iterable[int]) -> None:
+        """Drops free buffers that were not taken for one of ``sizes`` (in bytes) once no lane uses them any more."""
+        for size in self._free.keys() - {slot_bytes(num_bytes) for num_bytes in sizes}:
+            for slot in self._free.pop(size):
                 slot.free.wait()
                 self.num_bytes -= slot.buffer.numel()
-        self._free.clear()
+
+    def clear(self) -> None:
+        """Drops all free buffers once no lane uses them any more."""
+        self.keep_only(())

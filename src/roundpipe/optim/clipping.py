@@ -1,7 +1,7 @@
 """Clipping by the global norm of the whole model, inside ``step_fn``."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     if context.current_step() is None:
         raise ConfigError("clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside")
     masters = list(_masters_of(optimizer_or_model))
-    total = math.fsum(_square(master) for master in masters)
+    total = math.fsum(_squares(masters))
     norm = math.sqrt(total) if total >= 0 else total
     # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite stays visible.
     factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else max_norm / (norm + 1e-6)
@@ -48,14 +48,24 @@ def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
     return masters
 
 
-def _square(master: torch.Tensor) -> float:
-    if isinstance(master, Master):
-        square = master.landed_square()
-        if square is None:
-            parts = master.landed()
-            square = sum_of_squares(parts) if parts else 0.0
-        return square * master.scale**2
-    return 0.0 if master.grad is None else float(master.grad.double().square().sum())
+def _squares(parameters: Sequence[torch.Tensor]) -> Iterator[float]:
+    for parameter, square in zip(parameters, landed_squares(parameters), strict=True):
+        if not isinstance(parameter, Master):
+            if parameter.grad is not None:
+                yield float(parameter.grad.double().square().sum())
+        elif square is not None:
+            yield square * parameter.scale**2
+        elif parameter.landed():
+            yield sum_of_squares(parameter.landed()) * parameter.scale**2
+
+
+def landed_squares(parameters: Sequence[torch.Tensor]) -> list[float | None]:
+    """Sums of squares of gradients before ``scale`` is applied, where devices have sent them along; elsewhere None."""
+    norms = [parameter.row_norms if isinstance(parameter, Master) else None for parameter in parameters]
+    sent = [rows for rows in norms if rows is not None]
+    # All in one call of torch's, because after each the interpreter has to be waited for again.
+    found = iter(torch.stack(torch._foreach_norm(sent)).square().tolist() if sent else ())
+    return [None if rows is None else next(found) for rows in norms]
 
 
 def _scale(master: torch.Tensor, factor: float) -> None:

@@ -18,6 +18,7 @@ from ..errors import ConfigError
 from ..params.copies import Master
 from . import context
 from .chunks import chunks
+from .clipping import landed_squares
 from .handle import StepHandle
 from .hyperparameters import StepOptimizers
 
@@ -203,7 +204,8 @@ class GradScaler:
                     "an unscaled gradient may vanish; pass optim_dtype=torch.float32 to RoundPipe"
                 )
         inverse = called.scale.double().reciprocal().float()
-        found = [_unscale(parameter, inverse) for parameter in parameters]
+        squares = landed_squares(parameters)
+        found = [_unscale(parameter, square, inverse) for parameter, square in zip(parameters, squares, strict=True)]
         checks = [found_inf for found_inf in found if found_inf is not None]
         checked.found_inf = any(checks) if checks else None
 
@@ -330,14 +332,13 @@ def _times(outputs: Any, scale: torch.Tensor) -> Any:
     raise ConfigError(f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}")
 
 
-def _unscale(parameter: torch.Tensor, inverse: torch.Tensor) -> bool | None:
+def _unscale(parameter: torch.Tensor, square: float | None, inverse: torch.Tensor) -> bool | None:
     """Whether the gradient has infs or NaNs; None if there is no gradient."""
     if isinstance(parameter, Master):
         parts = parameter.landed()
         if not parts:
             return None
         parameter.scale *= float(inverse)
-        square = parameter.landed_square()
         if square is not None and math.isfinite(square):
             return False  # the device has looked already
         # Uses of a tied weight may each be finite and their sum not; a square may overflow where its root does not.

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ConfigError
+from ..params.copies import Master
 from ..params.pending import PendingUpdates
 from . import context
 
@@ -128,16 +129,16 @@ def know_working(parameter: torch.Tensor) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    step = context.current_step()
+    if step is not None and _BEFORE in optimizer.__dict__:
+        return None  # a stand-in already: its step calls the step of the class above
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
-        if _working.get(id(parameter)) is parameter:
+        if not isinstance(parameter, Master) and _working.get(id(parameter)) is parameter:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which get no gradient; "
                 "make it over RoundPipe.optim_parameters()"
             )
-    step = context.current_step()
-    if step is not None and _BEFORE in optimizer.__dict__:
-        return None  # a stand-in already: its step calls the step of the class above
     if step is not None:
         return (step.stand_in(optimizer), *args[1:]), kwargs
     for parameter in parameters:

@@ -13,7 +13,7 @@ import torch
 from ..errors import ConfigError
 from ..params.copies import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
-from .optimizers import AdamRule, OnePass
+from .optimizers import AdamRule, OnePass, adam_rule, count_steps
 from .scratch import scratch
 from .updates import BLOCK, RuleUpdate, update_of
 
@@ -95,30 +95,23 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
         for master in self.param_groups[-1]["params"]:
             self._places[id(master)] = len(self._places)
 
-    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         formats = _FORMATS[group["moments"]]
-        state = self.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for form, names in zip(formats, _NAMES, strict=True):
-                state.update(zip(names, form.zeros(master.data), strict=False))
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        adam = AdamRule(
-            step=float(state["step"]),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            maximize=group["maximize"],
-            is_decoupled=True,
-        )
-        # Another for each parameter and step, and the same whenever a run is repeated.
-        noise = Noise(int(state["step"]) << 32 | self._places[id(master)])
-        moments = tuple(state[name] for names in _NAMES for name in names if name in state)
-        return update_of(master, moments, LeanRule(adam, formats, noise))
+        states = [self.state[master] for master in masters]
+        for master, state in zip(masters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                for form, names in zip(formats, _NAMES, strict=True):
+                    state.update(zip(names, form.zeros(master.data), strict=False))
+        steps = count_steps(states)
+        rules = {step: adam_rule(step, group, amsgrad=False, is_decoupled=True) for step in set(steps)}
+        updates = []
+        for master, state, step in zip(masters, states, steps, strict=True):
+            # Another for each parameter and step, and the same whenever a run is repeated.
+            noise = Noise(int(step) << 32 | self._places[id(master)])
+            moments = tuple(state[name] for names in _NAMES for name in names if name in state)
+            updates.append(update_of(master, moments, LeanRule(rules[step], formats, noise)))
+        return updates
 
     def _has_rules(self) -> bool:
         for group in self.param_groups:

@@ -89,8 +89,9 @@ class Lion(OnePass, _PlainLion):
         ConfigError: a negative ``lr``, or ``betas`` outside of 0 to 1.
     """
 
-    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
-        return update_of(master, (self._momentum(master),), _rule_of(group))
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+        rule = _rule_of(group)
+        return [update_of(master, (self._momentum(master),), rule) for master in masters]
 
 
 def _rule_of(group: dict[str, Any]) -> LionRule:

@@ -8,14 +8,16 @@ import ctypes
 import functools
 import hashlib
 import logging
+import operator
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +25,17 @@ _log = logging.getLogger("roundpipe")
 _SOURCE = Path(__file__).with_name("update.c")
 # No contraction and no reassociation, because results are to be the same on every machine.
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+# As in update.c:
+_FLOAT32 = 1
+_DTYPES = {torch.float32: _FLOAT32, torch.bfloat16: 2, torch.float16: 3}
+_ARRAY_BYTES = 16
+_JOB_WORDS = 8
 _NUM_COEFFICIENTS = 7
-_SQUARES = 4  # the rule's number in update.c
-_CHUNK = 64 * 1024  # as there
+_SQUARES = 4
+_CHUNK = 64 * 1024
+
+_dtype_of = operator.attrgetter("dtype")
+_is_on_cpu = operator.attrgetter("is_cpu")
 
 
 class Formula(NamedTuple):
@@ -39,37 +48,15 @@ class Formula(NamedTuple):
     decay: float = 1.0
 
 
-class Job(NamedTuple):
-    """One parameter's update. All tensors contiguous on the CPU; master and moments fp32, the others any of three."""
-
-    formula: Formula
-    scale: float
-    parts: tuple[torch.Tensor, ...]
-    weight: torch.Tensor
-    moments: tuple[torch.Tensor, ...]
-    working: torch.Tensor | None
-
-    def is_possible(self) -> bool:
-        written = (self.weight, *self.moments)
-        others = (*self.parts, *(() if self.working is None else (self.working,)))
-        return all(t.dtype is torch.float32 and _is_plain(t) for t in written) and can_read(others)
+Tensors = tuple[torch.Tensor, ...]
+Job = tuple[Formula, float, Tensors, Tensors, torch.Tensor | None]
+"""One parameter's update, which is a plain tuple because there are hundreds in a step: the formula, the factor of the
+gradient, what is updated (weight first), what adds up to the gradient, and the working copy to be written, if any."""
 
 
-class _Array(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("dtype", ctypes.c_int64))
-
-
-class _Job(ctypes.Structure):
+class _Formula(ctypes.Structure):
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("moments", ctypes.c_void_p * 3),
-        ("squares", ctypes.c_void_p),
-        ("parts", ctypes.POINTER(_Array)),
-        ("working", _Array),
-        ("num_parts", ctypes.c_int64),
-        ("count", ctypes.c_int64),
         ("rule", ctypes.c_int64),
-        ("first_chunk", ctypes.c_int64),
         ("scale", ctypes.c_float),
         ("coupled_decay", ctypes.c_float),
         ("decay", ctypes.c_float),
@@ -77,65 +64,94 @@ class _Job(ctypes.Structure):
     )
 
 
-def update(kernel: ctypes.CDLL, jobs: Sequence[Job]) -> None:
-    """Runs the jobs on as many threads as torch would use here. Blocks; the interpreter is free meanwhile."""
-    _run(kernel, list(map(_described, jobs)))
+def update(kernel: ctypes.CDLL, jobs: Sequence[Job]) -> bool:
+    """Runs the jobs on as many threads as torch would use here. Blocks; the interpreter is free meanwhile.
+
+    What is done here for each parameter keeps the threads waiting that feed the devices, so it is little.
+
+    Returns:
+        False, with nothing done, if there is a tensor that the kernel cannot use. What is updated must be fp32, the
+        others any of three dtypes, all contiguous and on the CPU.
+    """
+    rows: list[int] = []
+    written: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    described: dict[tuple[int, float], _Formula] = {}
+    for formula, scale, own, parts, working in jobs:
+        key = id(formula), scale
+        if key not in described:
+            described[key] = _described(formula, scale)
+        is_published = working is not None
+        rows += ctypes.addressof(described[key]), len(own), len(parts), is_published, own[0].numel(), 0, 0, 0
+        written += own
+        others += parts
+        if working is not None:
+            others.append(working)
+    dtypes = list(map(_DTYPES.get, map(_dtype_of, others)))
+    if not (set(map(_dtype_of, written)) <= {torch.float32} and None not in dtypes and _are_plain(written + others)):
+        return False
+    _run(kernel, rows, written, others, dtypes)
+    return True
 
 
 def sum_of_squares(kernel: ctypes.CDLL, parts: Sequence[torch.Tensor]) -> float:
     """Of the sum of ``parts``, in fp32 within a block and in double over blocks. The same for any number of threads."""
     count = parts[0].numel()
     squares = torch.zeros(count // _CHUNK + 1, dtype=torch.float64)
-    arrays = (_Array * len(parts))(*map(_array, parts))
-    job = _Job(squares=squares.data_ptr(), parts=arrays, num_parts=len(parts), count=count, rule=_SQUARES)
-    _run(kernel, [job])
+    described = _Formula(rule=_SQUARES)
+    row = ctypes.addressof(described), 1, len(parts), False, count, 0, 0, 0
+    _run(kernel, row, [squares], parts, [_DTYPES[part.dtype] for part in parts])
     return float(squares.sum())
 
 
 def can_read(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the kernel reads such gradients."""
-    return all(part.dtype in _DTYPES and _is_plain(part) for part in parts)
+    return all(part.dtype in _DTYPES for part in parts) and _are_plain(parts)
 
 
-def _run(kernel: ctypes.CDLL, described: list[_Job]) -> None:
-    table = (_Job * len(described))(*described)  # points into them
-    kernel.roundpipe_update(table, ctypes.c_int64(len(described)), ctypes.c_int64(torch.get_num_threads()))
+def _run(
+    kernel: ctypes.CDLL,
+    rows: Sequence[int],
+    written: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    dtypes: Sequence[Any],
+) -> None:
+    """``rows``: the jobs as in update.c. Each takes the next of ``written`` and ``others``, as many as it says."""
+    jobs = array("q", rows)
+    addresses = array("q", map(torch.Tensor.data_ptr, written))
+    arrays = array("q", bytes(_ARRAY_BYTES * len(others)))
+    arrays[0::2] = array("q", map(torch.Tensor.data_ptr, others))
+    arrays[1::2] = array("q", dtypes)
+    tables = (table.buffer_info()[0] for table in (jobs, addresses, arrays))
+    kernel.roundpipe_update(*tables, len(rows) // _JOB_WORDS, torch.get_num_threads())
 
 
-def _described(job: Job) -> _Job:
-    parts = (_Array * len(job.parts))(*map(_array, job.parts))
-    return _Job(
-        weight=job.weight.data_ptr(),
-        moments=(ctypes.c_void_p * 3)(*(moment.data_ptr() for moment in job.moments)),
-        parts=parts,
-        working=_Array(None, 0) if job.working is None else _array(job.working),
-        num_parts=len(job.parts),
-        count=job.weight.numel(),
-        rule=job.formula.rule,
-        scale=job.formula.sign * job.scale,
-        coupled_decay=job.formula.coupled_decay,
-        decay=job.formula.decay,
-        coefficients=(ctypes.c_float * _NUM_COEFFICIENTS)(*job.formula.coefficients),
+def _described(formula: Formula, scale: float) -> _Formula:
+    return _Formula(
+        rule=formula.rule,
+        scale=formula.sign * scale,
+        coupled_decay=formula.coupled_decay,
+        decay=formula.decay,
+        coefficients=(ctypes.c_float * _NUM_COEFFICIENTS)(*formula.coefficients),
     )
 
 
-def _array(tensor: torch.Tensor) -> _Array:
-    return _Array(tensor.data_ptr(), _DTYPES[tensor.dtype])
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(map(_is_on_cpu, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, said once, if this machine cannot make it."""
     try:
-        return ctypes.CDLL(str(_compiled(_cache_folder())))
+        kernel = ctypes.CDLL(str(_compiled(_cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning("optimizers run on torch's kernels, which are slower: update.c was not compiled (%s)", reason)
         return None
+    kernel.roundpipe_update.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int64,) * 2)
+    kernel.roundpipe_update.restype = None
+    return kernel
 
 
 def _compiled(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """Drop-in optimizers for masters on the host, which read gradients as they landed and update in one pass."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from ..params.copies import Master
 from . import context
 from .native import Formula
 from .state import SteadyState
-from .updates import Rule, RuleUpdate, record, update_of
+from .updates import RuleUpdate, record, update_of
 
 _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
 
@@ -26,8 +27,8 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         super().__init__(params, *args, **_fused_by_default(kwargs))
         context.introduce(self)
 
-    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
-        """What this step does to a master that has a gradient. Makes the master's state on first use."""
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+        """What this step does to those masters of a group that have a gradient. Makes their state on first use."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -43,16 +44,17 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for master in group["params"]:
-                if master.landed():
-                    record(self.update(master, group))
+            masters = [master for master in group["params"] if master.landed()]
+            if masters:
+                record(self.updates(masters, group))
         return loss
 
     def _has_rules(self) -> bool:
         return all(
             group["fused"]
             and not group.get("capturable")
-            and all(isinstance(p, Master) and p.dtype is torch.float32 for p in group["params"])
+            and all(issubclass(kind, Master) for kind in set(map(type, group["params"])))
+            and set(map(operator.attrgetter("dtype"), group["params"])) <= {torch.float32}
             for group in self.param_groups
         )
 
@@ -108,28 +110,45 @@ class AdamRule:
         )
 
 
+def adam_rule(step: float, group: dict[str, Any], amsgrad: bool, is_decoupled: bool) -> AdamRule:
+    """What a param group says, at one step."""
+    beta1, beta2 = group["betas"]
+    return AdamRule(
+        step=step,
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        amsgrad=amsgrad,
+        maximize=group["maximize"],
+        is_decoupled=is_decoupled,
+    )
+
+
+def count_steps(states: Sequence[dict[str, Any]]) -> list[float]:
+    """Counts one more step in each state and returns the counts.
+
+    All in one call of torch's, because after each the interpreter has to be waited for again.
+    """
+    steps = [state["step"] for state in states]
+    torch._foreach_add_(steps, 1)
+    counts: list[float] = torch.stack(steps).tolist()
+    return counts
+
+
 class _AdamFamily(OnePass):
-    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
-        state = self.state[master]
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in names:
-                state[name] = torch.zeros_like(master.data)
-        state["step"] += 1
-        beta1, beta2 = group["betas"]
-        rule = AdamRule(
-            step=float(state["step"]),
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            is_decoupled=group["decoupled_weight_decay"],
-        )
-        return update_of(master, tuple(state[name] for name in names), rule)
+        states = [self.state[master] for master in masters]
+        for master, state in zip(masters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.update((name, torch.zeros_like(master.data)) for name in names)
+        steps = count_steps(states)
+        rules = {step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"]) for step in set(steps)}
+        moments = map(operator.itemgetter(*names), states)
+        return [update_of(*given) for given in zip(masters, moments, map(rules.__getitem__, steps), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -170,22 +189,28 @@ class SGDRule:
 class SGD(OnePass, torch.optim.SGD):
     """``torch.optim.SGD``, same arguments and state. Construct it over ``optim_parameters()``."""
 
-    def update(self, master: Master, group: dict[str, Any]) -> RuleUpdate:
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         momentum = float(group["momentum"])
-        state = self.state[master] if momentum else {}
-        is_first = momentum != 0 and state.get("momentum_buffer") is None
-        if is_first:
-            state["momentum_buffer"] = torch.empty_like(master.data)
-        rule: Rule = SGDRule(
-            lr=float(group["lr"]),
-            momentum=momentum,
-            dampening=group["dampening"],
-            weight_decay=float(group["weight_decay"]),
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
-            is_first=is_first,
-        )
-        return update_of(master, (state["momentum_buffer"],) if momentum else (), rule)
+        rules = [
+            SGDRule(
+                lr=float(group["lr"]),
+                momentum=momentum,
+                dampening=group["dampening"],
+                weight_decay=float(group["weight_decay"]),
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+                is_first=is_first,
+            )
+            for is_first in (False, True)
+        ]
+        updates = []
+        for master in masters:
+            state = self.state[master] if momentum else {}
+            is_first = momentum != 0 and state.get("momentum_buffer") is None
+            if is_first:
+                state["momentum_buffer"] = torch.empty_like(master.data)
+            updates.append(update_of(master, (state["momentum_buffer"],) if momentum else (), rules[is_first]))
+        return updates
 
 
 class Adam(_AdamFamily, torch.optim.Adam):

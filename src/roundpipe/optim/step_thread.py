@@ -1,4 +1,4 @@
-"""The optimizer thread: adds up landed gradients, runs ``step_fn`` on masters, publishes masters to working copies.
+"""The optimizer thread: adds up landed gradients, runs ``step_fn`` on masters, has the new weights published.
 
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
 being the last step before a flush. Step t's job first publishes W_(t-1), layer by layer, then runs ``step_fn``; it may
@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import torch
 
 from .. import trace
-from ..memory.free import free_host_bytes
 from ..params.copies import Masters
 from ..params.gradients import LandedLayer
-from ..params.pending import PendingUpdates
-from ..params.store import LayerParameters, ParameterStore
+from ..params.store import ParameterStore
 from ..params.window import GradientWindow
 from ..runtime.interrupts import SteadyCondition, deferred
 from ..runtime.worker import Job, Worker
 from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
+from .late_error import LateError
+from .publisher import Publisher
 from .updates import pending_updates
 
 
@@ -47,9 +47,6 @@ def _noted(what: str) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"RoundPipe: {what}, on the optimizer thread")
         raise
-
-
-_SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
 
 
 def leave_cores_for(num_devices: int) -> Job:
@@ -87,11 +84,10 @@ class StepThread:
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers()
-        self._published = [0] * len(store.layers)
+        self._late = late = LateError(condition)
+        self._publisher = Publisher(condition, store, masters, late)
         self._jobs_left = 0
         self._flushed = 0
-        self._late_error: BaseException | None = None
-        self._publish_error: BaseException | None = None
         self.num_steps = 0
         self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
         self.num_loads = 0
@@ -99,7 +95,8 @@ class StepThread:
         context.register(self)
 
     def __repr__(self) -> str:
-        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, published {min(self._published)}>"
+        published = self._publisher.version
+        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, published {published}>"
 
     @property
     def version(self) -> int:
@@ -134,13 +131,7 @@ class StepThread:
 
         Raises what keeps them from ever holding it.
         """
-        if self._published[layer] >= version:
-            return True
-        if self._publish_error is not None:
-            if self._late_error is self._publish_error:
-                self._late_error = None  # because the call that waits here delivers it
-            raise self._publish_error
-        return False
+        return self._publisher.is_published(layer, version)
 
     def introduce(self, optimizer: torch.optim.Optimizer) -> None:
         """Learns an optimizer that has just been made, if it is over masters of this engine."""
@@ -151,11 +142,11 @@ class StepThread:
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
         with self._condition:
-            error, self._late_error = self._late_error, None
+            error = self._late.take()
             if error is not None:
                 # The caller knows now that these gradients are gone: what it steps next is not to be cancelled.
                 self._window.error = None
-            is_behind = self._jobs_left == 0 and min(self._published) < self.version
+            is_behind = self._jobs_left == 0 and self._publisher.version < self.version
         if error is not None:
             raise error
         if is_behind:
@@ -184,7 +175,7 @@ class StepThread:
     def _queue_step(
         self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> StepHandle:
-        handle = StepHandle(self._condition, self._forget_late_error)
+        handle = StepHandle(self._condition, self._late.forget)
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
@@ -210,15 +201,15 @@ class StepThread:
     def flush(self) -> None:
         """A synchronisation point: waits for all jobs and publishes the newest weights."""
         self.wait_idle()
-        if self._publish_error is None:
+        if self._publisher.error is None:
             self._publish_all()  # also after another failure, because steps that succeeded before it must not be lost
         self.raise_late_error()
 
     def _publish_all(self) -> None:
         try:
-            self._publish(self.num_steps, self._store.layers)
+            self._publisher.publish(self.num_steps, self._store.layers)
         except BaseException as error:
-            self._forget_late_error(error)
+            self._late.forget(error)
             raise
         self._flushed = self.num_steps
 
@@ -246,6 +237,10 @@ class StepThread:
 
     # Jobs, on the optimizer thread.
 
+    def _fail_late(self, error: BaseException) -> None:
+        if error is not self._publisher.error:  # which is late already, or a waiting call has raised it
+            self._late.keep(error)
+
     def _commit(self, call: Backward, window: GradientWindow) -> None:
         try:
             with trace.span("wait_landed"):
@@ -268,7 +263,7 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         updates = optimizers.updates = pending_updates()
         try:
-            self._publish(number - 1, self._behind(number - 1))
+            self._publisher.publish_behind(number - 1)
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)
@@ -281,11 +276,11 @@ class StepThread:
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):
-                    self._update_aside(number, updates, window)
+                    self._publisher.update_aside(number, updates, window)
         except BaseException as raised:
             error = raised
-            if error is not self._publish_error:
-                self._advance(number - 1 if is_async else number)
+            if error is not self._publisher.error:
+                self._publisher.advance(number - 1 if is_async else number)
             if error is not window.error:
                 self._fail_late(error)
         finally:
@@ -296,7 +291,7 @@ class StepThread:
         try:
             if error is None and not is_async:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
-                self._publish(number, self._store.layers, updates, window)
+                self._publisher.publish(number, self._store.layers, updates, window)
         finally:
             try:
                 updates.compute_all()  # after a failure: masters are to be as the optimizers' steps left them
@@ -305,71 +300,3 @@ class StepThread:
         if error is None:
             for listener in self.update_listeners:
                 listener(1e3 * (time.perf_counter() - began))
-
-    def _update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
-        """While calls still read the version before: layers with one working copy are published by the next step."""
-        for layer in self._store.layers:
-            with trace.span("update", layer=layer.layer):
-                is_published = self._masters.publish_aside(layer, version, updates)
-                if not is_published:
-                    self._masters.update(layer, updates)
-            window.release_layer(layer.layer)
-            if is_published:
-                self._mark_published(layer, version)
-        if not self._store.spares:
-            self._make_spares()
-
-    def _make_spares(self) -> None:
-        """After an update, when all other memory that a step takes is taken, but for another set of gradients."""
-        num_bytes = self._store.spare_bytes()
-        if num_bytes and 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
-            self._store.make_spares()
-
-    def _behind(self, version: int) -> list[LayerParameters]:
-        return [layer for layer in self._store.layers if self._published[layer.layer] < version]
-
-    def _publish(
-        self,
-        version: int,
-        layers: Sequence[LayerParameters],
-        updates: PendingUpdates | None = None,
-        window: GradientWindow | None = None,
-    ) -> None:
-        """Shallow layers first, because the next call's forward needs them first."""
-        try:
-            for layer in layers:
-                with trace.span("publish", layer=layer.layer):
-                    self._masters.publish(layer, version, updates)
-                if window is not None:
-                    window.release_layer(layer.layer)  # before a call that may land there has all its weights
-                self._mark_published(layer, version)
-            self._publish_error = None
-        except BaseException as error:
-            error.add_note(f"RoundPipe: publishing the weights after step {version}")
-            with self._condition:
-                self._fail_late(error)
-                self._publish_error = error  # for the calls that wait for this version
-            raise
-
-    def _mark_published(self, layer: LayerParameters, version: int) -> None:
-        with self._condition:
-            self._published[layer.layer] = max(self._published[layer.layer], version)
-            self._condition.notify_all()
-
-    def _advance(self, version: int) -> None:
-        """After a failure nothing is published, yet calls that wait for the version must go on."""
-        with self._condition:
-            self._published = [max(published, version) for published in self._published]
-            self._condition.notify_all()
-
-    def _fail_late(self, error: BaseException) -> None:
-        with self._condition:
-            if self._late_error is None and error is not self._publish_error:  # or a waiting call has raised it
-                self._late_error = error
-            self._condition.notify_all()
-
-    def _forget_late_error(self, error: BaseException) -> None:
-        """The caller has it already."""
-        with self._condition:
-            if self._late_error is error:
-                self._late_error = None

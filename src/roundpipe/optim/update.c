@@ -23,24 +23,25 @@ enum dtype { NONE, FLOAT32, BFLOAT16, FLOAT16 };
 enum rule { ADAM, ADAM_AMSGRAD, SGD, SGD_MOMENTUM, SQUARES };
 
 typedef struct {
-    const void *address;
+    void *address;
     int64_t dtype;
 } array;
 
 typedef struct {
-    float *weight;
-    float *moments[3];
-    double *squares;     // for SQUARES: the result of each chunk, so that their sum has one order
-    const array *parts;  // the gradient is their sum
-    array working;       // NONE: not written
-    int64_t num_parts;
-    int64_t count;
     int64_t rule;
-    int64_t first_chunk;  // filled in here
     float scale;          // of the gradient; negative to maximize
     float coupled_decay;  // times the weight, added to the gradient
     float decay;          // the weight is multiplied by this first
     float coefficients[7];
+} formula;
+
+typedef struct {
+    const formula *formula;
+    int64_t num_written, num_parts, is_published, count;
+    // Filled in here:
+    float *const *written;  // weight and moments; for SQUARES the result of each chunk, in double, so that their sum
+    const array *parts;     // has one order. The gradient is the sum of the parts; behind them comes the working copy,
+    int64_t first_chunk;    // if that is to be written.
 } job;
 
 // fp32 <-> 16 bits. The loops are vectorised by the compiler.
@@ -106,11 +107,11 @@ static void write(array to, const float *restrict from, int64_t at, int64_t n) {
 // The rules. `g` holds the gradient and is left holding the new weight.
 
 static inline __attribute__((always_inline)) void adam(
-    const job *j, float *restrict g, float *restrict x, float *restrict m, float *restrict v, float *restrict largest,
-    int64_t n) {
-    const float lerp = j->coefficients[0], beta2 = j->coefficients[1], share2 = j->coefficients[2];
-    const float correction = j->coefficients[3], eps = j->coefficients[4], step = j->coefficients[5];
-    const float decay = j->decay, near_old = fabsf(lerp) < 0.5f;
+    const formula *f, float *restrict g, float *restrict x, float *restrict m, float *restrict v,
+    float *restrict largest, int64_t n) {
+    const float lerp = f->coefficients[0], beta2 = f->coefficients[1], share2 = f->coefficients[2];
+    const float correction = f->coefficients[3], eps = f->coefficients[4], step = f->coefficients[5];
+    const float decay = f->decay, near_old = fabsf(lerp) < 0.5f;
     for (int64_t i = 0; i < n; i++) {
         float mean = near_old ? fmaf(lerp, g[i] - m[i], m[i]) : fmaf(lerp - 1.0f, g[i] - m[i], g[i]);
         float square = fmaf(share2 * g[i], g[i], v[i] * beta2);
@@ -127,9 +128,9 @@ static inline __attribute__((always_inline)) void adam(
 }
 
 static inline __attribute__((always_inline)) void sgd(
-    const job *j, float *restrict g, float *restrict x, float *restrict velocity, int64_t n) {
-    const float momentum = j->coefficients[0], share = j->coefficients[1], is_first = j->coefficients[2];
-    const float nesterov = j->coefficients[3], step = j->coefficients[4];
+    const formula *f, float *restrict g, float *restrict x, float *restrict velocity, int64_t n) {
+    const float momentum = f->coefficients[0], share = f->coefficients[1], is_first = f->coefficients[2];
+    const float nesterov = f->coefficients[3], step = f->coefficients[4];
     for (int64_t i = 0; i < n; i++) {
         float change = g[i];
         if (velocity) {
@@ -156,27 +157,29 @@ static double sum_of_squares(const float *restrict g, int64_t n) {
 
 static void update_block(const job *j, int64_t at, int64_t n) {
     _Alignas(64) float g[BLOCK], other[BLOCK];
+    const formula *f = j->formula;
     read(g, j->parts[0], at, n);
     for (int64_t part = 1; part < j->num_parts; part++) {
         read(other, j->parts[part], at, n);
         for (int64_t i = 0; i < n; i++) g[i] += other[i];
     }
-    if (j->rule == SQUARES) {
-        j->squares[at / CHUNK] += sum_of_squares(g, n);
+    if (f->rule == SQUARES) {
+        ((double *)j->written[0])[at / CHUNK] += sum_of_squares(g, n);
         return;
     }
-    float *x = j->weight + at;
-    if (j->scale != 1.0f)
-        for (int64_t i = 0; i < n; i++) g[i] *= j->scale;
-    if (j->coupled_decay != 0.0f)
-        for (int64_t i = 0; i < n; i++) g[i] = fmaf(x[i], j->coupled_decay, g[i]);
-    switch (j->rule) {
-        case ADAM: adam(j, g, x, j->moments[0] + at, j->moments[1] + at, 0, n); break;
-        case ADAM_AMSGRAD: adam(j, g, x, j->moments[0] + at, j->moments[1] + at, j->moments[2] + at, n); break;
-        case SGD: sgd(j, g, x, 0, n); break;
-        case SGD_MOMENTUM: sgd(j, g, x, j->moments[0] + at, n); break;
+    float *x = j->written[0] + at, *moments[3] = {0};
+    for (int64_t i = 1; i < j->num_written; i++) moments[i - 1] = j->written[i] + at;
+    if (f->scale != 1.0f)
+        for (int64_t i = 0; i < n; i++) g[i] *= f->scale;
+    if (f->coupled_decay != 0.0f)
+        for (int64_t i = 0; i < n; i++) g[i] = fmaf(x[i], f->coupled_decay, g[i]);
+    switch (f->rule) {
+        case ADAM: adam(f, g, x, moments[0], moments[1], 0, n); break;
+        case ADAM_AMSGRAD: adam(f, g, x, moments[0], moments[1], moments[2], n); break;
+        case SGD: sgd(f, g, x, 0, n); break;
+        case SGD_MOMENTUM: sgd(f, g, x, moments[0], n); break;
     }
-    if (j->working.dtype != NONE) write(j->working, g, at, n);
+    if (j->is_published) write(j->parts[j->num_parts], g, at, n);
 }
 
 // Chunks are taken by whoever is free: the calling thread and helpers that live for this call only.
@@ -199,9 +202,14 @@ static void *work(void *argument) {
     return 0;
 }
 
-void roundpipe_update(job *jobs, int64_t num_jobs, int64_t num_threads) {
+void roundpipe_update(
+    job *jobs, float *const *written, const array *others, int64_t num_jobs, int64_t num_threads) {
     round_ all = {.jobs = jobs, .num_jobs = num_jobs, .num_chunks = 0};
     for (int64_t i = 0; i < num_jobs; i++) {
+        jobs[i].written = written;
+        written += jobs[i].num_written;
+        jobs[i].parts = others;
+        others += jobs[i].num_parts + jobs[i].is_published;
         jobs[i].first_chunk = all.num_chunks;
         all.num_chunks += (jobs[i].count + CHUNK - 1) / CHUNK;
     }

@@ -1,8 +1,7 @@
 """Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +23,7 @@ class Rule(Protocol):
         """The same for the one-pass kernel; None if that has no such rule."""
 
 
-@dataclass(frozen=True)
-class RuleUpdate:
+class RuleUpdate(NamedTuple):
     """An update by a rule. ``parts`` add up to the gradient, which is multiplied by ``scale`` first.
 
     Tensors of the state may have any dtype the rule can handle; they have an element for each of the master's, or one
@@ -45,13 +43,13 @@ def update_of(master: Master, moments: tuple[torch.Tensor, ...], rule: Rule) -> 
     return RuleUpdate(master, moments, master.landed(), master.scale, master.is_gradient_seen, rule)
 
 
-def record(update: RuleUpdate) -> None:
-    """Leaves the update to the optimizer thread's one pass. Called in an optimizer's ``step``."""
+def record(updates: Sequence[RuleUpdate]) -> None:
+    """Leaves the updates to the optimizer thread's one pass. Called in an optimizer's ``step``."""
     step = context.current_step()
     if step is None:
-        compute([UpdateInto(update, None)])
+        compute([UpdateInto(update, None) for update in updates])
     else:
-        step.updates.add(update)
+        step.updates.add(updates)
 
 
 def pending_updates() -> PendingUpdates:
@@ -60,33 +58,40 @@ def pending_updates() -> PendingUpdates:
 
 
 def compute(updates: Sequence[UpdateInto]) -> None:
-    """Writes masters, state and the working copies given. Blocks; torch's intra-op threads do the work."""
-    kernel = native.library()
-    jobs: list[native.Job] = []
+    """Writes masters, state and the working copies given. Blocks; the interpreter is free meanwhile."""
+    if _by_kernel(updates):
+        return
     with torch.no_grad():
-        for update, working in updates:
-            assert isinstance(update, RuleUpdate)
-            formula = update.rule.formula()
-            if kernel is not None and formula is not None:
-                job = native.Job(formula, update.scale, update.parts, update.weight, update.moments, working)
-                if job.is_possible():
-                    jobs.append(job)
-                    continue
-            _in_chunks(update, working)
-    if jobs and kernel is not None:
-        native.update(kernel, jobs)
+        for each in updates:
+            if len(updates) == 1 or not _by_kernel([each]):
+                _in_chunks(*each)
 
 
-def _in_chunks(update: RuleUpdate, working: torch.Tensor | None) -> None:
+def _by_kernel(updates: Sequence[Any]) -> bool:
+    """All of them in one pass; False, with nothing done, if there is one that the kernel cannot do."""
+    kernel = native.library()
+    rules: dict[int, Rule] = {id(update.rule): update.rule for update, _ in updates}  # many have the same
+    found = {key: rule.formula() for key, rule in rules.items()}
+    formulas = {key: formula for key, formula in found.items() if formula is not None}
+    if kernel is None or len(formulas) < len(rules):
+        return False
+    jobs = [
+        (formulas[id(rule)], scale, (weight, *moments), parts, working)
+        for (weight, moments, parts, scale, _, rule), working in updates
+    ]
+    return native.update(kernel, jobs)
+
+
+def _in_chunks(update: Any, working: torch.Tensor | None) -> None:
     weight = update.weight.data.view(-1)
     moments = [moment.view(-1) for moment in update.moments]
-    target = working.view(-1) if working is not None and working.is_contiguous() else None
+    target = working.data.view(-1) if working is not None and working.is_contiguous() else None
     for where, gradient in chunks(update.parts, update.scale):
         update.rule.apply(weight[where], gradient, [_piece(moment, where, weight.numel()) for moment in moments])
         if target is not None:
             target[where].copy_(weight[where])
     if working is not None and target is None:
-        working.copy_(update.weight.data)
+        working.data.copy_(update.weight.data)
 
 
 def _piece(moment: torch.Tensor, where: slice, count: int) -> torch.Tensor:

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..errors import ConfigError
 from .gradients import GradientRules
-from .pending import HELD, Held, PendingUpdates
+from .pending import Held, PendingUpdates, hold_as
 from .store import LayerParameters, ParameterStore, ParameterUse
-from .window import GradientWindow
+from .window import GradientWindow, Landed
 
 
 class Master(nn.Parameter):
@@ -23,19 +23,17 @@ class Master(nn.Parameter):
     optimizer thread sees the gradient: a ``zero_grad`` of the caller's must not reach into a step under way.
     """
 
-    _window: GradientWindow | None = None
-    _working: nn.Parameter | None = None
+    _landed: Landed | None = None
     _made: torch.Tensor | None = None
     _thread: int | None = None
     scale: float = 1.0
 
-    def open(self, window: GradientWindow, working: nn.Parameter) -> None:
-        """The calling thread's step owns the gradient from here on."""
-        self._window, self._working, self._made, self.scale = window, working, None, 1.0
-        self._thread = threading.get_ident()
+    def open(self, landed: Landed | None) -> None:
+        """The calling thread's step owns the gradient, if there is one, from here on."""
+        self._landed, self._made, self.scale, self._thread = landed, None, 1.0, threading.get_ident()
 
     def close(self) -> None:
-        self._window = self._working = self._made = self._thread = None
+        self._landed = self._made = self._thread = None
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -46,8 +44,8 @@ class Master(nn.Parameter):
 
         Valid until the step ends; not to be written.
         """
-        if self._window is not None and self._working is not None:
-            return self._window.parts(self._working)
+        if self._landed is not None:
+            return self._landed.parts
         return () if self._made is None else (self._made,)
 
     @property
@@ -55,22 +53,19 @@ class Master(nn.Parameter):
         """Whether ``.grad`` was made or set, so that somebody else may write to it."""
         return self._made is not None
 
-    def landed_square(self) -> float | None:
-        """The sum of squares of ``landed``, where the device has sent it along."""
-        if self._window is not None and self._working is not None:
-            return self._window.square(self._working)
-        return None
+    @property
+    def row_norms(self) -> torch.Tensor | None:
+        """The 2-norms of the rows of ``landed``, where the device has sent them along."""
+        return None if self._landed is None else self._landed.norms
 
     @property
     def grad(self) -> torch.Tensor | None:
         if self._is_elsewhere:
             return None
         _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
-        if self._window is not None and self._working is not None:
-            gradient = self._window.gradient(self._working)
+        if self._landed is not None:
             # A copy, because step_fn may keep it while the landed memory already serves the next call.
-            self._made = None if gradient is None else gradient.to(self.dtype, copy=True)
-            self._window = self._working = None
+            self._made, self._landed = self._landed.total().to(self.dtype, copy=True), None
         if self._made is not None and self.scale != 1.0:
             self._made.mul_(self.scale)
         self.scale = 1.0
@@ -79,15 +74,14 @@ class Master(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if not self._is_elsewhere:
-            self._window = self._working = None
-            self._made, self.scale = gradient, 1.0
+            self._landed, self._made, self.scale = None, gradient, 1.0
 
 
 class HeldMaster(Held, Master):
     """A master that an update is going to write. See [Note: pending updates]."""
 
 
-HELD[Master] = HeldMaster
+hold_as(Master, HeldMaster)
 
 
 def _refuse_torch_grad_scaler(reader: str) -> None:
@@ -136,15 +130,18 @@ class Masters:
         handed_out = bool(self._masters)
         for parameter in self._store.parameters:
             # Also where it has been frozen since, as an adapter is when another one is set.
-            has_gradient = bool(window.parts(parameter))
-            if not parameter.requires_grad and not has_gradient:
-                continue
-            if handed_out and id(parameter) not in self._masters and has_gradient:
-                raise ConfigError(
-                    f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made and "
-                    "would get no update; make the optimizer again over optim_parameters()"
-                )
-            self.of(parameter).open(window, parameter)
+            landed = window.landed(parameter)
+            master = self._masters.get(id(parameter))
+            if master is None:
+                if landed is None and not parameter.requires_grad:
+                    continue
+                if handed_out and landed is not None:
+                    raise ConfigError(
+                        f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made "
+                        "and would get no update; make the optimizer again over optim_parameters()"
+                    )
+                master = self.of(parameter)
+            master.open(landed)
 
     def take_gradients(self) -> None:
         for _, master in self.existing():
@@ -164,7 +161,7 @@ class Masters:
             with torch.no_grad():
                 for use in layer.uses:
                     use.parameter.data.copy_(spare.tensors[use.place])
-        self._write(layer, [use.parameter.data for use in layer.uses], pending)
+        self._write(layer, [use.parameter for use in layer.uses], pending)
         if spare is not None:
             spare.turn(False, version)
 
@@ -177,7 +174,7 @@ class Masters:
         if spare is None:
             return False
         is_spare = not spare.is_newest
-        own = [use.parameter.data for use in layer.uses]
+        own = [use.parameter for use in layer.uses]
         self._write(layer, list(spare.tensors.values()) if is_spare else own, pending)
         spare.turn(is_spare, version)
         return True
@@ -189,16 +186,19 @@ class Masters:
         self, layer: LayerParameters, working: Sequence[torch.Tensor], pending: PendingUpdates | None = None
     ) -> None:
         """Masters that are ahead into ``working``, a tensor for each use."""
-        ahead = self._ahead(layer)
-        targets = [(self._masters[id(use.parameter)], working[use.place]) for use in ahead]
-        updated = [pair for pair in targets if pending is not None and pair[0] in pending]
-        with torch.no_grad():
-            for master, target in targets:
-                if pending is None or master not in pending:
-                    target.copy_(master)
-            if pending is not None:
-                pending.compute(updated)
-        self._is_ahead -= {id(use.parameter) for use in ahead}  # only now, as an interrupt may come before
+        updated, ahead = [], []
+        for use in layer.uses:
+            key = id(use.parameter)
+            if key in self._is_ahead:
+                master, target = self._masters[key], working[use.place]
+                ahead.append(key)
+                if pending is not None and master in pending:
+                    updated.append((master, target))
+                else:
+                    target.data.copy_(master.data)
+        if pending is not None:
+            pending.compute(updated)
+        self._is_ahead.difference_update(ahead)  # only now, as an interrupt may come before
 
     def update(self, layer: LayerParameters, pending: PendingUpdates) -> None:
         """Computes the layer's pending updates and publishes nothing."""

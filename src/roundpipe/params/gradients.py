@@ -10,7 +10,7 @@ from torch import nn
 
 from ..device import Device, Event
 from ..memory.pinning import HostMemory
-from ..memory.slots import ALIGNMENT
+from ..slot_sizes import ALIGNMENT
 from .store import LayerParameters, ParameterUse
 
 

@@ -12,6 +12,7 @@ the optimizer thread) or waits for it (on any other). That is why
 """
 
 import copy
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -55,35 +56,44 @@ class PendingUpdates:
     def __contains__(self, master: torch.Tensor) -> bool:
         return id(master) in self._updates
 
-    def add(self, update: Update) -> None:
-        """Defers the update if nobody can see that; else computes it now."""
-        tensors = _written(update)
-        for tensor in tensors:
+    def add(self, updates: Sequence[Update]) -> None:
+        """Defers those that nobody can see; computes the others now."""
+        written = [tensor for update in updates for tensor in (update.weight, *update.moments)]
+        for tensor in [tensor for tensor in written if isinstance(tensor, Held)]:
             settle(tensor)  # because updates of one master build on each other
-        for tensor in tensors:
-            torch.autograd.graph.increment_version(tensor)
-        if update.seen or not all(type(tensor) in HELD and _is_alone(tensor) for tensor in tensors):
-            self._compute([UpdateInto(update, None)])
-            return
-        self._updates[id(update.weight)] = update
-        for tensor in tensors:
-            _hold(tensor, self, update)
+        torch.autograd.graph.increment_version(written)
+        visible = _visible(written)
+        at_once = []
+        for update in updates:
+            own: tuple[Any, ...] = (update.weight, *update.moments)  # their classes change
+            if update.seen or (visible and not visible.isdisjoint(map(id, own))):
+                at_once.append(UpdateInto(update, None))
+                continue
+            self._updates[id(update.weight)] = update
+            held_by = self, update
+            for tensor in own:
+                tensor._pending = held_by
+                tensor.__class__ = _HELD[type(tensor)]
+        if at_once:
+            self._compute(at_once)
 
     def compute(self, wanted: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Computes the pending updates of some masters, each also into the working copy given with it.
 
         What raises leaves these masters in no defined state; nobody waits for them any longer.
         """
-        chosen = [UpdateInto(self._updates[id(master)], working) for master, working in wanted]
+        chosen = [UpdateInto(self._updates.pop(id(master)), working) for master, working in wanted]
+        if not chosen:
+            return
+        written: list[Any] = [tensor for update, _ in chosen for tensor in (update.weight, *update.moments)]
         try:
             with torch._C.DisableTorchFunctionSubclass():  # because only others have to wait
                 self._compute(chosen)
         finally:
             with self._done:
-                for update, _ in chosen:
-                    del self._updates[id(update.weight)]
-                    for tensor in _written(update):
-                        _let_go(tensor)
+                for tensor in written:
+                    tensor.__class__ = _FREE[type(tensor)]
+                    del tensor._pending
                 self._done.notify_all()
 
     def compute_all(self) -> None:
@@ -100,8 +110,11 @@ class PendingUpdates:
 
 def settle(tensor: Any) -> None:
     """Makes sure that no update of the tensor is pending."""
-    if isinstance(tensor, Held):
-        tensor._settle()
+    # One look, because the optimizer thread may be letting go of it.
+    held_by = getattr(tensor, "_pending", None) if isinstance(tensor, Held) else None
+    if held_by is not None:
+        pending, update = held_by
+        pending.settle(tensor, update)
 
 
 # Reading these does not need the update. Compared by equality: every access makes a new wrapper.
@@ -115,10 +128,6 @@ class Held:
 
     _pending: tuple[PendingUpdates, Update]
 
-    def _settle(self) -> None:
-        pending, update = self._pending
-        pending.settle(self, update)  # type: ignore[arg-type]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _UNCHANGED:
@@ -131,11 +140,11 @@ class Held:
     # Parameters do these without asking __torch_function__.
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self._settle()
+        settle(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._settle()
+        settle(self)
         return self.__reduce_ex__(protocol)
 
 
@@ -143,31 +152,38 @@ class HeldTensor(Held, torch.Tensor):
     """A tensor of optimizer state, held."""
 
 
-HELD: dict[type, type] = {torch.Tensor: HeldTensor}  # what a tensor's class becomes; the held class comes first
+_HELD: dict[type, type] = {}  # what a tensor's class becomes
+_FREE: dict[type, type] = {}
 
 
-def _hold(tensor: Any, pending: PendingUpdates, update: Update) -> None:
-    tensor._pending = pending, update
-    tensor.__class__ = HELD[type(tensor)]
+def hold_as(free: type, held: type[Held]) -> None:
+    """Tensors of class ``free`` are of class ``held`` while an update is going to write them."""
+    _HELD[free], _FREE[held] = held, free
 
 
-def _let_go(tensor: Any) -> None:
-    tensor.__class__ = type(tensor).__mro__[2]  # HeldTensor, Held, Tensor
-    del tensor._pending
+hold_as(torch.Tensor, HeldTensor)
 
 
-def _written(update: Update) -> tuple[torch.Tensor, ...]:
-    return update.weight, *update.moments
+def _visible(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The ids of those whose memory can be reached in another way, or whose class is one of its own.
+
+    Views, arrays and storages in others' hands are others' ways.
+    """
+    references = _references(tensors)
+    if set(references) <= {_REFERENCES_ALONE} and set(map(type, tensors)) <= _HELD.keys():
+        return set()
+    return {
+        id(tensor)
+        for tensor, counts in zip(tensors, references, strict=True)
+        if counts != _REFERENCES_ALONE or type(tensor) not in _HELD
+    }
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is the only way to its memory: views, arrays and storages in others' hands are others."""
-    return _references(tensor) == _REFERENCES_ALONE
+def _references(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """How often each one's storage is referred to, from Python and in all."""
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    uses = map(torch._C._storage_Use_Count, map(operator.attrgetter("_cdata"), storages))
+    return list(zip(map(sys.getrefcount, storages), uses, strict=True))
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
-
-
-_REFERENCES_ALONE = _references(torch.empty(1))
+[_REFERENCES_ALONE] = _references([torch.empty(1)])

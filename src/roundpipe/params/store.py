@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
-from ..memory.slots import ALIGNMENT
+from ..slot_sizes import ALIGNMENT
 from .spares import Place, SpareCopy
 
 

@@ -2,12 +2,31 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .gradients import GradientBuffer, GradientBuffers, GradientRules, LandedLayer
 from .store import LayerParameters, ParameterStore
+
+
+class Landed(NamedTuple):
+    """What reached one parameter: memory of the window, not to be written, valid until the window lets go of it.
+
+    ``parts`` has one tensor for each use and share, in the order of layers, then of microbatches, to be added in
+    ``summed``. ``norms`` are the 2-norms of the rows, if it is one use in one call.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+    norms: torch.Tensor | None
+    summed: torch.dtype
+
+    def total(self) -> torch.Tensor:
+        total = self.parts[0]
+        for part in self.parts[1:]:
+            total = total.to(self.summed) + part
+        return total
 
 
 class GradientWindow:
@@ -37,34 +56,23 @@ class GradientWindow:
             shares[shares_seen[layer]].add(one)
             shares_seen[layer] += 1
 
-    def parts(self, parameter: nn.Parameter) -> tuple[torch.Tensor, ...]:
-        """What reached the parameter: one tensor for each use and share, in the order of layers, then of microbatches,
-        to be added in the dtype of sums.
-
-        They are the window's own memory: not to be written, valid until ``release``.
-        """
-        return tuple(sums.gradients[place] for sums, place in self._reached(parameter))
-
-    def square(self, parameter: nn.Parameter) -> float | None:
-        """The sum of the gradient's squares, if it can be told without reading it: one use in one call."""
-        reached = self._reached(parameter)
-        norms = reached[0][0].norms.get(reached[0][1]) if len(reached) == 1 else None
-        return None if norms is None else float(norms.dot(norms))
-
-    def _reached(self, parameter: nn.Parameter) -> "list[tuple[_LayerSums, int]]":
-        uses = self._store.uses[id(parameter)]
-        found = [(sums, use.place) for use in uses for sums in self._layers.get(use.layer, ())]
-        return [(sums, place) for sums, place in found if place in sums.gradients]
+    def landed(self, parameter: nn.Parameter) -> Landed | None:
+        """What the calls committed so far have made; None if nothing reached the parameter."""
+        parts, norms = [], None
+        for use in self._store.uses[id(parameter)]:
+            for sums in self._layers.get(use.layer, ()):
+                gradient = sums.gradients.get(use.place)
+                if gradient is not None:
+                    parts.append(gradient)
+                    norms = sums.norms.get(use.place)
+        if len(parts) < 2:
+            return Landed((parts[0],), norms, parts[0].dtype) if parts else None
+        return Landed(tuple(parts), None, self._rules.dtypes(parameter).summed)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum of ``parts``; None if nothing reached the parameter."""
-        parts = self.parts(parameter)
-        if not parts:
-            return None
-        total = parts[0]
-        for part in parts[1:]:
-            total = total.to(self._rules.dtypes(parameter).summed) + part
-        return total
+        """The sum of what landed; None if nothing did."""
+        landed = self.landed(parameter)
+        return None if landed is None else landed.total()
 
     def release(self) -> None:
         """Forgets all sums and gives the memory back for the next call."""

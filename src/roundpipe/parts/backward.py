@@ -9,6 +9,7 @@ from torch import nn
 from ..host import Host
 from ..params.gradients import LandedLayer, row_norms
 from ..params.store import LayerParameters, ParameterStore
+from ..runtime.autograd import when_pass_ends
 from ..runtime.call import Call
 
 
@@ -66,9 +67,7 @@ class BackwardPasses:
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running[task] = BackwardPass()
-            # What torch's own data parallel modules end a backward with; after an error it is not called.
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._end(task))
+            when_pass_ends(lambda: self._end(task))
         return self._running[task]
 
     def drop_failed(self) -> None:

@@ -16,7 +16,9 @@ from ..runtime.structure import Structure
 from .find import is_sequence
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_SET_HERE = ("gradient_checkpointing", "_loss_function")
+# Whether transformers has put its hooks on the modules below that collect hidden states for whoever asks.
+_COLLECTS = "_output_capturing_hooks_installed"
+_SET_HERE = ("gradient_checkpointing", "_loss_function", _COLLECTS)
 
 
 class Shell(NamedTuple):
@@ -49,12 +51,22 @@ def make_shell(
                 copy.__dict__.update((name, OrderedDict()) for name in _HOOKS)
         else:
             on_cpu.append((module, copy))
+        _drop_collecting_hooks(copy)
         if copy.__dict__.get("gradient_checkpointing"):
             copy.__dict__["gradient_checkpointing"] = False  # engines recompute already
         if loss is not None and isinstance(getattr(type(module), "loss_function", None), property):
             copy.__dict__["_loss_function"] = loss
     ours = {id(resident) for resident in residents.values()}
     return Shell(root, lambda: _write_back(on_cpu, ours))
+
+
+def _drop_collecting_hooks(copy: nn.Module) -> None:
+    """Has transformers put them on this forward's copies, if it wants them: on a worker they collect for nobody."""
+    copy.__dict__.pop(_COLLECTS, None)
+    hooks = copy._forward_hooks.items()
+    copy.__dict__["_forward_hooks"] = OrderedDict(
+        (key, hook) for key, hook in hooks if getattr(hook, "__name__", "") != "output_capturing_hook"
+    )
 
 
 def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], residents: set[int]) -> None:

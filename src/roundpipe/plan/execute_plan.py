@@ -217,6 +217,12 @@ def _pipelined(run_type: RunType, costs: LayerCosts, round_: Round, max_visits: 
     return ModelExecutePlan(forward, _complete(backward))
 
 
+def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:
+    """One layer in every stage: what needs least of a device, whatever layers turn out to need."""
+    layers = [range(layer, layer + 1) for layer in range(num_layers)]
+    return ModelExecutePlan(layers[:-1], layers[::-1]).for_run(run_type)
+
+
 def plans_for(
     run_type: RunType, parts: Sequence[tuple[LayerCosts, Round]], *, min_stages: int, upper_threshold: float
 ) -> list[ModelExecutePlan]:

@@ -57,18 +57,29 @@ def prior_update_ms(layers: Sequence[LayerSize]) -> float:
     return sum(layer.trained_elements for layer in layers) * _UPDATE_BYTES / _HOST_BYTES_PER_MS
 
 
-def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize]) -> LayerCosts:
-    """Activations of each layer as if it were a transformer block with as many weights; for a first call to be careful.
+def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0) -> LayerCosts:
+    """Activations of each layer of which nothing was measured, as if it were a transformer block with as many weights;
+    for a first call to be careful.
 
     34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention scores, which fused
-    kernels do not keep); 12 weights per unit of width squared.
+    kernels do not keep); 12 weights per unit of width squared. As much more as that was too little for those measured.
+
+    Args:
+        tokens: of the largest microbatch; a guess that is too small is worse than one that is too large.
     """
-    token_widths = [_TOKENS * sqrt(layer.matmul_elements / 12) for layer in layers]
+    token_widths = [max(tokens, _TOKENS) * sqrt(layer.matmul_elements / 12) for layer in layers]
+
+    def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
+        guesses = [int(bytes_per_width * width) for width in token_widths]
+        both = [(num_bytes, guess) for num_bytes, guess in zip(measured, guesses, strict=True) if num_bytes and guess]
+        scale = max((num_bytes / guess for num_bytes, guess in both), default=1.0)
+        return tuple(num_bytes or int(scale * guess) for num_bytes, guess in zip(measured, guesses, strict=True))
+
     return replace(
         costs,
-        saved_bytes=tuple(int(34 * width) for width in token_widths),
-        passing_bytes=tuple(int(8 * width) for width in token_widths),
-        input_bytes=tuple(int(2 * width) for width in token_widths),
+        saved_bytes=filled(costs.saved_bytes, 34),
+        passing_bytes=filled(costs.passing_bytes, 8),
+        input_bytes=filled(costs.input_bytes, 2),
     )
 
 
@@ -93,6 +104,8 @@ class GraphBytes:
         return max((storage.nbytes() for storage in self._kept.values()), default=0)
 
     def count(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:  # sparse ones have no storage; what they hold is not counted
+            return
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._own:
             self._kept[storage.data_ptr()] = storage
@@ -163,6 +176,8 @@ class ShapeMeasurements:
 
     Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread reads: every method
     may be called from any thread, and none waits for long.
+
+    ``elements``: of the largest microbatch, which bytes are measured of or scaled to.
     """
 
     def __init__(self, prior: LayerCosts, rates: Rates) -> None:
@@ -174,6 +189,7 @@ class ShapeMeasurements:
         self._passing: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
         self._changes = _Changes()
+        self.elements = 0
 
     def __repr__(self) -> str:
         times = sum(map(len, self._ms.values()))
@@ -203,6 +219,19 @@ class ShapeMeasurements:
     def knows_graph(self, layer: int) -> bool:
         """Whether ``record_saved_bytes`` was called for ``layer``."""
         return layer in self._saved
+
+    def grow_to(self, elements: int) -> None:
+        """A microbatch of so many elements comes. If that is notably more than all before it had, what those brought
+        and kept becomes as much more, because shapes that are called the same are so only within a fifth."""
+        with self._lock:
+            before, grown = self.elements, elements > self.elements * (1 + _NOTABLE)
+            self.elements = elements if grown else before
+            if not grown or not before:
+                return
+            for kind, known in (("saved", self._saved), ("passing", self._passing), ("input", self._inputs)):
+                for layer, num_bytes in known.items():
+                    known[layer] = num_bytes * elements // before
+                    self._changes.note((kind, layer), known[layer])
 
     def record_input_bytes(self, layer: int, num_bytes: int) -> None:
         """What one microbatch brings into ``layer``."""

@@ -13,14 +13,16 @@
 A stage visited in shares is not looked at here: each group of devices is a round of its own, see ``Round.of_share``.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import inf
 from operator import add
 from typing import NamedTuple
 
 from ..errors import PlanError
+from ..slot_sizes import slot_bytes
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums, sums
 from .schedule import saved_layers
@@ -47,10 +49,14 @@ class PeakBytes(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """What a plan needs on one device if the inputs of the ``spilled`` layers wait on the host."""
+    """What a plan needs on one device if the inputs of the ``spilled`` layers wait on the host.
+
+    ``kept``: bytes of the other inputs that are kept, on all devices together.
+    """
 
     bytes: PeakBytes
     spilled: frozenset[int]
+    kept: int
 
 
 def readable(num_bytes: float) -> str:
@@ -80,37 +86,55 @@ def predicted_peak(
         spilled: layers whose kept inputs wait on the host.
         resident: layers whose slots stay on every device.
     """
+    return _peak(passes, stages, round_, saved_layers(passes), spilled, resident)
+
+
+def _peak(
+    passes: Passes,
+    stages: StageSums,
+    round_: Round,
+    saved: frozenset[int],
+    spilled: frozenset[int],
+    resident: frozenset[int] = frozenset(),
+) -> PeakBytes:
     weights, num_devices = stages.costs.weight_bytes, round_.num_devices
     coming = tuple(0 if layer in resident else num_bytes for layer, num_bytes in enumerate(weights))
     slots = _slot_bytes([layers for _, layers in passes], coming if resident else weights, num_devices)
-    slots += sum(weights[layer] for layer in resident)
+    slots += sum(slot_bytes(weights[layer]) for layer in resident)
     gradients = stages.gradients
     landing = [0 if pass_ is Pass.FORWARD else gradients[at.stop] - gradients[at.start] for pass_, at in passes]
-    boundaries = _boundaries(passes, stages.costs, round_, spilled)
+    boundaries = _boundaries(passes, stages.costs, round_, saved, spilled)
+    kept, most_passing = stages.saved, max(stages.passing)
     fullest, most = (0, 0, 0), -1
     for visit, (pass_, layers) in enumerate(passes):
-        graph = graph_bytes(pass_, layers, stages, round_)
         landed = int(landing[visit] + (landing[visit - num_devices] if visit >= num_devices else 0))
-        if graph + landed + boundaries[visit] > most:
-            fullest, most = (graph, landed, boundaries[visit]), graph + landed + boundaries[visit]
+        graph, rest = 0, landed + boundaries[visit]
+        if pass_ is not Pass.FORWARD:
+            if round_.grain == "stage" and kept[layers.stop] - kept[layers.start] + most_passing + rest <= most:
+                continue  # a search asks for thousands of visits; what follows would be most of the work
+            graph = graph_bytes(pass_, layers, stages, round_)
+        if graph + rest > most:
+            fullest, most = (graph, landed, boundaries[visit]), graph + rest
     return PeakBytes(slots, *fullest)
 
 
 def least_peak(passes: Passes, stages: StageSums, round_: Round) -> PeakBytes:
     """With every kept input on the host: if that does not fit, nothing does."""
-    return predicted_peak(passes, stages, round_, saved_layers(passes))
+    saved = saved_layers(passes)
+    return _peak(passes, stages, round_, saved, spilled=saved)
 
 
 def fitted_peak(passes: Passes, stages: StageSums, round_: Round) -> Peak:
     """With as few inputs on the host as the budget asks for: the shallowest first, because they wait longest."""
-    spilled: frozenset[int] = frozenset()
-    peak = predicted_peak(passes, stages, round_)
-    for layer in sorted(saved_layers(passes)):
+    saved, spilled = saved_layers(passes), frozenset[int]()
+    peak = _peak(passes, stages, round_, saved, spilled)
+    for layer in sorted(saved):
         if peak.total <= round_.budget_bytes:
             break
         spilled |= {layer}
-        peak = predicted_peak(passes, stages, round_, spilled)
-    return Peak(peak, spilled)
+        peak = _peak(passes, stages, round_, saved, spilled)
+    kept = sum(stages.costs.input_bytes[layer] for layer in saved - spilled)
+    return Peak(peak, spilled, kept * round_.num_microbatches)
 
 
 def nothing_fits(
@@ -150,7 +174,8 @@ def graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) ->
 @lru_cache(maxsize=8)
 def _layers_of_size(weight_bytes: tuple[int, ...]) -> list[tuple[int, list[float]]]:
     """Every size of slot with running counts of its layers."""
-    return [(size, sums([own == size for own in weight_bytes])) for size in sorted(set(weight_bytes)) if size]
+    sizes = [slot_bytes(own) if own else 0 for own in weight_bytes]
+    return [(size, sums([own == size for own in sizes])) for size in sorted(set(sizes)) if size]
 
 
 def _slot_bytes(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> int:
@@ -162,12 +187,14 @@ def _slot_bytes(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devi
     return total
 
 
-def _boundaries(passes: Passes, costs: LayerCosts, round_: Round, spilled: frozenset[int]) -> list[int]:
+def _boundaries(
+    passes: Passes, costs: LayerCosts, round_: Round, saved: frozenset[int], spilled: frozenset[int]
+) -> list[int]:
     """By visit, on its device. A device alone also holds what its last visit handed on; else that is elsewhere."""
     inputs, microbatches = (*costs.input_bytes, 0), round_.num_microbatches
     is_alone = round_.num_devices == 1
-    saved_set = saved_layers(passes)
-    saved = sorted(saved_set)
+    staying, leaving = sorted(saved - spilled), sorted(saved & spilled)
+    leaving_bytes = [0, *accumulate(inputs[layer] for layer in leaving)]
     on_device: list[list[int]] = [[] for _ in range(round_.num_devices)]  # layers, deepest last
     kept_bytes = [0] * round_.num_devices
     held = []
@@ -175,14 +202,11 @@ def _boundaries(passes: Passes, costs: LayerCosts, round_: Round, spilled: froze
         device, start, stop = visit % round_.num_devices, layers.start, layers.stop
         arriving = microbatches if is_alone and start else 1
         if pass_ is Pass.FORWARD:
-            moving = 0
-            for layer in saved[bisect_left(saved, start) : bisect_left(saved, stop)]:
-                if layer not in spilled:
-                    on_device[device].append(layer)
-                    kept_bytes[device] += inputs[layer] * microbatches
-                elif layer != start:
-                    moving += inputs[layer]
-            taken = inputs[start] if start in spilled or start not in saved_set else 0
+            for layer in staying[bisect_left(staying, start) : bisect_left(staying, stop)]:
+                on_device[device].append(layer)
+                kept_bytes[device] += inputs[layer] * microbatches
+            moving = leaving_bytes[bisect_left(leaving, stop)] - leaving_bytes[bisect_right(leaving, start)]
+            taken = inputs[start] if start in spilled or start not in saved else 0
             moving += max(taken * arriving + inputs[stop], taken + inputs[stop] * microbatches)
         elif pass_ is Pass.FUSED:
             moving = inputs[start] * (arriving if is_alone else microbatches)

@@ -43,12 +43,8 @@ def _cuts(pass_: Pass, totals: StageSums, round_: Round, stage_bytes: float) -> 
     num_layers = totals.costs.num_layers
     times = totals.forward if pass_ is Pass.FORWARD else totals.again
     start = 0 if pass_ is Pass.FORWARD else min(round_.first_trained, num_layers - 1)
-    held = (stage_needs(totals.costs, round_)[pass_], lambda _: stage_bytes)
+    held = (stage_needs(totals.costs, round_)[pass_], stage_bytes)
     for limit, ramp in product([0.0, *even_limits(times)], sorted({0, round_.num_devices})):
-
-        def limit_of(stage: int, limit: float = limit, ramp: int = ramp) -> float:
-            return limit * min(1.0, (stage + 1) / ramp) if ramp else limit
-
-        stages = pack_within([(times, limit_of), held], start, num_layers)
+        stages = pack_within([(times, limit), held], start, num_layers, ramp=ramp)
         if len(stages) >= min(round_.min_stages, num_layers - start):
             yield tuple(stages) if pass_ is Pass.FORWARD else tuple(reversed(stages))

@@ -1,8 +1,9 @@
 """Cuts a row of layers into stages. Pure functions over numbers; bytes or milliseconds, that is the caller's choice."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf
 
 # How far float sums may miss a limit that they should meet exactly.
 _ROUNDING = 1e-9
@@ -10,25 +11,35 @@ _ROUNDING = 1e-9
 
 def pack_layers(costs: Sequence[float], limit: float) -> list[range]:
     """Fewest consecutive stages whose cost stays within ``limit``; a single layer above it gets a stage of its own."""
-    return pack_within([([0.0, *accumulate(costs)], lambda _: limit)], 0, len(costs))
+    return pack_within([([0.0, *accumulate(costs)], limit)], 0, len(costs))
 
 
-def pack_within(limits: Sequence[tuple[Sequence[float], Callable[[int], float]]], start: int, end: int) -> list[range]:
+def pack_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0) -> list[range]:
     """Stages over layers ``start`` to ``end``, packed greedily under several limits at once.
 
     Args:
-        limits: pairs of running sums (``sums[j] - sums[i]`` is the cost of layers i to j) and the limit of the n-th
-            stage. A single layer above a limit gets a stage of its own.
+        limits: pairs of running sums (``sums[j] - sums[i]`` is the cost of layers i to j) and the limit of a stage. A
+            single layer above a limit gets a stage of its own.
+        ramp: the n-th stage gets only n / ``ramp`` of the first limit.
     """
-    stages: list[range] = []
+    return [range(a, b) for a, b in pairwise(cuts_within(limits, start, end, ramp=ramp))]
+
+
+def cuts_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0) -> list[int]:
+    """Where the stages of ``pack_within`` begin, and where the last one ends."""
+    (sums, limit), *others = limits
+    fixed = [(own, most * (1 + _ROUNDING)) for own, most in others if most < inf]
+    cuts = [start]
     while start < end:
         stop = end
-        for sums, limit_of in limits:
-            limit = sums[start] + limit_of(len(stages)) * (1 + _ROUNDING)
-            stop = min(stop, bisect_right(sums, limit, start + 1) - 1)
-        stages.append(range(start, max(stop, start + 1)))
-        start = stages[-1].stop
-    return stages
+        if limit < inf:
+            allowed = limit * min(1.0, len(cuts) / ramp) if ramp else limit
+            stop = bisect_right(sums, sums[start] + allowed * (1 + _ROUNDING), start + 1, end + 1) - 1
+        for own, most in fixed:
+            stop = bisect_right(own, own[start] + most, start + 1, stop + 1) - 1
+        start = max(stop, start + 1)
+        cuts.append(start)
+    return cuts
 
 
 def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:

@@ -15,12 +15,13 @@ layer (hill climbing, as in kernel autotuners: cheap, deterministic, and stopped
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, product
 from math import inf
+from operator import sub
 from typing import Any, NamedTuple
 
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
-from .partition import even_limits, pack_within
+from .partition import cuts_within, even_limits
 from .predict import least_period_ms, period_ms, round_ms, visits_in_period
 from .stages import Sizes, Stages
 
@@ -89,7 +90,8 @@ class Search:
         self._lowest = min(round_.first_trained, costs.num_layers - 1)
         self._least_visits = min(round_.min_stages, 2 * costs.num_layers - 1 - self._lowest)
         self._is_ample = _most_bytes(costs, round_) <= round_.budget_bytes
-        self._packed: dict[tuple[Pass, int, int, float, int, float], tuple[int, ...]] = {}
+        self._packed: dict[tuple[bool, int, float, int, float], tuple[int, ...]] = {}
+        self._directions_ms: dict[tuple[bool, tuple[int, ...]], list[float]] = {}
         self._known: dict[Sizes, float] = {}
         self._least_peak: PeakBytes | None = None
         self._best: Sizes | None = None
@@ -190,19 +192,19 @@ class Search:
     def _sizes(self, shape: _Shape) -> Sizes:
         fused_start = self._num_layers - shape.fused_layers
         _, forward_ms, backward_ms, ramp_up, ramp_down, share = shape
-        forward = self._pack(Pass.FORWARD, 0, fused_start, forward_ms, ramp_up, share)
-        backward = self._pack(Pass.BACKWARD, self._lowest, fused_start, backward_ms, ramp_down, share)
+        forward = self._pack(True, fused_start, forward_ms, ramp_up, share)
+        backward = self._pack(False, fused_start, backward_ms, ramp_down, share)
         return Sizes(forward, shape.fused_layers, backward)
 
-    def _pack(self, pass_: Pass, start: int, stop: int, limit: float, ramp: int, share: float) -> tuple[int, ...]:
-        key = pass_, start, stop, limit, ramp, share
-        if key not in self._packed:
-            times = self._sums.forward if pass_ is Pass.FORWARD else self._sums.again
-            grown = (times, lambda n: limit * min(1.0, (n + 1) / ramp) if ramp else limit)
-            self._packed[key] = tuple(
-                map(len, pack_within([grown, (self._needs[pass_], lambda _: share)], start, stop))
-            )
-        return self._packed[key]
+    def _pack(self, is_forward: bool, stop: int, limit: float, ramp: int, share: float) -> tuple[int, ...]:
+        key = is_forward, stop, limit, ramp, share
+        packed = self._packed.get(key)
+        if packed is None:
+            start, times = (0, self._sums.forward) if is_forward else (self._lowest, self._sums.again)
+            needs = self._needs[Pass.FORWARD if is_forward else Pass.BACKWARD]
+            cuts = cuts_within([(times, limit), (needs, share)], start, stop, ramp=ramp)
+            packed = self._packed[key] = tuple(map(sub, cuts[1:], cuts))
+        return packed
 
     # By layer.
 
@@ -211,7 +213,7 @@ class Search:
         improved: Sizes | None = sizes
         while improved is not None:
             sizes, reached, improved = improved, self._known[improved], None
-            for moved in sizes.neighbours():
+            for moved in sizes.neighbours(self._lowest):
                 if self.visits_timed > self._max_visits:
                     return
                 if self._try(moved, reached) < reached:
@@ -260,20 +262,30 @@ class Search:
 
     def _visits_ms(self, sizes: Sizes) -> list[float]:
         """``StageSums.visit_ms`` of every visit, without making the visits."""
-        totals, up, down = self._sums, self._up, self._down
-        ahead = list(pairwise(accumulate(sizes.forward, initial=0)))
         fused = [(self._num_layers - sizes.fused, self._num_layers)]
-        back = list(pairwise(accumulate(sizes.backward, initial=self._lowest)))[::-1]
         return [
-            *_slowest(ahead, totals.forward, up),
-            *_slowest(fused, totals.fused, up, down),
-            *_slowest(back, totals.again, up, down),
+            *self._direction_ms(True, sizes.forward),
+            *_slowest(fused, self._sums.fused, self._up, self._down),
+            *self._direction_ms(False, sizes.backward),
         ]
+
+    def _direction_ms(self, is_forward: bool, sizes: tuple[int, ...]) -> list[float]:
+        """Of its visits, in their order. Kept, because most cuts differ from one seen before in one direction only."""
+        key = is_forward, sizes
+        visits_ms = self._directions_ms.get(key)
+        if visits_ms is None:
+            stages = list(pairwise(accumulate(sizes, initial=0 if is_forward else self._lowest)))
+            if is_forward:
+                visits_ms = _slowest(stages, self._sums.forward, self._up)
+            else:
+                visits_ms = _slowest(stages[::-1], self._sums.again, self._up, self._down)
+            self._directions_ms[key] = visits_ms
+        return visits_ms
 
     def _fits(self, sizes: Sizes) -> bool:
         if self._is_ample:
             return True
-        passes = sizes.stages(self._num_layers, self._lowest).passes(self._lowest)
+        passes = sizes.passes(self._num_layers, self._lowest)
         self.visits_timed += _TIMED_PER_PEAK * len(passes)
         peak = least_peak(passes, self._sums, self._round)
         if self._least_peak is None or peak.total < self._least_peak.total:

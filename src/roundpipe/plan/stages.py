@@ -42,16 +42,27 @@ class Sizes(NamedTuple):
             backward = [range(fused.start)]
         return Stages(forward=tuple(forward), backward=(fused, *reversed(backward)))
 
-    def neighbours(self) -> Iterator["Sizes"]:
+    def passes(self, num_layers: int, first_trained: int) -> Passes:
+        """``stages(...).passes(first_trained)``."""
+        return [
+            *forward_passes(_ranges(self.forward, 0)),
+            (Pass.FUSED, range(num_layers - self.fused, num_layers)),
+            *((Pass.BACKWARD, layers) for layers in reversed(_ranges(self.backward, first_trained))),
+        ]
+
+    def neighbours(self, first_trained: int) -> Iterator["Sizes"]:
         """Cuts that differ by the place of one layer in one direction, or by one fused layer."""
         for forward in _transfers(self.forward):
             yield self._replace(forward=forward)
         for backward in _transfers(self.backward):
             yield self._replace(backward=backward)
         for fused in (self.fused - 1, self.fused + 1):
-            if fused and (fused < self.fused or (self.forward and self.backward)):
+            below = sum(self.forward) + self.fused - fused
+            if fused and below >= 0:
+                # The fused stage may reach below what trains; then its layers are in no backward stage.
+                change = max(below - first_trained, 0) - sum(self.backward)
                 for forward in _resized(self.forward, self.fused - fused):
-                    for backward in _resized(self.backward, self.fused - fused):
+                    for backward in _resized(self.backward, change):
                         yield Sizes(forward, fused, backward)
 
 
@@ -67,9 +78,9 @@ def _transfers(stages: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _resized(stages: tuple[int, ...], change: int) -> Iterator[tuple[int, ...]]:
-    """One layer more or less in the first stage or in the one next to the fused one."""
-    if not stages:
-        yield (change,)
+    """``change`` layers more or less, by one at most, in the first stage or in the one next to the fused one."""
+    if not stages or not change:
+        yield (*stages, change) if change else stages
         return
     for stage in sorted({0, len(stages) - 1}):
         yield tuple(filter(None, (*stages[:stage], stages[stage] + change, *stages[stage + 1 :])))

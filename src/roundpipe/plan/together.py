@@ -80,9 +80,9 @@ def _cut(part: Part, total: StageSums, limit: float) -> _Cut:
         fused = max(n for n in range(1, num_layers + 1) if n == 1 or whole - total.fused[num_layers - n] <= limit)
     start = min(part.round_.first_trained, num_layers - 1)
     return _Cut(
-        forward=pack_within([(total.forward, lambda _: limit)], 0, num_layers - fused),
+        forward=pack_within([(total.forward, limit)], 0, num_layers - fused),
         fused=fused,
-        backward=pack_within([(total.again, lambda _: limit)], start, num_layers - fused) if part.has_backward else [],
+        backward=pack_within([(total.again, limit)], start, num_layers - fused) if part.has_backward else [],
     )
 
 
@@ -114,6 +114,4 @@ def _even(costs: Sequence[float], start: int, stop: int, num_stages: int) -> lis
 
 
 def _within(needs: Sequence[float], stage_bytes: float, stages: list[range]) -> list[range]:
-    return [
-        piece for stage in stages for piece in pack_within([(needs, lambda _: stage_bytes)], stage.start, stage.stop)
-    ]
+    return [piece for stage in stages for piece in pack_within([(needs, stage_bytes)], stage.start, stage.stop)]

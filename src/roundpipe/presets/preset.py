@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from .adapters import base_of
+from .adapters import base_of, run_one_at_a_time
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ def cut(model: nn.Module) -> Cut | None:
         return None
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
+    run_one_at_a_time(made.sequential)
     return made
 
 

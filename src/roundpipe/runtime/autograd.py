@@ -12,17 +12,24 @@
     devices' own backwards, which run on the threads that autograd keeps for them.
 [3] So a tensor on a device is lifted into the graph by a node of its own, and between that node and the round an empty
     token stands for it. Its gradient goes by hand, without a detour over the host.
+
+What rounds have made counts when the pass through all of the graph has ended: if a part of it fails, nothing does.
 """
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
+from .interrupts import deferred
 from .transfer import Boundary
 
+Commit = Callable[[], None]
 Gradients = Sequence[torch.Tensor | None]
 RunBackward = Callable[[list[Gradients]], Gradients]
 
@@ -62,21 +69,20 @@ class _Lift(torch.autograd.Function):
     """From a token to the tensor on a device that it stands for."""
 
     @staticmethod
-    def forward(ctx: Any, lifted: "_Lifted", _: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, lifted: "_Lifted", tensor: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         ctx.lifted = lifted
-        return lifted.tensor.detach()
+        return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ctx.lifted.receive(gradient)
-        return None, torch.empty(0)
+        return None, None, torch.empty(0, device="cpu")
 
 
 class _Lifted:
-    """A tensor on a device, and later its gradient."""
+    """Stands for a tensor on a device, without holding it; later has its gradient."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self) -> None:
         self._gradient: torch.Tensor | None = None
         self._ready: torch.Event | None = None
 
@@ -95,6 +101,56 @@ class _Lifted:
         return gradient
 
 
+class _Here(threading.local):
+    """``held``: where the commits of passes that the thread runs go instead of being made."""
+
+    held: list[Commit] | None = None
+
+
+class _Pass:
+    """One backward pass, and what makes its gradients count. Held by autograd, which drops it if the pass fails."""
+
+    def __init__(self, held: list[Commit] | None) -> None:
+        self.commits: list[Commit] = []
+        self._held = held
+
+    def end(self) -> None:
+        """Called by whichever thread of autograd's has done the last node; the caller still waits for it."""
+        if self._held is not None:
+            self._held.extend(self.commits)
+            return
+        with deferred():
+            for commit in self.commits:
+                commit()
+
+
+_here = _Here()
+_passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
+
+
+def when_pass_ends(commit: Commit) -> None:
+    """``commit`` is called at the end of the pass that autograd runs on this thread, with all others of it or not at
+    all."""
+    task = torch._C._current_graph_task_id()
+    running = _passes.get(task)
+    if running is None:
+        running = _passes[task] = _Pass(_here.held)
+        # What torch's own data parallel modules end a backward with; after an error it is not called.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(running.end)
+    running.commits.append(commit)
+
+
+@contextmanager
+def commits_held() -> Iterator[list[Commit]]:
+    """Passes that end in the block do not count yet: the caller gets, and is to call, what makes them."""
+    _here.held, before = [], _here.held
+    try:
+        yield _here.held
+    finally:
+        _here.held = before
+
+
 def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward: RunBackward) -> list[Any]:
     """The outputs of each microbatch as parts of the caller's graph. See [Note: the round's node].
 
@@ -107,17 +163,17 @@ def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward
     if not made:
         return [boundary.value for boundary in outputs]
     counts = [len(_carrying(boundary)) for boundary in outputs]
-    lifted = {index: _Lifted(tensor) for index, tensor in enumerate(made) if tensor.device.type != "cpu"}
+    lifted = {index: _Lifted() for index, tensor in enumerate(made) if tensor.device.type != "cpu"}
 
     def run(gradients: Gradients) -> Gradients:
         taken = (lifted[i].take() if i in lifted else gradient for i, gradient in enumerate(gradients))
         return run_backward([[next(taken) for _ in range(count)] for count in counts])
 
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
-        given = [torch.empty(0) if index in lifted else tensor for index, tensor in enumerate(made)]
+        given = [torch.empty(0, device="cpu") if index in lifted else tensor for index, tensor in enumerate(made)]
         joined = [
-            _Lift.apply(lifted[index], tensor) if index in lifted else tensor
+            _Lift.apply(lifted[index], made[index], tensor) if index in lifted else tensor
             for index, tensor in enumerate(_Round.apply(run, given, anchor, *inputs))
         ]
     remaining = iter(joined)

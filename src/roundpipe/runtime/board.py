@@ -38,6 +38,11 @@ class Board:
             if self.error is not None:
                 raise Cancelled
 
+    def is_so(self, is_true: Callable[[], bool]) -> bool:
+        """Whether it is true now of a state that is announced on the engine's condition."""
+        with self._condition:
+            return is_true()
+
     def check(self) -> None:
         if self.error is not None:
             raise Cancelled

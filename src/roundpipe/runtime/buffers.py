@@ -1,84 +1,158 @@
 """Module buffers on a device: copied once, copied again when either side was written, also if nobody says so."""
 
+import threading
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..device import Device, Event
-from .transfer import bring
-
-_MOST_COPIES = 4096
+from ..device import Device
 
 
-class SilentWrites:
-    """Which buffers are written without raising their version, as batch norm does with its statistics.
+class BufferValue:
+    """What one of the user's buffers holds from one write to the next.
 
-    Learnt by comparing values after a buffer's first forward in each mode. Shared by all devices, because a recompute
-    on one must know what a forward on another has shown.
+    ``host`` is a copy that nobody writes, made when somebody may ask for the value after that.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.host: torch.Tensor | None = None
+
+    def keep(self, original: torch.Tensor) -> None:
+        """To be called while ``original``, the user's buffer, still holds it."""
+        if self.host is None:
+            self.host = original.detach().to("cpu", copy=True)
+
+
+class KnownBuffer:
+    """What is known of one of the user's buffers. ``compared``: modes whose forwards were seen to write it or not."""
+
+    def __init__(self) -> None:
+        self.value: BufferValue | None = None  # the latest
+        self.compared: set[bool] = set()
+        self.is_written_silently = False
+
+    def is_unclear(self, training: bool) -> bool:
+        """Whether nobody knows yet what forwards in that mode do to it."""
+        return not self.is_written_silently and training not in self.compared
+
+
+class KnownBuffers:
+    """The user's buffers, each as long as it exists: what it holds, and whether writes to it raise its version.
+
+    Those of batch norm to its statistics do not. That is learnt by comparing values after a buffer's first forward in
+    each mode. Shared by all devices, because a recompute on one must know what a forward on another has shown.
     """
 
     def __init__(self) -> None:
-        self._compared: set[tuple[int, bool]] = set()
-        self._written: set[int] = set()
+        self._known = WeakTensorKeyDictionary()
+        self._lock = threading.Lock()  # because devices that ask at the same time must be told of the same buffer
 
-    def is_new(self, original: torch.Tensor, training: bool) -> bool:
-        """Whether it is not known yet what forwards in that mode do to it."""
-        return id(original) not in self._written and (id(original), training) not in self._compared
+    def of(self, original: torch.Tensor) -> KnownBuffer:
+        with self._lock:
+            known: KnownBuffer | None = self._known.get(original)
+            if known is None:
+                known = self._known[original] = KnownBuffer()
+            return known
 
-    def note(self, original: torch.Tensor) -> None:
-        """It was seen that its device copy was written without raising its version."""
-        self._written.add(id(original))
+    def value(self, original: torch.Tensor) -> BufferValue:
+        """What it holds now. Another one each time if that is the only way to be sure."""
+        known = self.of(original)
+        # Read before the values are, because whoever writes them at this moment raises it afterwards.
+        version = original._version
+        value = known.value
+        if value is None or value.version != version or known.is_written_silently:
+            value = known.value = BufferValue(version)
+        return value
 
-    def happen_to(self, original: torch.Tensor) -> bool:
-        return id(original) in self._written
 
-    def happened(self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool) -> bool:
-        """Whether a forward in that mode has written ``copy``, whose version says that it has not."""
-        if id(original) not in self._written and (look_again or (id(original), training) not in self._compared):
-            self._compared.add((id(original), training))
-            if not torch.equal(copy.cpu(), original.cpu()):
-                self._written.add(id(original))
-        return training and id(original) in self._written
+class _Placed(NamedTuple):
+    """A value on a device. ``version``: the copy's, as long as no forward has written it."""
+
+    value: BufferValue
+    copy: torch.Tensor
+    version: int
+
+    @property
+    def is_intact(self) -> bool:
+        return self.copy._version == self.version
 
 
 class BufferCache:
-    """Device copies of module buffers, reused while neither side was written."""
+    """One device's copies of module buffers, reused while neither side was written.
 
-    def __init__(self, device: Device, silent: SilentWrites) -> None:
+    Used by the device's worker only. Its forwards write to copies, so other devices are never given one.
+    """
+
+    def __init__(self, device: Device, known: KnownBuffers) -> None:
         self._device = device
-        self._silent = silent
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor, int]] = {}
-        self._arrived = WeakTensorKeyDictionary()
+        self._known = known
+        self._latest = WeakTensorKeyDictionary()  # by the user's buffer: as it was last placed
+        self._placed: WeakKeyDictionary[BufferValue, _Placed] = WeakKeyDictionary()
+
+    def known(self, original: torch.Tensor) -> KnownBuffer:
+        return self._known.of(original)
 
     def place(self, original: torch.Tensor) -> torch.Tensor:
-        held = self._copies.get(id(original))
-        if held is not None and not self._silent.happen_to(original):
-            host, host_version, copy, copy_version = held
-            if host is original and host._version == host_version and copy._version == copy_version:
-                return copy
-        if len(self._copies) >= _MOST_COPIES:
-            self._copies.clear()  # because modules that make new tensors in every forward would fill it
-        copy = original.detach().to(self._device.torch_device, copy=True)
-        self._copies[id(original)] = (original, original._version, copy, copy._version)
-        return copy
+        """A copy of the user's buffer as it is now."""
+        placed = self._latest[original] = self._place(self._known.value(original), original)
+        return placed.copy
+
+    def restore(self, value: BufferValue) -> torch.Tensor:
+        """A copy of a value that was kept, whatever the buffer holds by now."""
+        assert value.host is not None
+        return self._place(value, value.host).copy
+
+    def _place(self, value: BufferValue, original: torch.Tensor) -> _Placed:
+        placed = self._placed.get(value)
+        if placed is None or not placed.is_intact:
+            # Rather what was kept, because the user may be writing the buffer while a late visit is at work.
+            source = original if value.host is None else value.host
+            copy = source.detach().to(self._device.torch_device, copy=True)
+            placed = self._placed[value] = _Placed(value, copy, copy._version)
+        return placed
 
     def is_placed(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-        """Whether ``copy`` still is what ``place`` gave for ``original``, as far as versions tell."""
+        """Whether ``copy`` still is what ``place`` last gave for ``original``, as far as versions tell."""
         if original is None or copy is None:
             return original is copy
-        held = self._copies.get(id(original))
-        return held is not None and held[2] is copy and copy._version == held[3]
+        placed = self._made_of(original, copy)
+        return placed is not None and placed.is_intact
 
-    def bring(self, tensor: torch.Tensor, source: Device, ready: Event) -> torch.Tensor:
-        """A device's buffer on this device. Brought once, as long as it lives: nobody may write to either."""
-        if source is not self._device:
-            self._device.compute.wait(ready)
-        if self._device.holds(tensor):
-            return tensor
-        if tensor not in self._arrived:
-            (self._arrived[tensor],) = bring([tensor], source, ready, self._device)
-        arrived: torch.Tensor = self._arrived[tensor]
-        return arrived
+    def value_in(self, copy: torch.Tensor, original: torch.Tensor) -> BufferValue | None:
+        """What ``copy`` holds unless it was written, if it is what ``place`` last gave for ``original``."""
+        placed = self._made_of(original, copy)
+        return None if placed is None else placed.value
+
+    def _made_of(self, original: torch.Tensor, copy: torch.Tensor) -> _Placed | None:
+        placed: _Placed | None = self._latest.get(original)
+        return placed if placed is not None and placed.copy is copy else None
+
+    def has_changed(self, original: torch.Tensor, copy: torch.Tensor) -> bool:
+        """Compares values, for copies whose version tells nothing. From then on nobody trusts versions of that buffer.
+
+        To be called before the user can have written to the buffer.
+        """
+        if torch.equal(copy.cpu(), original.cpu()):
+            return False
+        self._known.of(original).is_written_silently = True
+        placed = self._made_of(original, copy)
+        if placed is not None:
+            self._placed.pop(placed.value, None)
+        return True
+
+    def is_written_silently(
+        self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool
+    ) -> bool:
+        """After a visit's last forward: whether they have written ``copy``, whose version says that they have not."""
+        known = self._known.of(original)
+        if known.is_unclear(training) or (look_again and not known.is_written_silently):
+            self.has_changed(original, copy)
+        known.compared.add(training)
+        return training and known.is_written_silently
 
     def clear(self) -> None:
-        self._copies.clear()
-        self._arrived.clear()
+        self._latest.clear()
+        self._placed.clear()

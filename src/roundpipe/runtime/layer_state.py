@@ -4,14 +4,14 @@ By the time of the recompute the modules may be further on: by the microbatches 
 the user's modules, by later calls, by the user.
 
 [Note: looking before a forward]
-[1] Tensors that nobody writes are kept as they are: the device's copy is the same for all microbatches and calls.
+[1] Of tensors that nobody writes the value is kept: one copy on the host for all microbatches, calls and devices.
 [2] Of modules known to write to their tensors (batch norm, spectral norm, running averages) copies are kept.
-[3] Whoever writes for the first time has written to a tensor kept by [1]. Up to then it was equal to the user's own, so
-    everybody who keeps it gets that value back, and only the module goes on with what it has written.
+[3] Whoever writes for the first time writes to its device's own copy. That was equal to the value kept by [1], from
+    which every device, this one too, makes itself another copy when it recomputes.
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,33 +19,27 @@ import torch
 from torch import nn
 
 from ..device import Device, Event
-from .buffers import BufferCache, SilentWrites
+from .buffers import BufferCache, BufferValue
 from .replica import STRUCTURE, Modes, is_plain
-from .transfer import copied
+from .transfer import bring, copied
+
+KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 
 class ModuleState(NamedTuple):
     """Plain attributes, buffers, and tensors set as plain attributes, by name."""
 
     attributes: dict[str, Any]
-    buffers: dict[str, torch.Tensor | None]
-    tensors: dict[str, torch.Tensor]
+    buffers: dict[str, KeptTensor | None]
+    tensors: dict[str, KeptTensor]
 
-    def is_held_by(self, replica: nn.Module) -> bool:
-        """Whether the module still has these very tensors, written to or not."""
-        return (
-            replica._buffers.keys() == self.buffers.keys()
-            and all(map(operator.is_, replica._buffers.values(), self.buffers.values()))
-            and all(replica.__dict__.get(name) is tensor for name, tensor in self.tensors.items())
-        )
-
-    def all_tensors(self) -> Iterator[torch.Tensor]:
-        yield from (tensor for tensor in self.buffers.values() if tensor is not None)
+    def kept(self) -> Iterator[KeptTensor]:
+        yield from (kept for kept in self.buffers.values() if kept is not None)
         yield from self.tensors.values()
 
 
 class LayerState(NamedTuple):
-    """The states of a layer's modules, in the order of ``pairs``; tensors are ``source``'s, complete once ``ready``."""
+    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete once ``ready``."""
 
     modules: tuple[ModuleState, ...]
     source: Device
@@ -62,6 +56,41 @@ class Writers:
         self.known.add(id(module))
 
 
+class _Held(NamedTuple):
+    """The tensors of a module's replica but for its weights: buffers, and those set as plain attributes."""
+
+    buffers: dict[str, torch.Tensor | None]
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, replica: nn.Module) -> "_Held":
+        tensors = {name: value for name, value in replica.__dict__.items() if _is_tensor(value)}
+        return cls(replica._buffers.copy(), tensors)
+
+    def is_still_of(self, replica: nn.Module) -> bool:
+        """Whether the module still has these very tensors, written to or not."""
+        return (
+            replica._buffers.keys() == self.buffers.keys()
+            and all(map(operator.is_, replica._buffers.values(), self.buffers.values()))
+            and all(replica.__dict__.get(name) is tensor for name, tensor in self.tensors.items())
+        )
+
+    def has_only_names_of(self, owner: nn.Module) -> bool:
+        return self.tensors.keys() <= owner.__dict__.keys() and self.buffers.keys() <= owner._buffers.keys()
+
+    def all(self) -> Iterator[torch.Tensor]:
+        yield from (tensor for tensor in self.buffers.values() if tensor is not None)
+        yield from self.tensors.values()
+
+    def beside(self, owner: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The user's own tensors, each with the device's."""
+        for held, originals in ((self.buffers, owner._buffers), (self.tensors, owner.__dict__)):
+            for name, tensor in held.items():
+                original = originals.get(name)
+                if tensor is not None and isinstance(original, torch.Tensor):
+                    yield original, tensor
+
+
 class LayerWatch:
     """Looks after one replica of a layer, for one visit. Used by the worker that made it, on the compute lane."""
 
@@ -70,18 +99,18 @@ class LayerWatch:
         replicas: Sequence[tuple[nn.Module, nn.Module]],
         device: Device,
         buffers: BufferCache,
-        silent: SilentWrites,
         writers: Writers,
         modes: Modes,
     ) -> None:
         self._replicas = replicas
         self._device = device
         self._buffers = buffers
-        self._silent = silent
         self._writers = writers
         self._modes = modes
         self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
+        self._held: list[_Held] = []  # when it was looked at
+        self._unclear: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # what of that has to be compared
         self._versions: dict[int, int] = {}
         self._remember()
 
@@ -105,106 +134,109 @@ class LayerWatch:
         """The state now; the same as last time if nothing has changed, which is nearly always."""
         if self._state is not None and self._is_as_left():
             return self._state
-        copies = _Copies()
-        modules = tuple(self._take(owner, replica, copies) for owner, replica in self._replicas)
+        self._held = [_Held.of(replica) for _, replica in self._replicas]
+        self._unclear = []
+        for (owner, _), held in zip(self._replicas, self._held, strict=True):
+            training = self._modes.training.get(id(owner), owner.training)
+            facts = [(pair, self._buffers.known(pair[0])) for pair in held.beside(owner)]
+            self._unclear.append([pair for pair, known in facts if known.is_unclear(training)])
+            is_silent = training and any(known.is_written_silently for _, known in facts)
+            if is_silent or not held.has_only_names_of(owner):
+                self._writers.add(owner)  # because what a forward has made it may also write to
+        written = self._written(held.all() for held in self._held)
+        made: dict[int, KeptTensor] = {}  # by id, because modules of a layer may share a tensor
+
+        def kept(tensor: torch.Tensor, original: Any) -> KeptTensor:
+            if id(tensor) not in made:
+                value = self._buffers.value_in(tensor, original) if isinstance(original, torch.Tensor) else None
+                if value is None or id(tensor) in written:
+                    made[id(tensor)] = _copy(tensor)
+                else:
+                    value.keep(original)
+                    made[id(tensor)] = value
+            return made[id(tensor)]
+
+        modules = tuple(
+            ModuleState(
+                {name: value for name, value in replica.__dict__.items() if name not in STRUCTURE and is_plain(value)},
+                {name: b if b is None else kept(b, owner._buffers.get(name)) for name, b in held.buffers.items()},
+                {name: kept(tensor, owner.__dict__.get(name)) for name, tensor in held.tensors.items()},
+            )
+            for (owner, replica), held in zip(self._replicas, self._held, strict=True)
+        )
         self._state = LayerState(modules, self._device, self._device.compute.record())
-        self._versions = {id(t): t._version for module in modules for t in module.all_tensors()}
+        self._versions = {id(tensor): tensor._version for held in self._held for tensor in held.all()}
         self._remember()
         return self._state
 
-    def _take(self, owner: nn.Module, replica: nn.Module, copies: "_Copies") -> ModuleState:
-        own = {name: value for name, value in replica.__dict__.items() if name not in STRUCTURE}
-        tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-        buffers = replica._buffers.copy()
-        if not (tensors.keys() <= owner.__dict__.keys() and buffers.keys() <= owner._buffers.keys()):
-            self._writers.add(owner)  # because what a forward has made it may also write to
-        if id(owner) in self._writers.known:  # see [2]
-            tensors = {name: copies.of(value) for name, value in tensors.items()}
-            buffers = {name: value if value is None else copies.of(value) for name, value in buffers.items()}
-        return ModuleState({name: value for name, value in own.items() if is_plain(value)}, buffers, tensors)
+    def _written(self, tensors: Iterable[Iterable[KeptTensor]]) -> set[int]:
+        """By id, of each module's tensors those that it, or another one that shares them, is known to write."""
+        known = self._writers.known
+        return {
+            id(tensor)
+            for (owner, _), own in zip(self._replicas, tensors, strict=True)
+            if id(owner) in known
+            for tensor in own
+        }
 
     def learn_writes(self) -> None:
         """After a forward that ``look`` came before: see [3]."""
-        assert self._state is not None
         if not self._versions:
             return
-        for (owner, replica), state in zip(self._replicas, self._state.modules, strict=True):
-            is_open = (state.buffers or state.tensors) and id(owner) not in self._writers.known
-            if is_open and self._has_written(owner, replica, state):
+        for (owner, replica), held, unclear in zip(self._replicas, self._held, self._unclear, strict=True):
+            is_open = (held.buffers or held.tensors) and id(owner) not in self._writers.known
+            if is_open and self._has_written(replica, held, unclear):
                 self._writers.add(owner)
 
-    def _has_written(self, owner: nn.Module, replica: nn.Module, state: ModuleState) -> bool:
-        placed = [*_beside(owner._buffers, state.buffers), *_beside(owner.__dict__, state.tensors)]
-        openly = {id(tensor) for _, tensor in placed if tensor._version != self._versions[id(tensor)]}
-        # If a module wrote one tensor openly, it may have written the others silently.
-        has_written = look_again = bool(openly) or not state.is_held_by(replica)
-        training = self._modes.training.get(id(owner), owner.training)
-        for original, tensor in placed:
-            is_written = id(tensor) in openly
-            if not is_written and (look_again or self._silent.is_new(original, training)):
-                is_written = not torch.equal(tensor.cpu(), original.cpu())
-                if is_written:
-                    self._silent.note(original)
-            if is_written:
-                self._give_back(tensor, original)
-                has_written = True
-        return has_written
-
-    def _give_back(self, tensor: torch.Tensor, original: torch.Tensor) -> None:
-        written = tensor.detach()
-        for owner, replica in self._replicas:
-            for held in (replica._buffers, replica.__dict__):
-                for name in [name for name, value in held.items() if value is tensor]:
-                    held[name] = written
-                    self._writers.add(owner)  # as good as: it shares the tensor with whoever writes
-        tensor.data = original.detach().to(self._device.torch_device, copy=True)
+    def _has_written(
+        self, replica: nn.Module, held: _Held, unclear: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        return (
+            not held.is_still_of(replica)
+            or any(tensor._version != self._versions[id(tensor)] for tensor in held.all())
+            or any(self._buffers.has_changed(original, tensor) for original, tensor in unclear)
+        )
 
     def restore(self, state: LayerState) -> None:
         """The modules are as ``state`` has them, whatever a forward has done to them since."""
         if state is self._state and self._is_as_left():
             return
-        copies = _Copies()
+        written = self._written(module.kept() for module in state.modules)
+        made: dict[int, torch.Tensor] = {}
 
-        def local(tensor: torch.Tensor, owner: nn.Module) -> torch.Tensor:
-            brought = self._buffers.bring(tensor, state.source, state.ready)
-            return copies.of(brought) if id(owner) in self._writers.known else brought
+        def local(kept: KeptTensor) -> torch.Tensor:
+            if id(kept) not in made:
+                if isinstance(kept, torch.Tensor):
+                    (own,) = bring([kept], state.source, state.ready, self._device)
+                    made[id(kept)] = _copy(own)
+                else:
+                    own = self._buffers.restore(kept)
+                    made[id(kept)] = _copy(own) if id(kept) in written else own
+            return made[id(kept)]
 
-        for (owner, replica), module in zip(self._replicas, state.modules, strict=True):
+        for (_, replica), module in zip(self._replicas, state.modules, strict=True):
             attributes = replica.__dict__
             for name in [name for name, value in attributes.items() if name not in STRUCTURE and _is_kept(value)]:
                 del attributes[name]
             attributes.update(module.attributes)
-            attributes.update({name: local(tensor, owner) for name, tensor in module.tensors.items()})
+            attributes.update({name: local(kept) for name, kept in module.tensors.items()})
             attributes["_buffers"] = {
-                name: None if tensor is None else local(tensor, owner) for name, tensor in module.buffers.items()
+                name: kept if kept is None else local(kept) for name, kept in module.buffers.items()
             }
         self._state = state
         self._remember()
 
 
 def _is_kept(value: Any) -> bool:
-    return is_plain(value) or isinstance(value, torch.Tensor)
+    return is_plain(value) or _is_tensor(value)
 
 
-def _beside(
-    originals: Mapping[str, Any], tensors: Mapping[str, torch.Tensor | None]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The user's own tensors, each with the device's."""
-    for name, tensor in tensors.items():
-        original = originals.get(name)
-        if tensor is not None and isinstance(original, torch.Tensor):
-            yield original, tensor
+def _is_tensor(value: Any) -> bool:
+    """But for weights, of which a replica's are those of its visit."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
-class _Copies:
-    """One copy of each tensor, because modules of a layer may share one."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._made:
-            with torch.no_grad():
-                copy = copied(tensor) if tensor.layout is torch.strided else tensor.clone()
-            self._made[id(tensor)] = tensor, copy
-        return self._made[id(tensor)][1]
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        copy: torch.Tensor = copied(tensor) if tensor.layout is torch.strided else tensor.clone()
+    return copy

@@ -11,12 +11,13 @@ from ..errors import InternalError
 from ..params.gradients import GradientBuffers, GradientRules
 from ..params.store import ParameterStore
 from ..plan.schedule import Passes, round_robin
-from .buffers import SilentWrites
+from .buffers import KnownBuffers
 from .call import Call, CallSettings
 from .crew import Crew
-from .executor import Executor, LayerKnowledge
+from .executor import Executor
 from .kept import Kept
 from .layer_state import Writers
+from .layers import LayerKnowledge
 from .recompute import RandomStreams
 from .stage import BlockCompiler, StageLoader
 from .transfer import Boundary
@@ -43,11 +44,11 @@ class Pipeline:
         self.layer_names = [str(index) for index in range(len(layers))]
         self._condition = condition
         self._crew = crew
-        knowledge, silent, writers = LayerKnowledge(), SilentWrites(), Writers()
+        knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
         self._executors = [
             Executor(
                 device,
-                StageLoader(device, layers, store, rules, compiler, silent, writers, sender, slots),
+                StageLoader(device, layers, store, rules, compiler, known_buffers, writers, sender, slots),
                 buffers,
                 crew.blocks,
                 self.layer_names,
@@ -115,7 +116,8 @@ class Pipeline:
 def deliver(boundary: Boundary, target: torch.device | None, *, is_shared: bool) -> Boundary:
     """A call's output on the caller's device (None: wherever it is), complete. Blocks until the device has made it.
 
-    ``is_shared``: a backward still under way may read it, so that the caller, who may write to it, gets a copy.
+    ``is_shared``: a backward may still read it, for a layer may return what was kept as its input. So the caller, who
+    may write to it, gets a copy.
     """
     if boundary.source is None or boundary.ready is None:
         raise InternalError("an output without a source device")

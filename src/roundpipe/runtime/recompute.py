@@ -73,9 +73,19 @@ class RandomStreams:
             if not again and not torch.equal(device.rng_state(), before):
                 self.drawn.add(key)
 
+    @contextmanager
+    def undisturbed(self, device: Device, layers: range, microbatch: int) -> Iterator[None]:
+        """The block is the layers' backward, in which those that checkpoint themselves set the generator to what it was
+        and run again: nobody else draws from it meanwhile."""
+        draws = (
+            self.enabled and device.shares_generator() and any((layer, microbatch) in self.drawn for layer in layers)
+        )
+        with _cpu_generator_lock if draws else nullcontext():
+            yield
+
 
 def _draw() -> int:
-    return int(torch.randint(1 << 62, ()).item())
+    return int(torch.randint(1 << 62, (), device="cpu").item())
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,6 @@ class AmbientState:
     """The thread-local state of the caller that decides what a layer computes, carried into workers."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    cache_enabled: bool
     num_threads: int
 
     @classmethod
@@ -92,18 +101,21 @@ class AmbientState:
             autocast=tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(device_types)
             ),
-            cache_enabled=torch.is_autocast_cache_enabled(),
             num_threads=torch.get_num_threads(),
         )
 
     @contextmanager
     def entered(self, device_type: str, *, grad: bool) -> Iterator[None]:
-        """The calling thread computes as the caller would."""
+        """The calling thread computes as the caller would.
+
+        But for autocast's cache: all threads share it, and whoever leaves autocast empties it. Whether a weight that a
+        layer uses twice is cast once or twice would be a matter of timing, and gradients add up differently.
+        """
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
         enabled, dtype = next((on, dtype) for kind, on, dtype in self.autocast if kind == device_type)
         with (
             torch.set_grad_enabled(grad),
-            torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=self.cache_enabled),
+            torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False),
         ):
             yield

@@ -58,6 +58,7 @@ class _Replication:
         self._parameters = parameters
         self._place = place
         self._done: dict[int, nn.Module] = {}
+        self._placed: dict[int, torch.Tensor] = {}  # because what modules share their replicas share
 
     def of(self, module: nn.Module) -> nn.Module:
         if id(module) in self._done:
@@ -80,7 +81,11 @@ class _Replication:
         if tensor is None:
             return None
         resident = self._parameters.get(id(tensor))
-        return resident if resident is not None else self._place(tensor)
+        if resident is not None:
+            return resident
+        if id(tensor) not in self._placed:
+            self._placed[id(tensor)] = self._place(tensor)
+        return self._placed[id(tensor)]
 
     def _attribute(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -1,5 +1,6 @@
 """What a finished call leaves for the caller: summed losses, input gradients, written buffers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,21 +15,32 @@ def wanted(boundaries: list[Boundary]) -> list[torch.Tensor]:
     return [leaf for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True) if carried]
 
 
-def input_gradients(call: Call, boundaries: list[Boundary]) -> list[torch.Tensor | None]:
+Destinations = Sequence[Sequence[torch.device | None]]
+
+
+def destinations(boundaries: list[Boundary]) -> Destinations:
+    """Per microbatch and leaf the device that its gradient goes to; None where none is wanted."""
+    return [
+        [leaf.device if carried else None for leaf, carried in zip(b.leaves, b.carries, strict=True)]
+        for b in boundaries
+    ]
+
+
+def input_gradients(call: Call, targets: Destinations) -> list[torch.Tensor | None]:
     """Gradients for ``wanted(boundaries)``, each on its tensor's device."""
     gradients: list[torch.Tensor | None] = []
-    for m, boundary in enumerate(boundaries):
+    for m, devices in enumerate(targets):
         received = call.input_gradients.get(m)
-        if not any(boundary.carries):
+        if not any(devices):
             continue
-        leaves = received.leaves if received is not None else (None,) * len(boundary.leaves)
+        leaves = received.leaves if received is not None else (None,) * len(devices)
         if received is not None and received.ready is not None:
             received.ready.wait()
-        for leaf, carried, gradient in zip(boundary.leaves, boundary.carries, leaves, strict=True):
-            if carried and gradient is not None and received is not None and received.source is not None:
+        for device, gradient in zip(devices, leaves, strict=True):
+            if device is not None and gradient is not None and received is not None and received.source is not None:
                 received.source.lend_to_caller(gradient)
-                gradient = gradient.to(leaf.device)
-            if carried:
+                gradient = gradient.to(device)
+            if device is not None:
                 gradients.append(gradient)
     return gradients
 

@@ -4,6 +4,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..memory.slots import Slot, SlotPool
 from ..params.gradients import Accumulator, GradientRules, LandedLayer
 from ..params.store import LayerParameters, ParameterStore, ParameterUse
 from ..plan.actions import Pass, Visit
-from .buffers import BufferCache, SilentWrites
+from .buffers import BufferCache, KnownBuffers
 from .call import AttributeUpdate, BufferUpdate
 from .departure import Departure
 from .layer_state import LayerWatch, Writers
@@ -64,6 +65,7 @@ class Stage:
         self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
         self.modules: dict[int, nn.Module] = {}
+        self.parts: dict[int, list[nn.Module]] = {}  # of each of ``modules``, as it was made
         self.watches: dict[int, LayerWatch] = {}
         self.accumulators: dict[int, Accumulator] = {}
         self.departures: dict[int, Departure] = {}
@@ -76,10 +78,17 @@ class Stage:
 
     def holds(self, leaf: Any) -> bool:
         """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a layer has returned."""
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-            return False
-        address = leaf.untyped_storage().data_ptr()
-        return any(uploaded.slot.buffer.untyped_storage().data_ptr() == address for uploaded in self.uploaded.values())
+        address = _address(leaf)
+        return address != 0 and any(_address(uploaded.slot.buffer) == address for uploaded in self.uploaded.values())
+
+    def apart(self, layer: int, output: Any) -> Any:
+        """What a layer has returned, without memory of its buffers, which it may write to for the next microbatch."""
+        if all(leaf.grad_fn is not None for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+            return output
+        parts = self.parts[layer]
+        held = chain.from_iterable((*part._buffers.values(), *part.__dict__.values()) for part in parts)
+        own = {_address(tensor) for tensor in held if isinstance(tensor, torch.Tensor)} - {0}
+        return pytree.tree_map(lambda leaf: copied(leaf) if _address(leaf) in own else leaf, output) if own else output
 
     def let_go(self, boundary: Boundary) -> Boundary:
         """The boundary without memory of slots, which will hold other weights when somebody reads it."""
@@ -101,6 +110,13 @@ class Stage:
             accumulator.land_when_complete(self._land)
 
 
+def _address(leaf: Any) -> int:
+    """Of the memory it lies in; 0 for what has none."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return 0
+    return leaf.untyped_storage().data_ptr()
+
+
 class StageLoader:
     """Brings stages onto one device and takes them off again."""
 
@@ -111,7 +127,7 @@ class StageLoader:
         store: ParameterStore,
         rules: GradientRules,
         compiler: BlockCompiler | None,
-        silent: SilentWrites,
+        known_buffers: KnownBuffers,
         writers: Writers,
         sender: Sender,
         slots: SlotPool,
@@ -122,11 +138,16 @@ class StageLoader:
         self._store = store
         self._rules = rules
         self._compiler = compiler
-        self._silent = silent
         self._writers = writers
         self.slots = slots
         self.residency = Residency(slots)
-        self.buffers = BufferCache(device, silent)
+        self.buffers = BufferCache(device, known_buffers)
+
+    def note_modes(self, stage: Stage) -> None:
+        for index in stage.visit.layers:
+            module, flags = self._layers[index], stage.flags
+            trains = (id(use.parameter) in flags.trains for use in self._store.layers[index].uses)
+            stage.modes[index] = (flags.training.get(id(module), module.training), *trains)
 
     def upload(self, stage: Stage, index: int) -> None:
         """Queues those of a layer's weights that are not on the device yet on the up lane; returns at once.
@@ -149,9 +170,6 @@ class StageLoader:
                 sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
             self.residency.filled(layer, slot, stamps, sent)
             stage.uploaded[index] = UploadedLayer(layer, slot, sent)
-        module, flags = self._layers[index], stage.flags
-        trains = (id(use.parameter) in flags.trains for use in layer.uses)
-        stage.modes[index] = (flags.training.get(id(module), module.training), *trains)
 
     def _stamp(self, stage: Stage, use: ParameterUse) -> Stamp:
         parameter, weights = use.parameter, stage.weights
@@ -171,7 +189,8 @@ class StageLoader:
         residents: dict[int, nn.Parameter] = {}
         for use in layer.uses:
             trains = id(use.parameter) in stage.flags.trains
-            resident = nn.Parameter(view_of(slot.buffer, use), requires_grad=trains)
+            # ``data``, because views would share one count of writes: writing to one would spoil the graphs of all.
+            resident = nn.Parameter(view_of(slot.buffer, use).data, requires_grad=trains)
             if trains and stage.visit.pass_ is not Pass.FORWARD:
                 accumulator.attach(use, resident)
             residents[id(use.parameter)] = resident
@@ -179,15 +198,14 @@ class StageLoader:
         if self._compiler is not None:
             self._compiler.apply(replica)
         stage.modules[index] = replica
+        stage.parts[index] = list(replica.modules())
         stage.add_accumulator(accumulator)
 
     def watch(self, stage: Stage, index: int) -> LayerWatch:
         """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
         if index not in stage.watches:
             replicas = list(pairs(self._layers[index], self.module(stage, index)))
-            stage.watches[index] = LayerWatch(
-                replicas, self._device, self.buffers, self._silent, self._writers, stage.flags
-            )
+            stage.watches[index] = LayerWatch(replicas, self._device, self.buffers, self._writers, stage.flags)
         return stage.watches[index]
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
@@ -223,11 +241,12 @@ class StageLoader:
         original = owner._buffers.get(name)
         if original is None or value is None:
             return False
-        return self._silent.happened(original, value, owner.training, look_again=look_again)
+        return self.buffers.is_written_silently(original, value, owner.training, look_again=look_again)
 
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
         stage.modules.clear()
+        stage.parts.clear()
         stage.watches.clear()
         stage.accumulators.clear()
         over = self._device.compute.record()
@@ -238,6 +257,11 @@ class StageLoader:
             uploaded = stage.uploaded[index]
             self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
         stage.uploaded.clear()
+
+    def drop_slots_of_others(self) -> None:
+        """Gives back the memory of slots that none of these layers could use: engines of other parts of a model left
+        them, and this engine's plan counts on all of the device."""
+        self.slots.keep_only(layer.num_bytes for layer in self._store.layers)
 
     def close(self) -> None:
         """Frees what it holds on the device."""

@@ -110,4 +110,7 @@ class _Copy(torch.autograd.Function):
 
 def copied(leaf: Any) -> Any:
     """A leaf whose memory nobody else has; differentiable where grad is on."""
-    return _Copy.apply(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # Sparse and nested ones have no strides.
+    return _Copy.apply(leaf) if leaf.layout is torch.strided and not leaf.is_nested else leaf.clone()

@@ -1,0 +1,103 @@
+"""Which version each layer's working copies hold, and the writing of newer ones. See [Note: versions]."""
+
+from collections.abc import Sequence
+
+from .. import trace
+from ..memory.free import free_host_bytes
+from ..params.copies import Masters
+from ..params.pending import PendingUpdates
+from ..params.store import LayerParameters, ParameterStore
+from ..params.window import GradientWindow
+from ..runtime.interrupts import SteadyCondition
+from .late_error import LateError
+
+_SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
+
+
+class Publisher:
+    """Writes working copies on the optimizer thread, or on the caller's while that is idle.
+
+    What keeps it from doing so goes to ``late`` and to the calls that wait for those weights, whoever comes first.
+    """
+
+    def __init__(self, condition: SteadyCondition, store: ParameterStore, masters: Masters, late: LateError) -> None:
+        self._condition = condition
+        self._store = store
+        self._masters = masters
+        self._late = late
+        self._published = [0] * len(store.layers)
+        self.error: BaseException | None = None  # of the newest attempt, if that failed
+
+    @property
+    def version(self) -> int:
+        """What every layer holds at least."""
+        return min(self._published)
+
+    def is_published(self, layer: int, version: int) -> bool:
+        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
+
+        Raises what keeps them from ever holding it.
+        """
+        if self._published[layer] >= version:
+            return True
+        if self.error is not None:
+            self._late.forget(self.error)  # because the call that waits here delivers it
+            raise self.error
+        return False
+
+    def publish(
+        self,
+        version: int,
+        layers: Sequence[LayerParameters],
+        updates: PendingUpdates | None = None,
+        window: GradientWindow | None = None,
+    ) -> None:
+        """Shallow layers first, because the next call's forward needs them first."""
+        try:
+            for layer in layers:
+                with trace.span("publish", layer=layer.layer):
+                    self._masters.publish(layer, version, updates)
+                if window is not None:
+                    window.release_layer(layer.layer)  # before a call that may land there has all its weights
+                self._mark(layer, version)
+            self.error = None
+        except BaseException as error:
+            error.add_note(f"RoundPipe: publishing the weights after step {version}")
+            with self._condition:
+                self._late.keep(error)
+                self.error = error  # for the calls that wait for this version
+            raise
+
+    def publish_behind(self, version: int) -> None:
+        """Publishes the layers that do not hold ``version`` yet."""
+        self.publish(version, [layer for layer in self._store.layers if self._published[layer.layer] < version])
+
+    def update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
+        """While calls still read the version before: layers with one working copy are published by the next step."""
+        for layer in self._store.layers:
+            with trace.span("update", layer=layer.layer):
+                is_published = self._masters.publish_aside(layer, version, updates)
+                if not is_published:
+                    self._masters.update(layer, updates)
+            window.release_layer(layer.layer)
+            if is_published:
+                self._mark(layer, version)
+        if not self._store.spares:
+            self._make_spares()
+
+    def advance(self, version: int) -> None:
+        """After a failure nothing is published, yet calls that wait for the version must go on."""
+        with self._condition:
+            self._published = [max(published, version) for published in self._published]
+            self._condition.notify_all()
+
+    def _make_spares(self) -> None:
+        """After an update, when all other memory that a step takes is taken, but for another set of gradients."""
+        num_bytes = self._store.spare_bytes()
+        if num_bytes and 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
+            self._store.make_spares()
+
+    def _mark(self, layer: LayerParameters, version: int) -> None:
+        with self._condition:
+            self._published[layer.layer] = max(self._published[layer.layer], version)
+            self._condition.notify_all()

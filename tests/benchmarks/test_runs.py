@@ -1,0 +1,74 @@
+"""The benchmarks of correctness and memory say what they find, on a toy model."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import loss_curve
+import measure
+import pytest
+import torch
+from max_length import Attempts, longest
+
+
+@pytest.fixture
+def threads() -> Iterator[str]:
+    """What benchmarks set for the whole process is set back."""
+    before = torch.get_num_threads()
+    yield str(before)
+    torch.set_num_threads(before)
+
+
+def test_losses_are_those_of_plain_training(
+    threads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loss_curve.py", "--tiny", "--steps", "3", "--threads", threads])
+    assert loss_curve.main() == 0
+    at_steps, held_out = measure.parse_records(capsys.readouterr().out)
+    assert at_steps["losses"] == pytest.approx(at_steps["losses_plain"], rel=0.005)
+    assert len(at_steps["losses"]) == 3
+    assert 0 <= held_out["value"] < held_out["limit"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [(92160, (90112, 94208)), (100_000, (98304, 102400)), (32768, (32768, 36864)), (5000, (4096, 8192))],
+)
+def test_the_longest_length_is_found_to_the_resolution(limit: int, found: tuple[int, int]) -> None:
+    assert longest(lambda length: length <= limit, start=32768, resolution=4096) == found
+
+
+def test_a_search_ends_where_nothing_passes_and_when_time_is_up() -> None:
+    assert longest(lambda length: False, start=32768, resolution=4096) == (0, 4096)
+    answers: dict[int, bool | None] = {100: True, 200: False}
+    assert longest(answers.get, start=100, resolution=10) == (100, 200)
+
+
+class Fake:
+    """An engine with memory for 1,000 tokens, whose plan for long ones is right at the second attempt."""
+
+    execute_plan = "a plan"
+
+    def __init__(self) -> None:
+        self.tried: list[int] = []
+
+    def step(self, tokens: torch.Tensor) -> None:
+        self.tried.append(tokens.shape[1])
+        if tokens.shape[1] > 1000 or (self.tried.count(tokens.shape[1]) == 1 and tokens.shape[1] > 500):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def synchronize(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def test_an_attempt_that_ran_out_of_memory_is_made_again_and_then_given_up() -> None:
+    engine = Fake()
+    trained: Any = SimpleNamespace(engine=engine, step=engine.step)
+    attempts = Attempts(trained, 10, Namespace(steps=1, limit_s=100))
+    assert [attempts.passes(length) for length in (400, 800, 1600)] == [True, True, False]
+    assert [len(attempt["errors"]) for attempt in attempts.made] == [0, 1, 3]
+    assert engine.tried == [400, 800, 800, 1600, 1600, 1600]
+    assert Attempts(trained, 10, Namespace(steps=1, limit_s=-1)).passes(400) is None
