@@ -14,7 +14,7 @@ import torch
 from engine import add_engine_options, inputs_of, settings_of, training
 from resident import MasterOptimizer, hugging_face_loss
 from torch import Tensor
-from workload import Workload, add_workload_options, describe, make_batches, make_model, workload_of
+from workload import LEARNING_RATE, Workload, add_workload_options, describe, make_batches, make_model, workload_of
 
 COLUMNS = ["what", "value", "unit", "setting"]
 STEP_LIMIT, FINAL_LIMIT = 0.5, 0.1  # percent
@@ -83,7 +83,7 @@ def main() -> int:
     add_workload_options(parser)
     add_engine_options(parser)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.set_defaults(model="llama-3.2-1b", layers=6, rows=8, length=512)
     options = parser.parse_args()
     if len(options.methods) > 1:

@@ -26,8 +26,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW, LeanAdamW, clip_grad_norm_
 
 LEARNING_RATE = 2e-5
-BATCH_SIZE = 8
-HELD_OUT = 3 * BATCH_SIZE
+HELD_OUT = 24  # rows
 IGNORED = -100
 RUN = RoundPipeRunConfig(num_microbatch=2)
 
@@ -114,11 +113,11 @@ def run(option: Option, train: list[Any], held_out: list[Any], every: int, devic
                 losses.append(held_out_loss(engine, held_out))
         size = state_bytes(engine, optimizer)
     curve = ", ".join(f"{loss:.4f}" for loss in losses[:-1])
+    steps = f"after {len(train)} steps of {len(train[0]['labels'])} rows; every {every} before: {curve}"
     measure.emit(
         {
             "bench": "moments", "what": option.name, "value": losses[-1], "unit": "held-out loss",
-            "setting": f"after {len(train)} steps; every {every} before: {curve}; {size:.2f} bytes per parameter, "
-            f"{seconds / len(train):.2f} s per step",
+            "setting": f"{steps}; {size:.2f} bytes per parameter; {seconds / len(train):.2f} s per step",
             "workload": "SmolLM2-135M", **measure.environment(),
         }
     )  # fmt: skip
@@ -127,6 +126,7 @@ def run(option: Option, train: list[Any], held_out: list[Any], every: int, devic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps per option (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=8, help="in a step (default: %(default)s)")
     parser.add_argument("--points", type=int, default=4, help="held-out losses per curve (default: %(default)s)")
     parser.add_argument("--devices", type=int, help="virtual CPU devices; default: every GPU, else one")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the options to run, from 0")
@@ -134,9 +134,11 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_folder())
     collate = DataCollatorForSeq2Seq(tokenizer)
-    rows = short_rows(tokenizer, HELD_OUT + chosen.steps * BATCH_SIZE)
-    batches = [dict(collate(rows[at : at + BATCH_SIZE])) for at in range(0, len(rows), BATCH_SIZE)]
-    held_out, train = batches[: HELD_OUT // BATCH_SIZE], batches[HELD_OUT // BATCH_SIZE :]
+    rows = short_rows(tokenizer, HELD_OUT + chosen.steps * chosen.rows)
+    held_out, train = (
+        [dict(collate(some[at : at + chosen.rows])) for at in range(0, len(some), chosen.rows)]
+        for some in (rows[:HELD_OUT], rows[HELD_OUT:])
+    )
     every = max(1, chosen.steps // chosen.points)
     for number, option in enumerate(OPTIONS):
         if chosen.only is None or number in chosen.only:

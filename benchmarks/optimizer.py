@@ -20,6 +20,7 @@ from typing import NamedTuple
 import measure
 import torch
 
+from roundpipe.memory import huge_pages
 from roundpipe.optim import native, updates
 from roundpipe.optim.chunks import sum_of_squares
 from roundpipe.optim.optimizers import AdamRule
@@ -66,11 +67,12 @@ class Arrays(NamedTuple):
 
 
 def make(count: int) -> Arrays:
-    weight = torch.randn(count)
+    weight, mean, square = (huge_pages.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
+    weight.normal_()
     return Arrays(
         weight,
-        torch.randn(count) * 0.01,
-        torch.rand(count) * 0.01,
+        mean.normal_(std=0.01),
+        square.uniform_(0, 0.01),
         (torch.randn(count) * 0.01).bfloat16(),
         weight.bfloat16(),
         torch.zeros(count),

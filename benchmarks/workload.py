@@ -102,7 +102,7 @@ class Workload:
     @property
     def config(self) -> dict[str, Any]:
         layers = {} if self.layers is None else {"num_hidden_layers": self.layers}
-        return self.shapes.config | {"use_cache": False} | (TINY if self.tiny else layers)
+        return self.shapes.config | {"use_cache": False} | (TINY if self.tiny else {}) | layers
 
     @property
     def title(self) -> str:

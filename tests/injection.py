@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,16 +25,8 @@ MICROBATCHES = 3
 SPILLING_SITES = ["spill", "fetch"]
 """Reached on devices without room, whose kept inputs wait on the host."""
 SITES = [
-    "upload",
-    "arrival",
-    "forward",
-    "fused",
-    "loss",
-    "fused backward",
-    "recompute",
-    "backward",
-    "landing",
-    *SPILLING_SITES,
+    *["upload", "fetch", "forward", "fused", "loss", "fused backward", "recompute", "backward", "landing"],
+    *(pytest.param(site, marks=pytest.mark.slow) for site in ("arrival", "spill")),
 ]
 LATE_SITES = ["recompute", "backward", "landing"]
 """What may still be to come when a call that draws nothing has returned."""

@@ -75,6 +75,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral-window": lambda: MistralConfig(**TINY, sliding_window=5),
     "qwen2-window": lambda: Qwen2Config(**TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1),
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=8),
+    "qwen3-window": lambda: Qwen3Config(
+        **TINY, head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
     "qwen3-moe": tiny_qwen3_moe,
     "qwen3-moe-window": lambda: tiny_qwen3_moe(use_sliding_window=True, sliding_window=5),
     "gpt-oss": tiny_gpt_oss,

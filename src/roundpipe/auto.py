@@ -13,6 +13,7 @@ only by the job of the next step.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,6 +28,7 @@ from .engine import Engine
 from .errors import ConfigError
 from .forwarding import SignedByModel
 from .host import Host, HostSettings
+from .microbatch import batch_size_of
 from .model import RoundPipe, refuse_hooks
 from .packed import RoundPipePackedData
 from .params.gradients import GradientBuffers
@@ -112,8 +114,11 @@ class AutoRoundPipe(Engine):
         settings = self._call_settings  # not self, because an engine that holds itself would outlive its last user
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            _refuse_cache(engine, (args, kwargs))
             args, kwargs = packed_again((args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
+            if config.split_input is None and override.num_microbatch is None and not settings.are_rows(args, kwargs):
+                config = replace(config, num_microbatch=1)
             output = engine(*args, roundpipe_run_config=config, **kwargs)
             is_deferred = rules.merge_output is False and isinstance(output, RoundPipePackedData)
             return defer(output) if is_deferred else output
@@ -159,6 +164,7 @@ class AutoRoundPipe(Engine):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
         shell = self._shell(with_grad)
         self._call_settings.call = _for_parts(roundpipe_run_config)
+        self._call_settings.rows = batch_size_of(args, kwargs)
         with torch.set_grad_enabled(with_grad):
             output = merge_deferred(shell.root(*args, **_without_cache(self.model, kwargs)))
         shell.write_back()
@@ -226,10 +232,21 @@ class AutoRoundPipe(Engine):
 
 @dataclass
 class _CallSettings:
-    """What parts are called with: below what the rules say, the settings of the call, and below all, the model's."""
+    """What parts are called with: below what the rules say, the settings of the call, and below all, the model's.
+
+    ``rows``: of the batch that the model was called with, None if it has none.
+    """
 
     model: RoundPipeRunConfig
     call: RoundPipeRunConfig = _UNSET
+    rows: int | None = None
+
+    def are_rows(self, args: Any, kwargs: Any) -> bool:
+        """Whether the inputs of a part may be cut along their first dimension. If that is not as long as the batch, it
+        may be anything: tokens of all rows together, or the sequence, of which no part can be left out."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        is_cut = any(isinstance(leaf, RoundPipePackedData) for leaf in leaves)
+        return is_cut or self.rows is None or batch_size_of(args, kwargs) in (None, self.rows)
 
 
 class _PartEngine(RoundPipe):
@@ -304,9 +321,31 @@ def _refuse_what_blocks_collect(model: nn.Module, kwargs: dict[str, Any]) -> Non
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A Hugging Face model's arguments with its key-value cache off: microbatches would all write to one cache."""
-    forward = inspect.signature(type(base_of(model)).forward).parameters
-    if "use_cache" not in forward:
+    if not _takes_use_cache(base_of(model)):
         return kwargs
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise ConfigError("engines keep no key-value cache; leave out past_key_values and use_cache=True")
     return {**kwargs, "use_cache": False}
+
+
+def _takes_use_cache(model: nn.Module) -> bool:
+    """Itself, or a model of transformers' that hands its ``**kwargs`` on to a decoder inside."""
+    own = inspect.signature(type(model).forward).parameters
+    if "use_cache" in own or not has_loss_function(model):
+        return "use_cache" in own
+    hands_on = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values())
+    kinds = {type(module) for module in model.modules()} if hands_on else set()
+    return any("use_cache" in inspect.signature(kind.forward).parameters for kind in kinds)
+
+
+def _refuse_cache(engine: Engine, inputs: Any) -> None:
+    """Raises ConfigError for a key-value cache that the model's own code has made for its blocks."""
+    cache_utils: Any = sys.modules.get("transformers.cache_utils")
+    if cache_utils is None:
+        return
+    kind = cache_utils.Cache
+    if any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(inputs, lambda value: isinstance(value, kind))):
+        raise ConfigError(
+            f"{engine!r} was given a key-value cache, to which all microbatches would write; the model's forward makes "
+            "it: set use_cache=False in its config (config.text_config, config.decoder, ...)"
+        )

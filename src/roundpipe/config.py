@@ -40,10 +40,12 @@ class RoundPipeRunConfig:
     execute_plan: ModelExecutePlan | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatch is not None and self.num_microbatch < 1:
-            raise ConfigError(f"num_microbatch is {self.num_microbatch}; it must be at least 1")
+        if self.num_microbatch is not None and not (isinstance(self.num_microbatch, int) and self.num_microbatch >= 1):
+            raise ConfigError(f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1")
         if self.recompute_grain not in (None, "stage", "layer"):
             raise ConfigError(f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'")
+        if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
+            raise ConfigError(f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan")
 
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
         """This config where it is set, ``base`` where it is not."""

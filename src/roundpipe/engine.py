@@ -1,5 +1,6 @@
 """What every engine is to its user, whatever runs inside: weights, steps, and the end. Knows nothing of forwards."""
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,40 @@ from .runtime.structure import Structure
 from .runtime.worker import Worker
 
 
+def check_model(model: Any) -> None:
+    """Raises ConfigError for what cannot be wrapped: an engine, no module at all, or one whose code is bound to its own
+    weights."""
+    if isinstance(model, Engine):
+        raise ConfigError("this model is wrapped already; wrap engine.model to wrap it anew")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"the model is {what}; give an nn.Module, such as nn.Sequential(*layers)")
+    for name, module in model.named_modules():
+        remedy = next(
+            (remedy for kind, remedy in _BOUND.items() if kind in map(_full_name, type(module).__mro__)), None
+        )
+        if remedy is not None:
+            raise ConfigError(f"{name or 'the model'} is a {type(module).__name__}, which {remedy}")
+
+
+# Kinds of modules that compute with their own weights only; by name, because some are only there once imported.
+_BOUND = {
+    "torch._dynamo.eval_frame.OptimizedModule": (
+        "computes with the weights it was compiled with; wrap the module that was given to torch.compile, and pass "
+        "compile=True"
+    ),
+    "torch.jit._script.RecursiveScriptModule": (
+        "computes with the weights it was scripted with; wrap the module that was given to torch.jit"
+    ),
+    "torch.nn.parallel.data_parallel.DataParallel": "spreads a model over devices itself; wrap its .module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "spreads a model over devices itself; wrap its .module",
+}
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 class Engine(ForwardingModule):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
@@ -32,6 +67,7 @@ class Engine(ForwardingModule):
         self._masters = host.masters
         self._steps = host.steps
         self._is_closed = False
+        self._process = os.getpid()
         # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
         self._finalizer = weakref.finalize(self, _stop, host.workers)
 
@@ -165,6 +201,11 @@ class Engine(ForwardingModule):
         context.refuse_inside(what)
         if self._is_closed:
             raise ClosedError(f"{self._name}: {what} was called after close()")
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"{self._name}: {what} was called in a forked process, which has none of the engine's threads; call it "
+                "in the process that made the engine"
+            )
         self._steps.raise_late_error()
         self._host.begin_call()
         if self._structure.has_changed():
@@ -194,6 +235,11 @@ class Engine(ForwardingModule):
         }
 
     # Ending.
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, after which the model is an ordinary one again."""
+        return self._is_closed
 
     def close(self) -> None:
         """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what failed last."""

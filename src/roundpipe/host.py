@@ -11,7 +11,7 @@ from .device import Device
 from .device.choose import DeviceSpec, choose_devices
 from .errors import ConfigError
 from .memory.pinning import HostMemory, PinMode
-from .optim.hyperparameters import know_working
+from .optim.hyperparameters import WorkingWeights
 from .optim.step_thread import StepThread, leave_cores_for
 from .params.copies import Masters
 from .params.gradients import GradientBuffers, GradientRules
@@ -34,12 +34,17 @@ class HostSettings:
     grad_dtype: torch.dtype | None = None
     max_gpu_memory: float | None = None
 
+    def __post_init__(self) -> None:
+        for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigError(f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32")
+
     @classmethod
     def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
         """From the keyword arguments of `RoundPipe`.
 
         Raises:
-            ConfigError: a process group.
+            ConfigError: a process group, or a dtype that is none.
         """
         if process_group is not None:
             raise ConfigError(
@@ -86,8 +91,7 @@ class Host:
             self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
         )
         self.crew = Crew(devices, store, self.memory)
-        for parameter in store.parameters:
-            know_working(parameter)
+        self._working = WorkingWeights(store.parameters)
 
     @property
     def workers(self) -> list[Worker]:
@@ -101,6 +105,7 @@ class Host:
 
     def close(self) -> None:
         """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
+        self._working.is_closed = True
         self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
         try:
             self.crew.close()

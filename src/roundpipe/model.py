@@ -11,7 +11,7 @@ from .batches import GivenMicrobatches, as_given, cut, delivered, joined, output
 from .config import RoundPipeRunConfig
 from .device import Device
 from .device.choose import DeviceSpec
-from .engine import Engine, call_site
+from .engine import Engine, call_site, check_model
 from .errors import ConfigError
 from .forwarding import SignedByModel
 from .host import Host, HostSettings
@@ -89,6 +89,7 @@ class RoundPipe(Engine):
         process_group: Any = None,
     ) -> None:
         super().__init__()
+        check_model(model)
         settings = HostSettings.of(
             process_group=process_group,
             optim_dtype=optim_dtype,

@@ -76,8 +76,8 @@ class _Wish(NamedTuple):
 
 @dataclass
 class _InUse:
-    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, and when a microbatch
-    comes that is larger than the ``elements`` it was made for."""
+    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, and for a microbatch
+    that is larger than the ``elements`` it was made for."""
 
     plan: ModelExecutePlan
     peak: Peak
@@ -347,6 +347,8 @@ class Planner:
             except PlanError:
                 if measured.knows_graphs:
                     raise
+                assert self._budget is not None
+                round_ = replace(round_, budget_bytes=self._budget * _PLANNED)
                 plan_for(wish.run_type, measured.costs(), round_)  # raises if what is known does not fit either
                 plan = smallest_plan(wish.run_type, len(self._store.layers))
         peak = plan_peak(plan, wish.run_type, costs, round_)

@@ -8,7 +8,7 @@ from torch import nn
 
 from .auto import AutoRoundPipe
 from .config import RoundPipeRunConfig
-from .engine import Engine, call_site
+from .engine import call_site, check_model
 from .errors import ConfigError
 from .host import HostSettings
 from .model import RoundPipe
@@ -61,8 +61,7 @@ def wrap_model_to_roundpipe(
         >>> engine = wrap_model_to_roundpipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), devices=1)
         >>> engine.close()
     """
-    if isinstance(model, Engine):
-        raise ConfigError("this model is wrapped already; wrap engine.model to wrap it anew")
+    check_model(model)
     name = name or call_site()
     made = None if use_sequential_preset is False else cut(model)
     if made is not None:

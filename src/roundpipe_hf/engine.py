@@ -43,6 +43,9 @@ class EngineSlot:
 
     @property
     def current(self) -> RoundPipe | None:
+        """None also where it was closed from outside, which only frees what it held: the next use builds another."""
+        if self._engine is not None and self._owns_engine and self._engine.is_closed:
+            self._engine = None
         return self._engine
 
     @property
@@ -62,14 +65,14 @@ class EngineSlot:
 
         The engine must be flushed, and have been so before they changed.
         """
-        if self._engine is not None and self._fits(model):
-            self._engine.reload_parameters()
+        if self.current is not None and self._fits(model):
+            self.current.reload_parameters()
             self._versions = _versions(model)
 
     def begin(self, model: nn.Module) -> None:
         """A run begins: anything may have been done to weights since the last one, which flushed if it ended well."""
-        if self._engine is not None and self._fits(model):
-            self._engine.synchronize()
+        if self.current is not None and self._fits(model):
+            self.current.synchronize()
             self.reload(model)
 
     def follow_writes(self, model: nn.Module) -> None:
@@ -81,12 +84,13 @@ class EngineSlot:
             self.reload(model)
 
     def _fits(self, model: nn.Module) -> bool:
-        return self._engine is not None and self._engine.model is model and _is_same(self._seen, _layout(model))
+        engine = self.current
+        return engine is not None and engine.model is model and _is_same(self._seen, _layout(model))
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
-        if self._engine is not None and self._owns_engine:
-            self._engine.close()  # first, because its pinned memory is what the next one needs
+        if self.current is not None and self._owns_engine:
+            self.current.close()  # first, because its pinned memory is what the next one needs
         self._engine = None
         started = time.perf_counter()
         self._engine = _build(model, args)

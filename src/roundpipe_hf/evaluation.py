@@ -40,8 +40,9 @@ class EvaluationMixin(_Base):
 
     def synchronize(self) -> None:
         """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
-        if self._slot.current is not None:
-            self._slot.current.synchronize()
+        engine = self._slot.current
+        if engine is not None:
+            engine.synchronize()
 
     def precision(self) -> Precision:
         """What the engine computes in now."""

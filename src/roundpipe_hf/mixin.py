@@ -4,6 +4,7 @@
 inherited: loop, callbacks, schedulers, data, logging, files. Hooks only; what they do lives in the other files.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -159,6 +160,11 @@ class RoundPipeTrainerMixin(SavingMixin):
         self.is_in_loop = True
         try:
             return super()._inner_training_loop(batch_size, *args, **kwargs)
+        except BaseException:
+            # What was stepped with before counts, and whoever goes on from here has to find it in the model.
+            with contextlib.suppress(Exception):
+                self.synchronize()
+            raise
         finally:
             self.is_in_loop = False
 

@@ -106,10 +106,10 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
             "the engine compiles its blocks with torch.compile's defaults; set only torch_compile=True"
         )
-    if args.use_liger_kernel:
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
         yield (
-            "use_liger_kernel: it binds its kernels to the model's own modules, but devices run copies of them, and "
-            "its fused loss is not where the pipeline computes the loss; leave it out"
+            "use_liger_kernel with its fused loss: the pipeline computes the loss itself, without logits either; set "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}"
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"

@@ -10,7 +10,10 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,3 +156,64 @@ def test_optimizer_state_is_as_large_as_documented(engines: Engines) -> None:
     state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.dim())
     assert state == 8 * count
     assert engine.statistics()["master_bytes"] == 4 * count
+
+
+PLANS = {
+    "fused": ModelExecutePlan([], [range(15)]),
+    "staged": ModelExecutePlan([range(7)], [range(7, 15), range(7)]),
+}
+
+
+def a_call(engine: RoundPipe, plan: ModelExecutePlan) -> None:
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+    batch = mlp_batch(rows=8)
+    engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn, run_config=config)
+
+
+def a_call_by_layer(engine: RoundPipe, plan: ModelExecutePlan) -> None:
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=plan, recompute_grain="layer")
+    batch = mlp_batch(rows=8)
+    engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn, run_config=config)
+
+
+def a_backward_of_the_users_own(engine: RoundPipe, plan: ModelExecutePlan) -> None:
+    batch = mlp_batch(rows=8)
+    output = engine(*batch.args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
+    batch.loss_fn(output, batch.label).backward()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("call", [a_call, a_call_by_layer, a_backward_of_the_users_own])
+def test_nothing_waits_for_the_garbage_collector(
+    call: Callable[[RoundPipe, ModelExecutePlan], None], plan: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors in circles of references stay until a full collection comes: on a GPU gigabytes of gradients a step."""
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # bound to a replica, as a compiled one is
+    engine = engines(make_mlp(num_linears=8), TWO, compile=True)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    for _ in range(3):  # everything is learnt
+        call(engine, PLANS[plan])
+        engine.step(optimizer.step, is_async=False)
+    engine.synchronize()
+    with only_counting_references() as garbage:
+        call(engine, PLANS[plan])
+        engine.step(optimizer.step, is_async=False)
+        engine.synchronize()
+    assert [thing.shape for thing in garbage if issubclass(type(thing), torch.Tensor)] == []
+
+
+@contextmanager
+def only_counting_references() -> Iterator[list[Any]]:
+    """Nothing is collected inside; afterwards the list has what a collection would have freed."""
+    gc.collect()
+    gc.disable()
+    found: list[Any] = []
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found.extend(gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from engines import Engines
+from roundpipe import RoundPipe
+from roundpipe.device.virtual import VirtualDevice
+from roundpipe.errors import PlanError
 
 
 def loss_fn(outputs: torch.Tensor, labels: Any) -> torch.Tensor:
@@ -33,3 +36,16 @@ def test_a_longer_microbatch_is_planned_with_more_than_a_shorter_one_took(engine
         engine.forward_backward((torch.randn(rows, 4),), loss_fn=loss_fn)
         kept.append(engine.planner.measured().costs().saved_bytes[1])
     assert kept == [4 * 4 * 100, 4 * 4 * 106]
+
+
+def test_what_is_known_exactly_may_fill_the_device(engines: Engines) -> None:
+    """Room for activations that nobody has seen yet is no reason to refuse slots and sums that fit."""
+    layers = [nn.Linear(64, 64) for _ in range(4)]  # 16 KiB each
+    device = VirtualDevice(0, 120 * 1024)
+    with RoundPipe(nn.Sequential(*layers), devices=[device]) as engine:
+        engine.forward_backward((torch.randn(4, 64),), loss_fn=loss_fn)
+    with (
+        RoundPipe(nn.Sequential(*layers), devices=[VirtualDevice(0, 70 * 1024)]) as engine,
+        pytest.raises(PlanError, match=r"63 KiB is allowed"),
+    ):
+        engine.forward_backward((torch.randn(4, 64),), loss_fn=loss_fn)

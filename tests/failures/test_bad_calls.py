@@ -1,5 +1,6 @@
 """Slips in how an engine is called: what was meant is said, and nothing is made of what was not."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from device_sets import TWO
 from engines import Engines
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 
 ROWS = torch.randn(1, 4, 4)  # the rows of its only row would make a batch too
@@ -79,7 +80,54 @@ def test_a_microbatch_may_do_without_keyword_arguments(engine: RoundPipe) -> Non
     assert torch.equal(*losses)
 
 
-@pytest.mark.parametrize("devices", [1.5, {"cuda:0"}, "cuda:0"], ids=str)
-def test_devices_are_a_number_or_a_list(devices: Any) -> None:
-    with pytest.raises(ConfigError, match="give an int .virtual devices. or a list"):
-        RoundPipe(nn.Linear(2, 2), devices=devices)
+SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
+    "devices": (lambda: RoundPipe(nn.Linear(2, 2), devices=1.5), "devices is 1.5; give an int.*or a list"),  # type: ignore[arg-type]
+    "a set of devices": (lambda: RoundPipe(nn.Linear(2, 2), devices={"cpu"}), "give an int.*or a list"),  # type: ignore[arg-type]
+    "memory": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory="20GB"),  # type: ignore[arg-type]
+        "max_gpu_memory is '20GB'; .*number of bytes, or of GB",
+    ),
+    "no memory": (lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory=0), "max_gpu_memory is 0; .*positive"),
+    "a dtype's name": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1, optim_dtype="float32"),  # type: ignore[arg-type]
+        "optim_dtype is 'float32'; give .* torch.float32",
+    ),
+    "integers": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1, grad_dtype=torch.int8),
+        "grad_dtype is torch.int8; give a floating-point dtype",
+    ),
+    "an engine": (lambda: RoundPipe(RoundPipe(nn.Linear(2, 2), devices=1), devices=1), "wrapped already"),
+    "a class": (lambda: RoundPipe(nn.Linear, devices=1), "the class Linear; give an nn.Module"),  # type: ignore[arg-type]
+    "layers": (lambda: wrap_model_to_roundpipe([nn.Linear(2, 2)]), "a list; give .*nn.Sequential"),  # type: ignore[arg-type]
+    "half a microbatch": (lambda: RoundPipeRunConfig(num_microbatch=2.5), "num_microbatch is 2.5; .*integer"),  # type: ignore[arg-type]
+    "a plan": (lambda: RoundPipeRunConfig(execute_plan=[[0, 1]]), "execute_plan is a list; .*ModelExecutePlan"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_refused_where_they_are_made(name: str) -> None:
+    make, message = SETTINGS[name]
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_losses_are_as_many_in_each_microbatch(engine: RoundPipe) -> None:
+    """The rows of the last microbatch are fewer; one loss for each row cannot be added up."""
+    rows = torch.randn(3, 4)
+    with pytest.raises(ConfigError, match="returned 2 losses for the first microbatches and 1 for microbatch 1"):
+        engine.forward_backward(
+            (rows,),
+            loss_fn=lambda outputs, _: list(outputs.sum(1)),
+            run_config=RoundPipeRunConfig(num_microbatch=2),
+        )
+
+
+def test_a_forked_process_is_told_instead_of_waiting_forever(
+    engine: RoundPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads do not come along into a fork, so nobody there would do what is asked."""
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ConfigError, match="forked process"):
+            engine(ROWS)
+    engine.forward_backward((ROWS,), loss_fn=total)

@@ -13,7 +13,7 @@ from models import make_mlp, mlp_batch
 from optimizers import PATIENCE_S, PausingSGD, random_delays
 from reference import Reference, weights_of
 from roundpipe import RoundPipe
-from roundpipe.errors import ClosedError
+from roundpipe.errors import ClosedError, ConfigError
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 
@@ -160,3 +160,23 @@ def test_the_model_can_be_wrapped_again_after_close() -> None:
         train_steps(engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1), BATCHES, 2, is_async=False)
     reference_steps(reference, BATCHES, 2)
     THREE.check(weights_of(model), reference.weights)
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "forgotten"])
+def test_the_model_can_be_trained_plainly_afterwards(is_closed: bool) -> None:
+    """An optimizer over its parameters trains nothing while there is an engine, and is an ordinary one from then on."""
+    engine = trained_engine()
+    model = engine.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="close\\(\\) the engine to train the model without it"):
+        optimizer.step()
+    if is_closed:
+        engine.close()
+    else:
+        engine.synchronize()
+        del engine
+        gc.collect()
+    before = weights_of(model)
+    BATCHES[0].loss_fn(model(*BATCHES[0].args), BATCHES[0].label).backward()
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in weights_of(model).items())

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from branching import branches_batch, make_branches, make_t5, t5_batch
 from device_sets import ACCELERATORS, DeviceSet
+from models import Batch
 from reference import plain_call
-from roundpipe import wrap_model_to_roundpipe
+from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.chunked_loss import linear_cross_entropy
 
 pytestmark = [
@@ -82,3 +83,65 @@ def test_models_in_parts(devices: DeviceSet, make: Any, batch_of: Any) -> None:
         devices.check(loss, expected.loss)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         devices.check(found, expected.gradients)
+
+
+class Chain(nn.Module):
+    """Elements of a list, and what the model's own code does with an output that is still on GPUs."""
+
+    def __init__(self, width: int, length: int, between: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(length))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.between(block(x))
+        return x
+
+
+def _written(x: Tensor) -> Tensor:
+    x[:, 0] = 0.5
+    return x
+
+
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+BETWEEN = {"nothing": lambda x: x, "written": _written, "hook": _hooked, "added": lambda x: x + x.detach().relu()}
+
+
+@pytest.mark.parametrize("devices", ACCELERATORS, ids=str)
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_own_code_between_elements_finds_a_tensor(devices: DeviceSet, between: Any) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Chain(16, 3, between), torch.randn(2, 6, 16)
+    batch = Batch((x,), {}, y, F.mse_loss)
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    with wrap_model_to_roundpipe(model, devices=devices.argument, lower_threshold=1, upper_threshold=0) as engine:
+        loss = batch.loss_fn(engine(x), y)
+        loss.backward()
+        engine.synchronize()
+        devices.check(loss, expected.loss, bitwise=False)
+        devices.check({name: p.grad for name, p in model.named_parameters()}, expected.gradients, bitwise=False)
+
+
+def test_parts_together_stay_under_the_limit() -> None:
+    """Eight inputs of 128 MiB are kept for their backwards, each of a part whose own plan has room for it."""
+    limit = 768 * 2**20
+    model, x = Chain(2048, 8, lambda x: x), torch.randn(16384, 2048)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with wrap_model_to_roundpipe(
+        model,
+        devices=[torch.device("cuda", 0)],
+        lower_threshold=1,
+        upper_threshold=0,
+        max_gpu_memory=limit,
+        model_run_config=RoundPipeRunConfig(num_microbatch=4),
+    ) as engine:
+        for _ in range(4):
+            engine(x).square().mean().backward()
+    assert torch.cuda.max_memory_allocated() - before < limit

@@ -12,12 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EarlyStoppingCallback, EvalPrediction, PreTrainedTokenizerFast, Trainer, TrainerCallback
+from transformers import (
+    DataCollatorForLanguageModeling,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.testing_utils import CaptureLogger
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.utils import logging as transformers_logging
 
 from hf.trainers import (
     MODELS,
@@ -83,6 +95,10 @@ def test_early_stopping_and_limits_on_checkpoints() -> None:
     assert ours.state.best_global_step == plain.state.best_global_step
     folders = [sorted(path.name for path in Path(name).iterdir()) for name in ("out-ours", "out-plain")]
     assert folders[0] == folders[1]
+    for trainer in trainers:
+        best = f"{trainer.args.output_dir}/checkpoint-{trainer.state.best_global_step}"
+        state = json.loads(Path(trainer.args.output_dir, folders[0][-1], "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == best
     assert_same(Pair(ours, plain), atol=1e-4)  # such a rate enlarges rounding, too
 
 
@@ -344,3 +360,141 @@ def test_a_straight_line() -> None:
     settings: dict[str, Any] = {"eval_dataset": rows[:5], "eval_strategy": "epoch", "per_device_train_batch_size": 4}
     assert_same(train_both(Regresses, rows, num_train_epochs=3, **settings))
     assert_same(train_both(Regresses, rows, gradient_accumulation_steps=2, eval_use_gather_object=True, **settings))
+
+
+class RunsOutAbove(TrainerCallback):
+    """No batch of more than ``rows`` fits."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.train_batch_size > self.rows:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.slow
+def test_a_batch_size_that_was_found_is_resumed_with() -> None:
+    """It is in the checkpoint's state; what was asked for at first is not tried again."""
+    settings: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, **EVERY_STEP}
+    trainers = []
+    for cls in (RoundPipeTrainer, Trainer):
+        found = trained(cls, MODELS["full"](), ROWS, callbacks=[RunsOutAbove(3)], max_steps=4, **settings)
+        assert found.state.train_batch_size < 4
+        resumed = make_trainer(cls, MODELS["full"](), ROWS, max_steps=4, **settings)
+        run(resumed, resume_from_checkpoint=f"{found.args.output_dir}/checkpoint-2")
+        assert resumed.state.train_batch_size == found.state.train_batch_size
+        trainers += [found, resumed]
+    ours, ours_resumed, plain, plain_resumed = trainers
+    assert_same_weights(weights(ours), weights(plain))
+    assert_same_weights(weights(ours_resumed), weights(plain_resumed))
+    assert differ(weights(ours_resumed), weights(ours)) == []
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", bos_token="b", eos_token="c")
+
+
+@pytest.mark.slow
+def test_special_tokens_and_the_collators_tokenizer() -> None:
+    """Configs take the special tokens of the tokenizer when training begins; that of a collator is saved, too."""
+    trainers = []
+    for cls in (RoundPipeTrainer, Trainer):
+        given = trained(cls, MODELS["full"](), ROWS, processing_class=word_tokenizer(), max_steps=1)
+        config = given.model.config
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
+        collates = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)
+        trainers.append(trained(cls, MODELS["full"](), ROWS, data_collator=collates, max_steps=1, **EVERY_STEP))
+        assert Path(trainers[-1].args.output_dir, "checkpoint-1", "tokenizer.json").is_file()
+    assert_same(Pair(*trainers))
+
+
+@pytest.mark.slow
+def test_resuming_in_the_middle_of_accumulation_with_frozen_layers() -> None:
+    """Batches are counted in windows; frozen flags are the user's, and stay."""
+
+    def half_frozen() -> nn.Module:
+        model: Any = MODELS["full"]()
+        model.model.layers[:2].requires_grad_(False)
+        return model
+
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 3, **EVERY_STEP}
+    pair = train_both(half_frozen, ROWS, **settings)
+    resumed = make_trainer(RoundPipeTrainer, half_frozen(), ROWS, devices=3, output_dir="resumed", **settings)
+    run(resumed, resume_from_checkpoint="out-ours/checkpoint-3")
+    assert differ(weights(resumed), weights(pair.ours)) == []
+    assert_same(pair)
+    trains = [parameter.requires_grad for parameter in resumed.model.parameters()]
+    assert trains == [parameter.requires_grad for parameter in half_frozen().parameters()]
+
+
+@pytest.mark.slow
+def test_keys_of_memory_metrics_and_of_predictions() -> None:
+    """After training and predicting, too; `ignore_keys=[]` leaves nothing out."""
+    pair = make_both(MODELS["full"], ROWS, skip_memory_metrics=False)
+    for how in (lambda trainer: trainer.train().metrics, lambda trainer: trainer.predict(ROWS[:3]).metrics):
+        ours, plain = map(how, pair)
+        assert ours.keys() == plain.keys()
+        assert any("mem_cpu" in key for key in plain)
+    arrays = [trainer.predict(ROWS[:3], ignore_keys=[]).predictions for trainer in pair]
+    np.testing.assert_allclose(*arrays, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_banner_follows_the_log_level() -> None:
+    for level, is_shown in (("info", True), ("warning", False)):
+        trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=1, log_level=level)
+        with CaptureLogger(transformers_logging.get_logger("transformers.trainer")) as captured:
+            run(trainer)
+        assert ("***** Running training *****" in captured.out) == is_shown
+    transformers_logging.set_verbosity_warning()
+
+
+@pytest.mark.slow
+def test_an_accelerator_of_the_users_is_used() -> None:
+    """`use_configured_state` wants one, and takes it."""
+    for cls in (RoundPipeTrainer, Trainer):
+        AcceleratorState._reset_state(True)
+        with pytest.raises(ValueError, match="requires a pre-configured"):
+            make_trainer(cls, MODELS["full"](), ROWS, accelerator_config={"use_configured_state": True})
+        Accelerator(cpu=True)
+        trained(cls, MODELS["full"](), ROWS, max_steps=1, accelerator_config={"use_configured_state": True})
+        with pytest.raises(NotImplementedError, match="not.*instance|Tried passing in a callable"):
+            make_trainer(cls, MODELS["full"](), ROWS, accelerator_config=AcceleratorConfig)
+
+
+class LooksAtEmbeddings(TrainerCallback):
+    """Notes how far from their weights embeddings are, after the hook that adds noise."""
+
+    def __init__(self) -> None:
+        self.distances: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self.hook = model.get_input_embeddings().register_forward_hook(self.look)
+
+    def look(self, embeddings: nn.Module, args: Any, output: Tensor) -> None:
+        self.distances.append(float((output - embeddings.weight[args[0]]).norm(dim=-1).mean()))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.hook.remove()
+
+
+@pytest.mark.slow
+def test_noise_on_embeddings() -> None:
+    """Other noise for every microbatch, the same in its recompute and on any number of devices, as much as the plain
+    Trainer's, and none in evaluation."""
+    seen, runs = [], []
+    settings: dict[str, Any] = {"neftune_noise_alpha": 5.0, "num_train_epochs": 4, "num_microbatch": 2}
+    for cls, devices in ((RoundPipeTrainer, 1), (RoundPipeTrainer, 3), (Trainer, None)):
+        looks = LooksAtEmbeddings()
+        runs.append(trained(cls, MODELS["full"](), ROWS, callbacks=[looks], devices=devices, **settings))
+        seen.append(looks.distances)
+        assert len({runs[-1].evaluate(ROWS[:4])["eval_loss"] for _ in range(2)}) == 1
+    assert logged(runs[0])[:-1] == logged(runs[1])[:-1]
+    assert differ(weights(runs[0]), weights(runs[1])) == []
+    assert [len(set(distances)) for distances in seen] == [32, 32, 16]
+    means = [float(np.mean(distances)) for distances in seen]
+    assert means == pytest.approx([means[2]] * 3, rel=0.03)

@@ -101,6 +101,21 @@ def test_an_error_in_the_middle_of_a_run_leaves_whole_steps() -> None:
     assert_same_weights(weights(trainer), weights(plain))
 
 
+def test_weights_loaded_after_an_error_are_those_that_train() -> None:
+    """No late update of the failed run takes their place; until then all its updates are in the model."""
+    fuse = Fuse(16)
+    trainer = in_layer(fuse)
+    trainer.args.async_optimizer = True
+    with pytest.raises(Broken):
+        run(trainer)
+    trainer.model.load_state_dict(MODELS["full"]().state_dict())
+    trainer.args.async_optimizer, trainer.optimizer = False, None
+    run(trainer)
+    plain = trained(Trainer, MODELS["full"](), ROWS)
+    assert_same_logs(logged(trainer)[:-1], logged(plain)[:-1])
+    assert_same_weights(weights(trainer), weights(plain))
+
+
 def test_an_error_in_the_dataset() -> None:
     fuse = Fuse(4)
 

@@ -9,13 +9,16 @@ from roundpipe_hf import RoundPipeTrainerMixin
 
 OWN = {"synchronize", "optim_named_parameters", "has_stock_loss", "stand_in", "precision"}
 PRIVATE = {
+    "_checkpoint_in",
     "_divisor",
     "_engine",
     "_make_inner_optimizer",
+    "_rng_file",
     "_run_forward",
     "_run_window",
     "_stand_in_for",
     "_stepped_by",
+    "_to_gather",
 }
 METHODS = {
     name

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
+from examples.example_data import save_tokenizer
 from hf.trainers import (
     MODELS,
     Pair,
@@ -138,3 +140,13 @@ def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundPipeTrainingArguments, "world_size", 2)
     with pytest.raises(ConfigError, match="fp16 in 2 processes.*bf16"):
         make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, fp16=True)
+
+
+def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's loss gathers from all processes at every microbatch, which are computed on several threads."""
+    from hf.test_sft import make_trainer as make_sft_trainer
+    from roundpipe_hf.sft import RoundPipeSFTTrainer
+
+    monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
+    with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):
+        make_sft_trainer(RoundPipeSFTTrainer, AutoTokenizer.from_pretrained(save_tokenizer(Path("tokenizer"))))

@@ -43,7 +43,7 @@ def test_arguments(settings: dict[str, Any], message: str) -> None:
         ("fsdp", "full_shard", "fsdp.*leave it out"),
         ("parallelism_config", object(), "parallelism_config"),
         ("activation_offloading", True, "activation offloading"),
-        ("use_liger_kernel", True, "use_liger_kernel.*leave it out"),
+        ("use_liger_kernel", True, "fused loss.*set liger_kernel_config={'fused_linear_cross_entropy': False}"),
     ],
 )
 def test_arguments_that_need_what_is_not_installed(name: str, value: Any, message: str) -> None:

@@ -270,6 +270,36 @@ def test_push_to_hub_sends_every_update(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(differ(hub.uploads[0], hub.uploads[-1])) == len(at_step_2)
 
 
+class Repository(Hub):
+    """Keeps what was in a folder when its upload began, and what it was to become."""
+
+    def __init__(self) -> None:
+        self.commits: list[tuple[Any, list[str]]] = []
+
+    def upload_folder(self, folder_path: str, path_in_repo: Any = None, **_: Any) -> Any:
+        files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
+        self.commits.append((path_in_repo, files))
+        done: Future[str] = Future()
+        done.set_result("https://hub/commit")
+        return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_checkpoints_are_pushed_from_their_place(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole, and under their own names, as the plain Trainer pushes them."""
+    repositories = []
+    for cls in (RoundPipeTrainer, Trainer):
+        repositories.append(Repository())
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda: repositories[-1])
+        trained(
+            cls, MODELS["full"](), ROWS, push_to_hub=True, hub_strategy=strategy, save_steps=2, save_strategy="steps"
+        )
+    ours, plain = (repository.commits for repository in repositories)
+    assert ours == plain
+    assert any("trainer_state.json" in files for _, files in ours)
+
+
 # --- generation ---
 
 
@@ -334,6 +364,29 @@ def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = trained(Trainer, MODELS["full"](), ROWS, **settings)
     plain.evaluate()
     assert_same(Pair(ours, plain))
+
+
+def scaled_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Bound to a module, as kernels are. Not quite what the module's own does, so that it shows who was called."""
+    return 1.5 * self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def patch_norms(model: Any, config: dict[str, bool]) -> None:
+    assert config == {"fused_linear_cross_entropy": False}
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = types.MethodType(scaled_norm, module)
+
+
+@pytest.mark.slow
+def test_kernels_bound_to_modules_run_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_liger_kernel` without the library: what it binds to the model's modules computes with devices' copies."""
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", patch_norms)
+    given: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+    pair = train_both(MODELS["full"], ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", **given)
+    assert_same(pair)
+    without = trained(RoundPipeTrainer, MODELS["full"](), ROWS)
+    assert logged(pair.ours)[0]["loss"] != pytest.approx(logged(without)[0]["loss"], abs=1e-3)
 
 
 # --- inputs ---

@@ -17,6 +17,8 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.memory.slots import SlotPool
 from roundpipe.plan.costs import LayerCosts
+from roundpipe.plan.execute_plan import plan_for
+from roundpipe.runtime.pipeline import Pipeline
 
 FORWARD_MS, BACKWARD_MS, LOSS_MS, MS_PER_BYTE = 3.0, 5.0, 2.0, 0.001
 PLAN = ModelExecutePlan([range(2)], [range(2, 4), range(2)])
@@ -178,6 +180,26 @@ def test_plans_that_follow_measurements_change_no_bit(engines: Engines) -> None:
                 for _ in range(5):
                     engine.planner.measured().record_time(part, layer, draws.choice([1.0, 50.0]))  # type: ignore[arg-type]
     assert len(plans) > 2
+
+
+def test_only_the_first_call_of_a_shape_waits_for_its_plan(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later plans are made while devices are busy with the call that has gone before."""
+    happened: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (happened.append(name), function(*args, **kwargs))[1]
+
+    monkeypatch.setattr("roundpipe.planner.plan_for", noted("plan", plan_for))
+    monkeypatch.setattr(Pipeline, "start", noted("start", Pipeline.start))
+    engine = engines(make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    for rows in (8, 8, 8, 8, 8, 800, 8):
+        run_batch(engine, mlp_batch(rows))
+        engine.synchronize()
+        happened.append("end")
+        engine.planner.measured().record_saved_bytes(0, 1 + 1000 * len(happened))
+    calls = " ".join(happened).split(" end")[:-1]
+    assert [call.split()[0] for call in calls] == ["plan", *["start"] * 4, "plan", "start"]
+    assert calls.count(" start plan") > 1
 
 
 def test_slots_are_given_back_when_a_plan_replaces_another_and_only_then(

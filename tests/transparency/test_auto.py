@@ -37,6 +37,7 @@ from reference import Reference, plain_call, weights_of
 from roundpipe import ConfigError, RoundPipeRunConfig
 from roundpipe.auto import AutoRoundPipe
 from roundpipe.memory.blocks import HostBlocks
+from roundpipe.slot_sizes import slot_bytes
 
 
 class Case(NamedTuple):
@@ -411,6 +412,25 @@ def test_state_that_forwards_write(wrap: Wrap) -> None:
     ONE.check(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
+@one_and_three
+@pytest.mark.parametrize("count", [1, 3])
+def test_batch_norm(wrap: Wrap, devices: DeviceSet, count: int) -> None:
+    """A ResNet with batch statistics: those of each microbatch, one after the other, as in a loop over microbatches in
+    plain PyTorch; with one microbatch those of the batch."""
+    model, batch = make_resnet(), resnet_batch()
+    for block in (*model.layer1, *model.layer2):
+        block.norm1, block.norm2 = (nn.BatchNorm2d(norm.num_channels) for norm in (block.norm1, block.norm2))
+    plain = copy.deepcopy(model)
+    outputs = [plain(images) for images in batch.args[0].chunk(count)]
+    expected = batch.loss_fn(torch.cat(outputs), batch.label)
+    expected.backward()
+    engine = wrap(model, devices, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=count))
+    devices.check(train(engine, batch), expected.detach(), bitwise=False)
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    devices.check(gradients(engine), grads, bitwise=False)
+    devices.check(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=False)
+
+
 def test_hooks_run_once(wrap: Wrap) -> None:
     """Of the model, of a part, of a sequence that is a part, of a layer in it: as often as in the plain model."""
     model, x = make_branches(), branches_batch().args[0]
@@ -645,12 +665,91 @@ def test_slots_of_other_parts_are_given_back(wrap: Wrap) -> None:
     torch.manual_seed(0)
     model, x = Growing(), torch.randn(4, 64)
     engine = wrap(model)
-    largest = max(engine.statistics()["layer_bytes"])
+    largest = slot_bytes(max(engine.statistics()["layer_bytes"]))
     for _ in range(2):
         loss = engine(x).sum()
         assert 0 < max(engine.statistics()["slot_bytes"].values()) <= largest
         loss.backward()
         assert 0 < max(engine.statistics()["slot_bytes"].values()) <= largest
+
+
+class SequenceFirst(nn.Module):
+    """Torch's transformer as it is by default, with the sequence in the first dimension, and a recurrent layer, whose
+    state has the batch in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        encoder = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.blocks = nn.ModuleList(Mixing() for _ in range(2))
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x.transpose(0, 1))
+        for block in self.blocks:
+            x = block(x)
+        made, (state, _) = self.lstm(x.transpose(0, 1))
+        return made[:, -1] + state[0] + state[1]
+
+
+class Mixing(nn.Module):
+    """A user's own, over a first dimension that is not the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)).cumsum(0)
+
+
+@pytest.mark.parametrize("length", [4, 7])
+def test_a_sequence_is_not_cut_for_a_batch(wrap: Wrap, length: int) -> None:
+    """Where the first dimension of what a part is given is not the model's batch. For torch's own modules also where
+    it is as long (4 rows, 2 of them in a microbatch, as many as the recurrent layer has layers)."""
+    torch.manual_seed(0)
+    model = SequenceFirst()
+    if length == 4:
+        model.blocks = nn.ModuleList()
+    x, y = torch.randn(4, length, WIDTH), torch.randn(4, WIDTH)
+    batch = Batch((x,), {}, y, nn.functional.mse_loss)
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    engine = wrap(model, THREE, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    THREE.check(train(engine, batch), expected.loss, bitwise=False)
+    THREE.check(gradients(engine), expected.gradients, bitwise=False)
+
+
+def make_wrapped_decoder(*, hands_on: bool) -> Any:
+    """A model of transformers' whose forward does not say that there is a cache, around a decoder that makes one."""
+    from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class Around(PreTrainedModel):
+        config_class = LlamaConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.decoder = LlamaModel(config)
+
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            output = self.decoder(input_ids, **(kwargs if hands_on else {}))
+            return BaseModelOutput(last_hidden_state=output.last_hidden_state)
+
+    torch.manual_seed(0)
+    return Around(
+        LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    )
+
+
+def test_caches_deep_inside_are_off_or_refused(wrap: Wrap) -> None:
+    """Microbatches that share one would attend to each other's tokens."""
+    ids = torch.arange(32).view(4, 8)
+    model = make_wrapped_decoder(hands_on=True)
+    expected = model(ids).last_hidden_state
+    in_two = {"model_run_config": RoundPipeRunConfig(num_microbatch=2), "lower_threshold": 1}
+    ONE.check(wrap(model, **in_two)(ids).last_hidden_state, expected, bitwise=False)
+    with pytest.raises(ConfigError, match="use_cache=False in its config"):
+        wrap(make_wrapped_decoder(hands_on=False), **in_two)(ids)
 
 
 def test_elements_that_are_cut_differently(wrap: Wrap) -> None:

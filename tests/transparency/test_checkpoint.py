@@ -327,18 +327,30 @@ def peak_bytes() -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def test_a_stock_torch_state_goes_on_in_our_optimizer(devices: DeviceSet, engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {}),
+        ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adafactor", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_stock_torch_state_goes_on_in_our_optimizer(
+    kind: str, options: dict[str, Any], devices: DeviceSet, engines: Engines
+) -> None:
     """Plain training for three steps, the engine from there on."""
     plain = make_mlp()
-    reference = Reference(plain, lambda params: torch.optim.AdamW(params, lr=0.01))
+    reference = Reference(plain, lambda params: getattr(torch.optim, kind)(params, lr=0.01, **options))
     for batch in BATCHES[:3]:
         reference.forward_backward(batch.split(2), batch.loss_fn)
         reference.step()
     engine = engines(make_mlp(), devices)
     engine.load_state_dict(reference.weights)
-    optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=0.01)
+    optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.01)
     optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))  # which keeps the tensors it is given
-    assert optimizer.param_groups[0]["fused"], "torch's choice of a kernel is no state"
+    assert optimizer.param_groups[0].get("fused", True), "torch's choice of a kernel is no state"
     for batch in BATCHES[3:]:
         reference.forward_backward(batch.split(2), batch.loss_fn)
         reference.step()

@@ -10,7 +10,7 @@ from device_sets import ONE, TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights, run_batch
 from models import CASES, MLP_WIDTH, ModelCase, make_mlp, mlp_batch
 from reference import plain_call, weights_of
-from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
 
 BATCH = mlp_batch(rows=12)
 
@@ -69,6 +69,34 @@ def test_backward_through_the_outputs_equals_plain_autograd(
     for own, plain in ((before, plain_before), (after, plain_after)):
         devices.check(own.weight.grad, plain.weight.grad, bitwise=exact)
         devices.check(own.bias.grad, plain.bias.grad, bitwise=exact)
+
+
+class TwoHeads(nn.Module):
+    """Hands on two tensors, and one that carries no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.left(hidden), self.right(hidden), hidden.detach().sum(1)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_outputs_that_are_not_used(used: int, num_stages: int, devices: DeviceSet, engines: Engines) -> None:
+    """Nor is all that another forward has made. What no gradient reaches has none, as in plain autograd."""
+    model = nn.Sequential(*make_mlp(2), TwoHeads())
+    plain = copy.deepcopy(model)
+    plain(BATCH.args[0])[used].square().mean().backward()
+    engine = engines(model, devices)
+    stages = {1: [range(4)], 3: [range(1), range(1, 3), range(3, 4)]}[num_stages]
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=ModelExecutePlan(stages, stages[::-1]))
+    engine(*BATCH.args, roundpipe_run_config=config)
+    engine(*BATCH.args, roundpipe_run_config=config)[used].square().mean().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert len(expected) == 6
+    devices.check(engine_gradients(engine), expected)
 
 
 def test_gradients_of_backward_add_to_those_of_forward_backward(devices: DeviceSet, engines: Engines) -> None:

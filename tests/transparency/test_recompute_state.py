@@ -5,6 +5,7 @@ The oracle is the plain model, run microbatch by microbatch.
 """
 
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -367,3 +368,21 @@ def test_a_layer_that_is_looked_at_anew_in_a_recompute_is_recomputed(
     output = engine(*batch.args, roundpipe_run_config=config)
     batch.loss_fn(output, batch.label.to(output.device)).backward()
     devices.check(engine_gradients(engine), expected.gradients, bitwise=False)
+
+
+@pytest.mark.parametrize("kind", ["in place", "batch norm", "fixed"])
+def test_values_that_no_buffer_has_any_more_are_forgotten(kind: str, engines: Engines) -> None:
+    """Whether forwards write the buffer or the user does, between calls."""
+    engine = engines(make_model(KINDS.get(kind, Scaled)), TWO)
+
+    def tensors_after_calls() -> int:
+        for _ in range(6):
+            run_batch(engine, BATCHES[0], 3, execute_plan=PLANS["whole stages"])
+            engine.zero_grad()
+            engine.synchronize()
+            for buffer in engine.model.buffers():
+                buffer.mul_(1)
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    assert tensors_after_calls() >= tensors_after_calls()

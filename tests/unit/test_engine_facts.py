@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +82,14 @@ def test_an_engine_can_not_be_copied_but_its_model_can(how: str, engines: Engine
     ONE.check(weights_of(twin), weights_of(engine.model))
     for value in pickle.loads(pickle.dumps(twin)).state_dict().values():
         assert isinstance(value, torch.Tensor)
+
+
+def test_compiled_blocks_have_code_of_their_own(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives up on a code object after a few variants, whoever has asked for them."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    for _ in range(2):
+        run_batch(engines(make_mlp(), TWO, compile=True), mlp_batch(rows=8), 4)
+    codes = [function.__code__ for function in compiled if function.__name__ == "forward"]
+    assert len(codes) == len({id(code) for code in codes}) >= 4
+    assert not {id(code) for code in codes} & {id(nn.Linear.forward.__code__), id(nn.Tanh.forward.__code__)}

@@ -5,7 +5,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.parts.find import default_upper_threshold, find_parts, is_sequence, layers_of, num_bytes, whole
+from roundpipe.parts.find import (
+    default_upper_threshold,
+    find_parts,
+    has_batch_second,
+    is_sequence,
+    layers_of,
+    num_bytes,
+    whole,
+)
 
 
 class Two(nn.Module):
@@ -56,6 +64,29 @@ def test_small_parts_are_not_cut() -> None:
     assert [part.config.num_microbatch for part in parts] == [1, None]
     assert whole(linear(996), lower_threshold=1000).config.num_microbatch == 1
     assert whole(linear(1000), lower_threshold=1000).config.num_microbatch is None
+
+
+def test_modules_with_the_batch_in_the_second_dimension_are_not_cut() -> None:
+    """Torch's own; what a user's module does with one inside is not known."""
+
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.transpose(0, 1)
+            return self.attention(x, x, x)[0].transpose(0, 1)
+
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    batch_first = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    second = [nn.GRU(4, 4, batch_first=True), nn.MultiheadAttention(4, 2), layer, encoder]
+    first = [nn.MultiheadAttention(4, 2, batch_first=True), batch_first, Turning(), nn.Conv1d(4, 4, 1)]
+    assert [has_batch_second(module) for module in (*second, nn.Sequential(nn.Tanh(), layer))] == [True] * 5
+    assert [has_batch_second(module) for module in first] == [False] * 4
+    (part,) = find_parts(second[0], lower_threshold=1, upper_threshold=10**9)
+    assert part.config.num_microbatch == 1
 
 
 def test_elements_of_a_module_list() -> None:

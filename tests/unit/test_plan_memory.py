@@ -71,7 +71,7 @@ def test_recompute_by_layer_holds_the_largest_graph_and_the_inputs_of_the_others
 
 
 def test_the_largest_gradient_passes_through_one_layer_at_a_time() -> None:
-    costs = replace(COSTS, passing_bytes=(500, 900, 100, 700))
+    costs = replace(COSTS, passing_bytes=(500, 900, 100, 700), weight_bytes=(1,) * 4)
     found = predicted_peak([(X, range(4))], StageSums(costs), Round(num_devices=1, num_microbatches=5))
     assert found.graph == 10_000 + 900
 

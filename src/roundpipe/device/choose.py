@@ -22,11 +22,11 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: float | None) -> list[De
         max_gpu_memory: bytes, or GB if below 2**20, that the engine keeps under on each device.
 
     Raises:
-        ConfigError: no device, one that does not exist, or one that is named twice.
+        ConfigError: no device, one that does not exist, or one that is named twice; no memory.
     """
+    if max_gpu_memory is not None and not (isinstance(max_gpu_memory, (int, float)) and max_gpu_memory > 0):
+        raise ConfigError(f"max_gpu_memory is {max_gpu_memory!r}; it must be a positive number of bytes, or of GB")
     max_bytes = None if max_gpu_memory is None else int(max_gpu_memory * (2**30 if max_gpu_memory < 2**20 else 1))
-    if max_bytes is not None and max_bytes <= 0:
-        raise ConfigError(f"max_gpu_memory is {max_gpu_memory}; it must be positive")
     if devices is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         devices = [torch.device("cuda", index) for index in range(count)] or 1

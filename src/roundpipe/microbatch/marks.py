@@ -55,7 +55,9 @@ def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    values, _ = tree_flatten(node, is_leaf=lambda inner: inner is not node)
+    whole = [node]
+    values, _ = tree_flatten(node, is_leaf=lambda inner: inner is not whole[0])
+    whole.clear()  # because what torch flattens with is garbage in a circle, and would hold the batch until it is found
     if isinstance(node, Mapping) and len(node) == len(values):
         keys = [f"[{key!r}]" for key in node]
     else:

@@ -203,7 +203,7 @@ class GradScaler:
                     f"the optimizer's copy of a parameter of shape {tuple(parameter.shape)} is torch.float16, in which "
                     "an unscaled gradient may vanish; pass optim_dtype=torch.float32 to RoundPipe"
                 )
-        inverse = called.scale.double().reciprocal().float()
+        inverse = float(called.scale.double().reciprocal().float())
         squares = landed_squares(parameters)
         found = [_unscale(parameter, square, inverse) for parameter, square in zip(parameters, squares, strict=True)]
         checks = [found_inf for found_inf in found if found_inf is not None]
@@ -332,13 +332,13 @@ def _times(outputs: Any, scale: torch.Tensor) -> Any:
     raise ConfigError(f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}")
 
 
-def _unscale(parameter: torch.Tensor, square: float | None, inverse: torch.Tensor) -> bool | None:
+def _unscale(parameter: torch.Tensor, square: float | None, inverse: float) -> bool | None:
     """Whether the gradient has infs or NaNs; None if there is no gradient."""
     if isinstance(parameter, Master):
         parts = parameter.landed()
         if not parts:
             return None
-        parameter.scale *= float(inverse)
+        parameter.scale *= inverse
         if square is not None and math.isfinite(square):
             return False  # the device has looked already
         # Uses of a tied weight may each be finite and their sum not; a square may overflow where its root does not.
@@ -347,7 +347,7 @@ def _unscale(parameter: torch.Tensor, square: float | None, inverse: torch.Tenso
     if parameter.grad is None:
         return None
     found_inf = torch.zeros((), dtype=torch.float32, device=parameter.grad.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found_inf, inverse.to(found_inf.device))
+    torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found_inf, torch.full_like(found_inf, inverse))
     return bool(found_inf)
 
 

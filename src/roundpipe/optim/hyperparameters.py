@@ -26,7 +26,7 @@ Hyperparameters = list[dict[str, Any]]
 _BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step
 
 _masters: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
-_working: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
+_working: "weakref.WeakValueDictionary[int, WorkingWeights]" = weakref.WeakValueDictionary()
 
 
 class LearntOptimizers:
@@ -124,8 +124,21 @@ def know_master(master: torch.Tensor) -> None:
     _masters[id(master)] = master
 
 
-def know_working(parameter: torch.Tensor) -> None:
-    _working[id(parameter)] = parameter
+class WorkingWeights:
+    """Parameters that get no gradient, for as long as an engine that trains their masters holds this and is open.
+
+    Does not hold them: its owner does.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self.is_closed = False
+        for parameter in parameters:
+            _working[id(parameter)] = self
+
+
+def _is_working(parameter: torch.Tensor) -> bool:
+    weights = _working.get(id(parameter))
+    return weights is not None and not weights.is_closed
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -134,10 +147,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None  # a stand-in already: its step calls the step of the class above
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
-        if not isinstance(parameter, Master) and _working.get(id(parameter)) is parameter:
+        if not isinstance(parameter, Master) and _is_working(parameter):
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which get no gradient; "
-                "make it over RoundPipe.optim_parameters()"
+                "make it over RoundPipe.optim_parameters(), or close() the engine to train the model without it"
             )
     if step is not None:
         return (step.stand_in(optimizer), *args[1:]), kwargs

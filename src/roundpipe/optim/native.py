@@ -32,7 +32,7 @@ _ARRAY_BYTES = 16
 _JOB_WORDS = 8
 _NUM_COEFFICIENTS = 7
 _SQUARES = 4
-_CHUNK = 64 * 1024
+_CHUNK = 16 * 1024
 
 _dtype_of = operator.attrgetter("dtype")
 _is_on_cpu = operator.attrgetter("is_cpu")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..memory import huge_pages
 from .gradients import GradientRules
 from .pending import Held, PendingUpdates, hold_as
 from .store import LayerParameters, ParameterStore, ParameterUse
@@ -110,7 +111,7 @@ class Masters:
         master = self._masters.get(id(parameter))
         if master is None:
             dtype = self._rules.master(parameter)
-            master = Master(parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
+            master = Master(huge_pages.empty(parameter.shape, dtype).copy_(parameter.detach()))
             self._masters[id(parameter)] = master
             self._store.stepped.add(id(parameter))
         return master

@@ -83,6 +83,12 @@ class Accumulator:
 
         resident.register_post_accumulate_grad_hook(take)
 
+    def let_go(self) -> None:
+        """Everything has landed. Said because a layer's replica may be part of a circle, and holds this by a hook: what
+        is in here would stay until the circle is found."""
+        self.sums.clear()
+        self.landed = self.buffer = self._land = None
+
     def _came(self, place: int) -> None:
         if self._land is None:
             return

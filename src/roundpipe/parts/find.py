@@ -48,9 +48,10 @@ def find_parts(
 
     [Note: parts] A sequence becomes an engine of several layers. A module with a forward becomes one of a single layer
     if its own parameters have ``lower_threshold`` bytes or all of them at most ``upper_threshold``; below
-    ``lower_threshold`` in total it is not worth cutting a batch for. Elements of a module list become engines whatever
-    their size; all but the last leave their outputs on the devices, for the next. What is none of these stays on the
-    CPU, and its children are looked at.
+    ``lower_threshold`` in total it is not worth cutting a batch for. Nor is a batch cut for torch's own modules that
+    have it in the second dimension, be it of inputs (``batch_first=False``) or of what a recurrent one remembers.
+    Elements of a module list become engines whatever their size; all but the last leave their outputs on the devices,
+    for the next. What is none of these stays on the CPU, and its children are looked at.
     """
     return list(_Search(lower_threshold, upper_threshold, {id(module) for module in skip}).walk("", model))
 
@@ -102,4 +103,17 @@ class _Search:
 
 def _cut_if_large(module: nn.Module, lower_threshold: int) -> RoundPipeRunConfig:
     is_small = not is_sequence(module) and num_bytes(module) < lower_threshold
-    return RoundPipeRunConfig(num_microbatch=1 if is_small else None)
+    return RoundPipeRunConfig(num_microbatch=1 if is_small or has_batch_second(module) else None)
+
+
+def has_batch_second(module: nn.Module) -> bool:
+    """Whether a layer is one of torch's own modules that take or return tensors whose batch is their second dimension.
+
+    One inside of a module of the user's may be fed by code that turns its inputs round.
+    """
+    return any(
+        isinstance(part, nn.RNNBase) or getattr(part, "batch_first", True) is False
+        for layer in layers_of(module)
+        if type(layer).__module__.startswith("torch.nn.")
+        for part in layer.modules()
+    )

@@ -17,6 +17,8 @@ from torch import nn
 from ..errors import ConfigError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Code that runs the container itself instead of its twin.
+_BOUND = ("forward", "_compiled_call_impl")
 
 
 class BlockCall(NamedTuple):
@@ -117,7 +119,7 @@ class Part(nn.Module):
         levels = zip(self.original.containers, self.owned, self.blocks.path, strict=True)
         for container, owned, name in reversed(list(levels)):
             twin = container.__new__(type(container))
-            state = {key: value for key, value in container.__dict__.items() if key != "forward"}
+            state = {key: value for key, value in container.__dict__.items() if key not in _BOUND}
             state |= {"_parameters": owned._parameters, "_buffers": owned._buffers, "training": training}
             state |= {"_modules": {**owned._modules, name: inner}, **{hooks: OrderedDict() for hooks in _HOOKS}}
             twin.__dict__ = state

@@ -68,16 +68,23 @@ class KnownBuffers:
         return value
 
 
-class _Placed(NamedTuple):
-    """A value on a device. ``version``: the copy's, as long as no forward has written it."""
+class _Copy(NamedTuple):
+    """A value on a device. ``version``: the tensor's, as long as no forward has written it.
 
-    value: BufferValue
-    copy: torch.Tensor
+    Does not know the value, which keeps it alive.
+    """
+
+    tensor: torch.Tensor
     version: int
 
     @property
     def is_intact(self) -> bool:
-        return self.copy._version == self.version
+        return self.tensor._version == self.version
+
+
+class _Latest(NamedTuple):
+    value: BufferValue
+    copy: _Copy
 
 
 class BufferCache:
@@ -90,45 +97,47 @@ class BufferCache:
         self._device = device
         self._known = known
         self._latest = WeakTensorKeyDictionary()  # by the user's buffer: as it was last placed
-        self._placed: WeakKeyDictionary[BufferValue, _Placed] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[BufferValue, _Copy] = WeakKeyDictionary()
 
     def known(self, original: torch.Tensor) -> KnownBuffer:
         return self._known.of(original)
 
     def place(self, original: torch.Tensor) -> torch.Tensor:
         """A copy of the user's buffer as it is now."""
-        placed = self._latest[original] = self._place(self._known.value(original), original)
-        return placed.copy
+        value = self._known.value(original)
+        copy = self._copy_of(value, original)
+        self._latest[original] = _Latest(value, copy)
+        return copy.tensor
 
     def restore(self, value: BufferValue) -> torch.Tensor:
         """A copy of a value that was kept, whatever the buffer holds by now."""
         assert value.host is not None
-        return self._place(value, value.host).copy
+        return self._copy_of(value, value.host).tensor
 
-    def _place(self, value: BufferValue, original: torch.Tensor) -> _Placed:
-        placed = self._placed.get(value)
-        if placed is None or not placed.is_intact:
+    def _copy_of(self, value: BufferValue, original: torch.Tensor) -> _Copy:
+        copy = self._copies.get(value)
+        if copy is None or not copy.is_intact:
             # Rather what was kept, because the user may be writing the buffer while a late visit is at work.
             source = original if value.host is None else value.host
-            copy = source.detach().to(self._device.torch_device, copy=True)
-            placed = self._placed[value] = _Placed(value, copy, copy._version)
-        return placed
+            tensor = source.detach().to(self._device.torch_device, copy=True)
+            copy = self._copies[value] = _Copy(tensor, tensor._version)
+        return copy
 
     def is_placed(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
         """Whether ``copy`` still is what ``place`` last gave for ``original``, as far as versions tell."""
         if original is None or copy is None:
             return original is copy
-        placed = self._made_of(original, copy)
-        return placed is not None and placed.is_intact
+        latest = self._made_of(original, copy)
+        return latest is not None and latest.copy.is_intact
 
     def value_in(self, copy: torch.Tensor, original: torch.Tensor) -> BufferValue | None:
         """What ``copy`` holds unless it was written, if it is what ``place`` last gave for ``original``."""
-        placed = self._made_of(original, copy)
-        return None if placed is None else placed.value
+        latest = self._made_of(original, copy)
+        return None if latest is None else latest.value
 
-    def _made_of(self, original: torch.Tensor, copy: torch.Tensor) -> _Placed | None:
-        placed: _Placed | None = self._latest.get(original)
-        return placed if placed is not None and placed.copy is copy else None
+    def _made_of(self, original: torch.Tensor, copy: torch.Tensor) -> _Latest | None:
+        latest: _Latest | None = self._latest.get(original)
+        return latest if latest is not None and latest.copy.tensor is copy else None
 
     def has_changed(self, original: torch.Tensor, copy: torch.Tensor) -> bool:
         """Compares values, for copies whose version tells nothing. From then on nobody trusts versions of that buffer.
@@ -138,9 +147,9 @@ class BufferCache:
         if torch.equal(copy.cpu(), original.cpu()):
             return False
         self._known.of(original).is_written_silently = True
-        placed = self._made_of(original, copy)
-        if placed is not None:
-            self._placed.pop(placed.value, None)
+        latest = self._made_of(original, copy)
+        if latest is not None:
+            self._copies.pop(latest.value, None)
         return True
 
     def is_written_silently(
@@ -155,4 +164,4 @@ class BufferCache:
 
     def clear(self) -> None:
         self._latest.clear()
-        self._placed.clear()
+        self._copies.clear()

@@ -1,5 +1,6 @@
 """The devices of one model and what its pipelines share there: a worker thread each, the way up, and slots."""
 
+import threading
 from collections.abc import Sequence
 
 from ..device import Device
@@ -21,6 +22,9 @@ class Crew:
     def __init__(self, devices: Sequence[Device], store: ParameterStore, memory: HostMemory) -> None:
         self.devices = list(devices)
         self.next_device = 0
+        # Held while a call is handed out. Calls of two threads, in another order on each device, would wait for each
+        # other.
+        self.handing_out = threading.Lock()
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
         self.senders = [make_sender(device, store, memory) for device in devices]

@@ -103,9 +103,12 @@ class Pipeline:
         for executor in self._executors:
             # Because the caller may have queued work on its own stream that makes the inputs.
             executor.device.follow_caller()
-        call.is_started = True
-        for executor, worker, actions in zip(self._executors, self._crew.workers, call.schedule.actions, strict=True):
-            worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
+        with self._crew.handing_out:
+            call.is_started = True
+            for executor, worker, actions in zip(
+                self._executors, self._crew.workers, call.schedule.actions, strict=True
+            ):
+                worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
 
     def close(self) -> None:
         """Has the devices freed after the calls already submitted. Returns at once."""

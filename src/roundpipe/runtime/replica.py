@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from .rebinding import CODE, is_rebound, rebound
 from .structure import Structure
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 _CONTAINERS = (list, tuple, dict)
 _TREES = ("_parameters", "_buffers", "_modules")
-STRUCTURE = (*_TREES, "training", "forward")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
+# What `nn.Module.compile` leaves: the user's own module, compiled.
+_COMPILED = "_compiled_call_impl"
 # Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
-_INERT = frozenset({bool, int, float, str, type(None), torch.dtype, OrderedDict, type, types.FunctionType})
+_INERT = frozenset({bool, int, float, str, type(None), torch.dtype, OrderedDict, type})
 _NOTHING = object()
 
 
@@ -49,11 +53,13 @@ def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: Ten
         parameters: resident parameters by the ``id`` of the working parameter.
         place: gives the device's copy of a buffer or of a tensor held as a plain attribute.
     """
-    return _Replication(parameters, place, modes).of(module)
+    return _Replication(module, parameters, place, modes).of(module)
 
 
 class _Replication:
-    def __init__(self, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> None:
+    def __init__(self, root: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> None:
+        self._root = root
+        self._inside: set[int] | None = None  # the modules there are, by id; seldom needed
         self._modes = modes
         self._parameters = parameters
         self._place = place
@@ -67,12 +73,16 @@ class _Replication:
         self._done[id(module)] = replica
         # Copies, because the caller may be writing what an earlier part of the call has set.
         state = module.__dict__.copy()
+        state.pop(_COMPILED, None)
         for name, value in state.items():
             if type(value) not in _INERT and name not in _TREES:
                 state[name] = self._attribute(module, replica, value)
         state["_parameters"] = {name: self._tensor(p) for name, p in module._parameters.items()}
         state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.copy().items()}
-        state["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+        state["_modules"] = {n: None if child is None else self.of(child) for n, child in module._modules.items()}
+        for name in _HOOKS:
+            if state[name]:
+                state[name] = OrderedDict((key, rebound(hook, self._counterpart)) for key, hook in state[name].items())
         state["training"] = self._modes.training.get(id(module), module.training)
         replica.__dict__ = state
         return replica
@@ -90,11 +100,19 @@ class _Replication:
     def _attribute(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            return types.MethodType(value.__func__, replica)
+        if isinstance(value, CODE):
+            return rebound(value, self._counterpart)
         if type(value) in _CONTAINERS and value and self._is_state(value):
             return self._container(module, replica, value)
         return value
+
+    def _counterpart(self, value: Any) -> Any:
+        """What stands for something that code refers to. What is outside of the layer, and plain tensors, stay."""
+        if isinstance(value, nn.Module):
+            if self._inside is None:
+                self._inside = {id(module) for module in self._root.modules()}
+            return self.of(value) if id(value) in self._inside else value
+        return self._parameters.get(id(value), value) if isinstance(value, nn.Parameter) else value
 
     def _container(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, dict):
@@ -142,4 +160,5 @@ def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[st
 
 def is_plain(value: Any) -> bool:
     """Whether an attribute of a replica is the user's own, neither made for the device nor bound to the replica."""
-    return not isinstance(value, (torch.Tensor, types.MethodType)) and type(value) not in _CONTAINERS
+    is_ours = isinstance(value, (torch.Tensor, types.MethodType)) or is_rebound(value)
+    return not is_ours and type(value) not in _CONTAINERS

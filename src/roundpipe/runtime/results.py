@@ -55,6 +55,11 @@ def sum_losses(call: Call) -> Any:
     for m in range(call.settings.num_microbatches):
         # A copy, because the caller may write to its loss while the backward that made it still runs.
         parts = [part.to("cpu", copy=True) for part in call.losses[m].parts]
+        if totals and len(parts) != len(totals):
+            raise ConfigError(
+                f"loss_fn returned {len(totals)} losses for the first microbatches and {len(parts)} for microbatch "
+                f"{m}; they are added up, so return as many each time"
+            )
         totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
     for total in totals:
         # Because a tensor without a graph would only say that it has none.

@@ -36,19 +36,41 @@ class UploadedLayer(NamedTuple):
 
 
 class BlockCompiler:
-    """Compiles each repeated layer class once; all layers of the class, and all their replicas, share the result."""
+    """Compiles each repeated layer class once a device; all its layers, and all their replicas, share the result.
+
+    The compiler counts what it has made of a code object, and stops after a few: variants for other devices, modes and
+    shapes, of every engine in the process. Hence a code object for each engine and device.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         counts = Counter(type(layer) for layer in layers)
-        self._compiled: dict[type, Callable[..., Any]] = {
-            kind: torch.compile(kind.forward, dynamic=False) for kind, count in counts.items() if count > 1
-        }
+        self._kinds = {kind for kind, count in counts.items() if count > 1}
+        self._compiled: dict[tuple[type, str], Callable[..., Any]] = {}
 
-    def apply(self, replica: nn.Module) -> None:
-        """The replica's ``__call__``, hooks included, now runs the compiled forward."""
-        compiled = self._compiled.get(type(replica))
-        if compiled is not None and "forward" not in replica.__dict__:
-            replica.__dict__["forward"] = types.MethodType(compiled, replica)
+    def apply(self, replica: nn.Module, device: Device) -> None:
+        """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the device's worker."""
+        kind = type(replica)
+        if kind not in self._kinds or "forward" in replica.__dict__:
+            return
+        key = kind, device.name
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(_own_code(kind.forward))
+        replica.__dict__["forward"] = types.MethodType(self._compiled[key], replica)
+
+    def let_go(self, replica: nn.Module, device: Device) -> None:
+        """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses it."""
+        bound = replica.__dict__.get("forward")
+        if bound is not None and getattr(bound, "__func__", None) is self._compiled.get((type(replica), device.name)):
+            del replica.__dict__["forward"]
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(function, types.FunctionType):
+        return function
+    code, parts = function.__code__.replace(), (function.__name__, function.__defaults__, function.__closure__)
+    own = types.FunctionType(code, function.__globals__, *parts)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 class Stage:
@@ -97,6 +119,10 @@ class Stage:
     def depart(self, layer: int, value: Any, compute: Lane) -> None:
         """The layer is about to run for its last backward; ``value`` goes into it."""
         self.departures[layer] = Departure(compute, pytree.tree_leaves(value), trains=any(self.modes[layer][1:]))
+
+    def forget_landing(self) -> None:
+        """Nobody lands anything any more; ``land`` mostly holds this stage."""
+        self._land = None
 
     def land_when_complete(self, land: Callable[[Accumulator], LandedLayer]) -> None:
         """The last microbatch begins: layers send their gradients down as soon as they have all."""
@@ -196,7 +222,7 @@ class StageLoader:
             residents[id(use.parameter)] = resident
         replica = replicate(self._layers[index], residents, self.buffers.place, stage.flags)
         if self._compiler is not None:
-            self._compiler.apply(replica)
+            self._compiler.apply(replica, self._device)
         stage.modules[index] = replica
         stage.parts[index] = list(replica.modules())
         stage.add_accumulator(accumulator)
@@ -245,10 +271,16 @@ class StageLoader:
 
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
+        if self._compiler is not None:
+            for replica in stage.modules.values():
+                self._compiler.let_go(replica, self._device)
+        for accumulator in stage.accumulators.values():
+            accumulator.let_go()
         stage.modules.clear()
         stage.parts.clear()
         stage.watches.clear()
         stage.accumulators.clear()
+        stage.forget_landing()
         over = self._device.compute.record()
         # Layers that were done early first, in that order, because the pool hands out what came first.
         early = {index: departure.free for index, departure in stage.departures.items() if departure.free is not None}

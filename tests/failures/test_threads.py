@@ -1,0 +1,58 @@
+"""Several threads that evaluate with one engine: each call is whole, and none waits for another forever."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from device_sets import TWO
+from engines import Engines
+from optimizers import PATIENCE_S
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.runtime.worker import Job, Worker
+
+NUM_LAYERS, NUM_THREADS, NUM_CALLS = 4, 4, 25
+ONE_EACH = ModelExecutePlan(fwd_plan=[range(layer, layer + 1) for layer in range(NUM_LAYERS)])
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads take turns at any moment, above all between two devices' shares of a call."""
+    before, submit = sys.getswitchinterval(), Worker.submit
+
+    def give_way(worker: Worker, job: Job) -> None:
+        submit(worker, job)
+        time.sleep(0)  # lets another thread run, waits for nothing
+
+    monkeypatch.setattr(Worker, "submit", give_way)
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("restless")
+def test_calls_of_several_threads_do_not_wait_for_each_other(engines: Engines) -> None:
+    """Each visits both devices several times; handed out in another order on each they would."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_LAYERS)))
+    engine = engines(model, TWO, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH))
+    inputs = torch.randn(4, 8)
+    with torch.no_grad():
+        expected = engine(inputs)
+    found: list[torch.Tensor] = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            found.extend(engine(inputs) for _ in range(NUM_CALLS))
+
+    threads = [threading.Thread(target=evaluate, daemon=True) for _ in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(found) == NUM_THREADS * NUM_CALLS
+    assert all(torch.equal(outputs, expected) for outputs in found)
