@@ -20,7 +20,7 @@ from typing import NamedTuple
 import measure
 import torch
 
-from roundpipe.memory import huge_pages
+from roundpipe.memory import bulk
 from roundpipe.optim import native, updates
 from roundpipe.optim.chunks import sum_of_squares
 from roundpipe.optim.optimizers import AdamRule
@@ -67,7 +67,7 @@ class Arrays(NamedTuple):
 
 
 def make(count: int) -> Arrays:
-    weight, mean, square = (huge_pages.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
+    weight, mean, square = (bulk.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
     weight.normal_()
     return Arrays(
         weight,

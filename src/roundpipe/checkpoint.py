@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from .engine import Engine
 from .errors import ConfigError
-from .memory import huge_pages
+from .memory import bulk
 from .optim import GradScaler, OptimizerCtx
 from .optim.state import KERNEL_CHOICES
 
@@ -256,7 +256,7 @@ def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
     """In the memory that is there already, if it fits; else in new memory, as ``saved`` is the file's."""
     if isinstance(old, torch.Tensor) and (old.dtype, old.shape) == (saved.dtype, saved.shape):
         return old.copy_(saved)
-    return huge_pages.empty(saved.shape, saved.dtype).copy_(saved)
+    return bulk.empty(saved.shape, saved.dtype).copy_(saved)
 
 
 # Random numbers.

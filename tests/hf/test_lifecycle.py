@@ -111,6 +111,19 @@ def test_a_changed_model_gets_a_new_engine() -> None:
     assert len(differ(weights(trainer), before)) == len(before)
 
 
+def test_a_closed_engine_is_built_again() -> None:
+    """`trainer.model_wrapped.close()` gives memory back; what comes after works, and goes on from the same weights."""
+    pair = train_both(MODELS["full"], ROWS)
+    first = pair.ours.model_wrapped
+    first.close()
+    assert pair.ours.evaluate(ROWS[:3])["eval_loss"] == pytest.approx(pair.plain.evaluate(ROWS[:3])["eval_loss"])
+    pair.ours.save_model("saved")
+    for trainer in pair:
+        run(trainer)
+    assert_same_logs(logged(pair.ours), logged(pair.plain))
+    assert pair.ours.model_wrapped is not first
+
+
 def test_unfreezing_between_runs_trains_what_was_frozen() -> None:
     model = MODELS["full"]()
     model.lm_head.requires_grad_(False)

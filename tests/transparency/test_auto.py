@@ -752,6 +752,34 @@ def test_caches_deep_inside_are_off_or_refused(wrap: Wrap) -> None:
         wrap(make_wrapped_decoder(hands_on=False), **in_two)(ids)
 
 
+class Extracting(nn.Module):
+    """Hooks of its stages hand the model itself what it goes on with, and add what another of its modules makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.trunk = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.adapter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.stem.register_forward_hook(self.keep)
+        self.trunk[0].register_forward_hook(lambda _, args, output: output + self.adapter(args[0]))
+
+    def keep(self, _: Any, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(self.stem(x))) + self.kept
+
+
+def test_modules_whose_hooks_reach_out_stay_on_the_cpu(wrap: Wrap) -> None:
+    """On a device the hook would find the user's module, in which this forward sets and trains nothing."""
+    torch.manual_seed(0)
+    model, batch = Extracting(), branches_batch()._replace(kwargs={})
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    engine = wrap(model, THREE, lower_threshold=1)
+    assert engine.statistics()["engines"].keys() == {"adapter", "head"}
+    THREE.check(train(engine, batch), expected.loss, bitwise=False)
+    THREE.check(gradients(engine), expected.gradients, bitwise=False)
+
+
 def test_elements_that_are_cut_differently(wrap: Wrap) -> None:
     """One element has a number of microbatches of its own; what is made of its output beside another's is merged."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..memory import huge_pages
+from ..memory import bulk
 from .gradients import GradientRules
 from .pending import Held, PendingUpdates, hold_as
 from .store import LayerParameters, ParameterStore, ParameterUse
@@ -111,7 +111,7 @@ class Masters:
         master = self._masters.get(id(parameter))
         if master is None:
             dtype = self._rules.master(parameter)
-            master = Master(huge_pages.empty(parameter.shape, dtype).copy_(parameter.detach()))
+            master = Master(bulk.empty(parameter.shape, dtype).copy_(parameter.detach()))
             self._masters[id(parameter)] = master
             self._store.stepped.add(id(parameter))
         return master

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ..config import RoundPipeRunConfig
+from ..runtime.rebinding import CODE, mentioned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ def find_parts(
     ``lower_threshold`` in total it is not worth cutting a batch for. Nor is a batch cut for torch's own modules that
     have it in the second dimension, be it of inputs (``batch_first=False``) or of what a recurrent one remembers.
     Elements of a module list become engines whatever their size; all but the last leave their outputs on the devices,
-    for the next. What is none of these stays on the CPU, and its children are looked at.
+    for the next. What is none of these stays on the CPU, and its children are looked at. So does a module whose hooks or
+    other code have got hold of modules with weights outside of it, because only the CPU has both.
     """
     return list(_Search(lower_threshold, upper_threshold, {id(module) for module in skip}).walk("", model))
 
@@ -92,6 +94,8 @@ class _Search:
     def _is_part(self, module: nn.Module, in_list: bool) -> bool:
         if type(module).forward is nn.Module.forward or any(id(child) in self._skip for child in module.modules()):
             return False
+        if reaches_out(module):
+            return False
         if in_list or is_sequence(module):
             return True
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
@@ -99,6 +103,23 @@ class _Search:
 
     def _config(self, module: nn.Module, *, feeds_next: bool) -> RoundPipeRunConfig:
         return replace(_cut_if_large(module, self._lower), merge_output=False if feeds_next else None)
+
+
+def reaches_out(module: nn.Module) -> bool:
+    """Whether hooks and other code inside of a layer refer to modules with weights that are not in that layer."""
+    for layer in layers_of(module):
+        inside = {id(part) for part in layer.modules()}
+        held = (code for part in layer.modules() for code in _code_of(part))
+        referred = [value for code in held for value in mentioned(code) if isinstance(value, nn.Module)]
+        if any(id(other) not in inside and num_bytes(other) > 0 for other in referred):
+            return True
+    return False
+
+
+def _code_of(module: nn.Module) -> Iterator[Any]:
+    yield from (value for value in module.__dict__.values() if isinstance(value, CODE))
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        yield from hooks.values()
 
 
 def _cut_if_large(module: nn.Module, lower_threshold: int) -> RoundPipeRunConfig:

@@ -179,7 +179,7 @@ class LayerRunner:
                 output = module(*args, **kwargs)
             else:
                 output = module(value)
-        output = stage.apart(layer, output)
+        output = stage.apart(layer, value, output)
         if is_kept:
             self._loader.watch(stage, layer).learn_writes()
         if run is not None and run.saved is not None:

@@ -18,6 +18,18 @@ def rebound(code: Any, replace: Replace) -> Any:
     return _Rebinding(replace).of(code)
 
 
+def mentioned(code: Any) -> list[Any]:
+    """Everything that ``code`` is bound to."""
+    found: list[Any] = []
+
+    def note(value: Any) -> Any:
+        found.append(value)
+        return value
+
+    rebound(code, note)
+    return found
+
+
 def is_rebound(value: Any) -> bool:
     """Whether it was made here, and so is nobody's own."""
     return isinstance(value, CODE) and getattr(value, "_is_rebound", False)

@@ -24,7 +24,7 @@ STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
 # What `nn.Module.compile` leaves: the user's own module, compiled.
 _COMPILED = "_compiled_call_impl"
 # Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
-_INERT = frozenset({bool, int, float, str, type(None), torch.dtype, OrderedDict, type})
+_INERT = frozenset({bool, int, float, str, set, type(None), torch.dtype, OrderedDict, type})
 _NOTHING = object()
 
 
@@ -84,7 +84,7 @@ class _Replication:
             if state[name]:
                 state[name] = OrderedDict((key, rebound(hook, self._counterpart)) for key, hook in state[name].items())
         state["training"] = self._modes.training.get(id(module), module.training)
-        replica.__dict__ = state
+        object.__setattr__(replica, "__dict__", state)  # because a module's own looks at what it is given
         return replica
 
     def _tensor(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -134,21 +134,18 @@ class _Replication:
         return isinstance(value, torch.Tensor) and id(value) in self._parameters
 
 
-def pairs(module: nn.Module, replica: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Every module of the user's, once, beside its replica."""
-    seen: set[int] = set()
-
-    def walk(original: nn.Module, copy: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-        if id(original) in seen:
-            return
-        seen.add(id(original))
-        yield original, copy
+def pairs(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Every module of the user's, once, beside its replica; parents first."""
+    found = {id(module): (module, replica)}
+    left = [(module, replica)]
+    while left:
+        original, copy = left.pop()
         for name, child in original._modules.items():
             other = copy._modules.get(name)
-            if child is not None and other is not None:
-                yield from walk(child, other)
-
-    return walk(module, replica)
+            if child is not None and other is not None and id(child) not in found:
+                found[id(child)] = child, other
+                left.append((child, other))
+    return list(found.values())
 
 
 def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[str, Any]]:

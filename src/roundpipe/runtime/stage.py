@@ -87,7 +87,8 @@ class Stage:
         self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
         self.modules: dict[int, nn.Module] = {}
-        self.parts: dict[int, list[nn.Module]] = {}  # of each of ``modules``, as it was made
+        # Of each of ``modules``, every module of the user's beside its replica, as it was made.
+        self.pairs: dict[int, list[tuple[nn.Module, nn.Module]]] = {}
         self.watches: dict[int, LayerWatch] = {}
         self.accumulators: dict[int, Accumulator] = {}
         self.departures: dict[int, Departure] = {}
@@ -103,11 +104,14 @@ class Stage:
         address = _address(leaf)
         return address != 0 and any(_address(uploaded.slot.buffer) == address for uploaded in self.uploaded.values())
 
-    def apart(self, layer: int, output: Any) -> Any:
-        """What a layer has returned, without memory of its buffers, which it may write to for the next microbatch."""
-        if all(leaf.grad_fn is not None for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+    def apart(self, layer: int, value: Any, output: Any) -> Any:
+        """What a layer has returned for ``value``, without memory of its buffers, which it may write to for the next
+        microbatch. Only looks where it has to: not at what a graph has made, nor at what went in."""
+        given = set(map(id, pytree.tree_leaves(value)))
+        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        if all(leaf.grad_fn is not None or id(leaf) in given for leaf in leaves):
             return output
-        parts = self.parts[layer]
+        parts = (part for _, part in self.pairs[layer])
         held = chain.from_iterable((*part._buffers.values(), *part.__dict__.values()) for part in parts)
         own = {_address(tensor) for tensor in held if isinstance(tensor, torch.Tensor)} - {0}
         return pytree.tree_map(lambda leaf: copied(leaf) if _address(leaf) in own else leaf, output) if own else output
@@ -224,14 +228,16 @@ class StageLoader:
         if self._compiler is not None:
             self._compiler.apply(replica, self._device)
         stage.modules[index] = replica
-        stage.parts[index] = list(replica.modules())
+        stage.pairs[index] = pairs(self._layers[index], replica)
         stage.add_accumulator(accumulator)
 
     def watch(self, stage: Stage, index: int) -> LayerWatch:
         """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
         if index not in stage.watches:
-            replicas = list(pairs(self._layers[index], self.module(stage, index)))
-            stage.watches[index] = LayerWatch(replicas, self._device, self.buffers, self._writers, stage.flags)
+            self.module(stage, index)
+            stage.watches[index] = LayerWatch(
+                stage.pairs[index], self._device, self.buffers, self._writers, stage.flags
+            )
         return stage.watches[index]
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
@@ -255,8 +261,7 @@ class StageLoader:
         ]
 
     def _pairs(self, stage: Stage) -> Iterator[tuple[nn.Module, nn.Module]]:
-        for index, replica in stage.modules.items():
-            yield from pairs(self._layers[index], replica)
+        return chain.from_iterable(stage.pairs.values())
 
     def _is_replaced(self, owner: nn.Module, name: str, value: torch.Tensor | None) -> bool:
         return not self.buffers.is_placed(owner._buffers.get(name), value)
@@ -277,7 +282,7 @@ class StageLoader:
         for accumulator in stage.accumulators.values():
             accumulator.let_go()
         stage.modules.clear()
-        stage.parts.clear()
+        stage.pairs.clear()
         stage.watches.clear()
         stage.accumulators.clear()
         stage.forget_landing()

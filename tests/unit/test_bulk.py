@@ -1,4 +1,4 @@
-"""Masters and moments lie in large pages where the system has them."""
+"""Masters and moments lie in large pages, of which forked processes get no copy, where the system has such."""
 
 import mmap
 from pathlib import Path
@@ -11,42 +11,42 @@ from device_sets import ONE
 from engines import Engines, run_batch
 from models import Batch
 from roundpipe import load_checkpoint, save_checkpoint
-from roundpipe.memory import huge_pages
+from roundpipe.memory import bulk
 from roundpipe.optim import SGD, AdamW
 
-MAPS = Path("/proc/self/smaps")
-WIDTH = 2048  # 16 MiB of fp32
+WIDTH = 1024  # 4 MiB of fp32
 
 
-def asks_for_large_pages(tensor: torch.Tensor) -> bool:
-    """Whether the memory in the tensor's middle is marked so."""
+def advice_for(tensor: torch.Tensor) -> set[str]:
+    """What the system was told of the memory in the tensor's middle: "hg" for large pages, "dc" for none in a fork."""
     middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
-    for line in MAPS.read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
         if not first.endswith(":"):
             start, end = (int(address, 16) for address in first.split("-"))
             inside = start <= middle < end
         elif inside and first == "VmFlags:":
-            return "hg" in line.split()
+            return {"hg", "dc"} & set(line.split())
     raise AssertionError("the tensor lies in no mapping")
 
 
 @pytest.fixture
-def has_large_pages() -> None:
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+def needs_linux() -> None:
+    if not hasattr(mmap, "MADV_DONTFORK") or not Path("/sys/kernel/mm/transparent_hugepage").exists():
         pytest.skip("this system has no large pages to ask for")
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 1 << 20), (1 << 21, 3)])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 1 << 20), (1 << 21, 3), (1 << 19,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_memory_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = huge_pages.zeros(shape, dtype)
+    tensor = bulk.zeros(shape, dtype)
     torch.testing.assert_close(tensor, torch.zeros(shape, dtype=dtype), rtol=0, atol=0)
     assert type(tensor) is torch.Tensor
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes, "else saving it would save more"
 
 
-@pytest.mark.usefixtures("has_large_pages")
-def test_masters_and_moments_lie_in_large_pages_also_after_a_resume(tmp_path: Path, engines: Engines) -> None:
+@pytest.mark.usefixtures("needs_linux")
+def test_masters_and_moments_lie_there_also_after_a_resume(tmp_path: Path, engines: Engines) -> None:
     batch = Batch((torch.ones(1, WIDTH),), {}, torch.zeros(1, WIDTH), lambda out, target: (out - target).square().sum())
     for make, names in ((AdamW, ["exp_avg", "exp_avg_sq"]), (SGD, ["momentum_buffer"])):
         settings = {"momentum": 0.9} if make is SGD else {}
@@ -58,5 +58,20 @@ def test_masters_and_moments_lie_in_large_pages_also_after_a_resume(tmp_path: Pa
         load_checkpoint(tmp_path / "saved", second, resumed)
         for engine, stepped in ((first, optimizer), (second, resumed)):
             [master] = engine.optim_parameters()
-            assert [asks_for_large_pages(stepped.state[master][name]) for name in names] == [True] * len(names)
-            assert asks_for_large_pages(master)
+            for tensor in (master, *(stepped.state[master][name] for name in names)):
+                assert advice_for(tensor) == {"hg", "dc"}
+
+
+@pytest.mark.usefixtures("needs_linux")
+def test_no_advice_is_left_where_it_was() -> None:
+    """Whatever comes to lie there next must be there in a forked process."""
+    before = lines_with("dc")
+    tensor = bulk.zeros((1 << 22,), torch.float32)
+    assert lines_with("dc") > before
+    del tensor
+    assert lines_with("dc") == before
+
+
+def lines_with(advice: str) -> int:
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(advice in line.split() for line in lines if line.startswith("VmFlags:"))

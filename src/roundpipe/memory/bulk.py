@@ -1,0 +1,35 @@
+"""Memory for what every step reads and writes in full: in pages of 2 MiB, and not for forked processes.
+
+With pages of 4 KiB such a pass spends a fifth of its time looking up where they are. And after a fork (data loaders
+make some) whoever writes to a page first gets a copy of it, so that soon there would be two of everything. A forked
+process that reads such memory is killed; it is the optimizer's, whose thread does not exist there either.
+"""
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+_PAGE = 2 << 20
+_IS_LINUX = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory with arbitrary content, freed with the tensor. Ordinary if it is small, or elsewhere than on Linux."""
+    count = math.prod(shape)
+    num_bytes = count * dtype.itemsize
+    if num_bytes < _PAGE or not _IS_LINUX:
+        return torch.empty(tuple(shape), dtype=dtype)
+    # Of its own, because advice outlives what malloc is given back, and a page longer, so that it can begin at one.
+    memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
+    memory.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE)  # whole ones: it takes no byte more
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return empty(shape, dtype).zero_()
