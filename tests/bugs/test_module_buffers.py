@@ -7,6 +7,7 @@ If the very first call failed after it had silently written a device's copy of a
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -154,3 +155,33 @@ def test_a_batch_norm_shared_by_two_layers_is_refused(engines: Engines) -> None:
     with pytest.raises(ConfigError, match="running_mean|num_batches_tracked"):
         run_batch(engine, mlp_batch(rows=6), 2)
     assert int(norm.num_batches_tracked) == 0
+
+
+class Recurring(nn.Module):
+    """Remembers in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.last: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.note = hidden.detach()  # nobody asks for it before the next forward sets it again
+        if self.last is not None:
+            hidden = hidden + self.last
+        self.last = hidden.detach().mean(0)
+        output: torch.Tensor = self.linear(hidden)
+        return output
+
+
+def test_a_tensor_that_the_next_call_will_not_see_is_spoken_of(engines: Engines) -> None:
+    engine = engines(nn.Sequential(Recurring(), nn.Linear(MLP_WIDTH, MLP_WIDTH)))
+    batch = mlp_batch(rows=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run_batch(engine, batch, 2)
+            engine.synchronize()
+    told = [str(warning.message) for warning in caught if "will not see" in str(warning.message)]
+    assert len(told) == 1
+    assert "'last'" in told[0]

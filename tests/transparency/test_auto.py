@@ -772,8 +772,10 @@ class Extracting(nn.Module):
 def test_modules_whose_hooks_reach_out_stay_on_the_cpu(wrap: Wrap) -> None:
     """On a device the hook would find the user's module, in which this forward sets and trains nothing."""
     torch.manual_seed(0)
-    model, batch = Extracting(), branches_batch()._replace(kwargs={})
-    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    plain = Extracting()
+    torch.manual_seed(0)
+    model, batch = Extracting(), branches_batch()._replace(kwargs={})  # no deepcopy: closures would refer to the first
+    expected = plain_call(plain, batch.whole(), batch.loss_fn)
     engine = wrap(model, THREE, lower_threshold=1)
     assert engine.statistics()["engines"].keys() == {"adapter", "head"}
     THREE.check(train(engine, batch), expected.loss, bitwise=False)

@@ -17,11 +17,11 @@ _IS_LINUX = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory with arbitrary content, freed with the tensor. Ordinary if it is small, or elsewhere than on Linux."""
+    """Host memory with arbitrary content, freed with the tensor. Ordinary if it is small or the system is not Linux."""
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
     if num_bytes < _PAGE or not _IS_LINUX:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     # Of its own, because advice outlives what malloc is given back, and a page longer, so that it can begin at one.
     memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE

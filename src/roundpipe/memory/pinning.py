@@ -48,7 +48,7 @@ class HostArena:
         """The tensor of ``shape`` at byte ``offset``, over exactly its own storage."""
         count = math.prod(shape)
         if count == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
 

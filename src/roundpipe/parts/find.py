@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -52,8 +53,8 @@ def find_parts(
     ``lower_threshold`` in total it is not worth cutting a batch for. Nor is a batch cut for torch's own modules that
     have it in the second dimension, be it of inputs (``batch_first=False``) or of what a recurrent one remembers.
     Elements of a module list become engines whatever their size; all but the last leave their outputs on the devices,
-    for the next. What is none of these stays on the CPU, and its children are looked at. So does a module whose hooks or
-    other code have got hold of modules with weights outside of it, because only the CPU has both.
+    for the next. What is none of these stays on the CPU, and its children are looked at. So does a module whose hooks
+    or other code have got hold of modules with weights outside of it, because only the CPU has both.
     """
     return list(_Search(lower_threshold, upper_threshold, {id(module) for module in skip}).walk("", model))
 

@@ -149,10 +149,10 @@ def pairs(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Mod
 
 
 def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The plain attributes that a forward has set on ``replica``. Tensors are left out: they live on the device."""
+    """The attributes of ``replica`` that are not the user's own: set by a forward, or made for the device."""
     theirs = original.__dict__
     changed = [item for item in replica.__dict__.items() if item[1] is not theirs.get(item[0], _NOTHING)]
-    return ((name, value) for name, value in changed if name not in STRUCTURE and is_plain(value))
+    return ((name, value) for name, value in changed if name not in STRUCTURE)
 
 
 def is_plain(value: Any) -> bool:

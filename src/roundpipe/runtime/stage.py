@@ -1,6 +1,7 @@
 """A stage on a device: its weights in slots and its layers' replicas, for the time of one visit."""
 
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from .buffers import BufferCache, KnownBuffers
 from .call import AttributeUpdate, BufferUpdate
 from .departure import Departure
 from .layer_state import LayerWatch, Writers
-from .replica import Modes, attributes_set, pairs, replicate
+from .replica import Modes, attributes_set, is_plain, pairs, replicate
 from .residency import FROZEN, Residency, Stamp, WeightsVersion
 from .staging import Queued, Sender, Sent, view_of
 from .timing import Timer
@@ -169,6 +170,7 @@ class StageLoader:
         self._rules = rules
         self._compiler = compiler
         self._writers = writers
+        self._told: set[tuple[type, str]] = set()
         self.slots = slots
         self.residency = Residency(slots)
         self.buffers = BufferCache(device, known_buffers)
@@ -253,12 +255,26 @@ class StageLoader:
         return updates
 
     def attribute_updates(self, stage: Stage) -> list[AttributeUpdate]:
-        """The plain attributes that the visit's forwards set."""
-        return [
-            AttributeUpdate(owner, name, value)
-            for owner, replica in self._pairs(stage)
-            for name, value in attributes_set(owner, replica)
-        ]
+        """The plain attributes that the visit's forwards set. Tensors live on the device and are left there."""
+        updates = []
+        for owner, replica in self._pairs(stage):
+            for name, value in attributes_set(owner, replica):
+                if is_plain(value):
+                    updates.append(AttributeUpdate(owner, name, value))
+                elif isinstance(value, torch.Tensor) and name in owner.__dict__:
+                    self._tell_if_lost(owner, name, value)
+        return updates
+
+    def _tell_if_lost(self, owner: nn.Module, name: str, value: torch.Tensor) -> None:
+        key, theirs = (type(owner), name), owner.__dict__[name]
+        is_theirs = isinstance(theirs, torch.Tensor) and self.buffers.is_placed(theirs, value)
+        if key not in self._told and not is_theirs:
+            self._told.add(key)
+            warnings.warn(
+                f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the next call will not see: "
+                "tensors stay on the device that made them. Register it with register_buffer if it is to be kept.",
+                stacklevel=2,
+            )
 
     def _pairs(self, stage: Stage) -> Iterator[tuple[nn.Module, nn.Module]]:
         return chain.from_iterable(stage.pairs.values())
