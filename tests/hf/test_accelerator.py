@@ -36,6 +36,11 @@ def test_autocast() -> None:
     assert_same(train_both(MODELS["full"], token_rows(20), bf16=True, **ON_GPU), atol=2e-2)
 
 
+def test_tf32() -> None:
+    """A switch of the process: both have it."""
+    assert_same(train_both(MODELS["full"], token_rows(20), tf32=True, **ON_GPU), atol=1e-2)
+
+
 def test_bf16_weights_with_fp32_masters() -> None:
     """What the documentation recommends; the plain Trainer has no masters, so only the first loss is compared."""
     pair = train_both(

@@ -241,6 +241,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf.trainers import MODELS, make_trainer, run, token_rows
 from roundpipe_hf import RoundPipeTrainer, checkpointing, saving
 
+torch.set_num_threads(1)
+
 
 def killed():
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from device_sets import ONE, THREE
 from engines import Engines, engine_gradients
 from preset_models import INPUTS, make_model, own_forward
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 
 MANY_STAGES = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
 PATIENCE_S = 0.1
@@ -96,3 +96,25 @@ def test_parameters_of_a_layer_count_their_writes_apart(engines: Engines) -> Non
     engine.forward_backward((x,), loss_fn=lambda output, _: output.square().sum())
     for gradient, wanted in zip(engine_gradients(engine).values(), expected, strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-6)
+
+
+class Averaging(nn.Module):
+    """Keeps a running average as a frozen parameter, as some quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mean = nn.Linear(4, 4), nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x) - self.mean
+
+
+def test_a_frozen_parameter_that_a_forward_changes_is_refused(engines: Engines) -> None:
+    """It would go on changing in plain PyTorch, and silently stand still here."""
+    model = nn.Sequential(Averaging(), nn.Linear(4, 1))
+    engine = engines(model)
+    with pytest.raises(ConfigError, match=r"Averaging.forward writes to its frozen parameter 'mean'.*register_buffer"):
+        engine.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, _: output.sum())
+    assert torch.equal(model[0].mean, torch.zeros(4))

@@ -782,6 +782,30 @@ def test_modules_whose_hooks_reach_out_stay_on_the_cpu(wrap: Wrap) -> None:
     THREE.check(gradients(engine), expected.gradients, bitwise=False)
 
 
+def test_intermediate_outputs_are_given_back_merged(wrap: Wrap) -> None:
+    """Of an element whose ``override_config`` says so; the others' stay on the devices."""
+    seen: list[Tensor] = []
+
+    class Noting(Branches):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = block(x, shift=index)
+                seen.append(x)
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Noting(), branches_batch()._replace(kwargs={})
+    expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
+    plain = [tensor.detach() for tensor in seen]
+    seen.clear()
+    engine = wrap(model, THREE, override_config={model.blocks[0]: RoundPipeRunConfig(merge_output=True)})
+    THREE.check(train(engine, batch), expected.loss, bitwise=False)
+    assert [type(tensor) is Tensor for tensor in seen] == [True, False, True]
+    for ours, theirs in zip(seen, plain, strict=True):
+        THREE.check(ours, theirs, bitwise=False)
+    THREE.check(gradients(engine), expected.gradients, bitwise=False)
+
+
 def test_elements_that_are_cut_differently(wrap: Wrap) -> None:
     """One element has a number of microbatches of its own; what is made of its output beside another's is merged."""
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.optim import SGD
 
 ONE_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(1, 2), range(1)])
 
@@ -57,9 +58,9 @@ def train(engines: Engines, state: Callable[[], AbstractContextManager[object]])
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
     inputs = torch.randn(8, 4)
     engine = engines(model, TWO)
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     found = []
     with state():
+        optimizer = SGD(engine.optim_parameters(), lr=0.1, momentum=0.9)
         for is_async in (False, True):
             loss = engine.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().sum())
             engine.step(optimizer.step, is_async=is_async)

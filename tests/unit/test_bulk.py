@@ -12,9 +12,11 @@ from engines import Engines, run_batch
 from models import Batch
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.memory import bulk
-from roundpipe.optim import SGD, AdamW
+from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
+from roundpipe.params.pending import Held
 
-WIDTH = 1024  # 4 MiB of fp32
+WIDTH = 1024  # 4 MiB of fp32, 2 of bf16
+BATCH = Batch((torch.ones(1, WIDTH),), {}, torch.zeros(1, WIDTH), lambda out, target: (out - target).square().sum())
 
 
 def advice_for(tensor: torch.Tensor) -> set[str]:
@@ -47,12 +49,12 @@ def test_it_is_memory_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -
 
 @pytest.mark.usefixtures("needs_linux")
 def test_masters_and_moments_lie_there_also_after_a_resume(tmp_path: Path, engines: Engines) -> None:
-    batch = Batch((torch.ones(1, WIDTH),), {}, torch.zeros(1, WIDTH), lambda out, target: (out - target).square().sum())
-    for make, names in ((AdamW, ["exp_avg", "exp_avg_sq"]), (SGD, ["momentum_buffer"])):
+    moments = ["exp_avg", "exp_avg_sq"]
+    for make, names in ((AdamW, moments), (LeanAdamW, moments), (Lion, ["exp_avg"]), (SGD, ["momentum_buffer"])):
         settings = {"momentum": 0.9} if make is SGD else {}
         first, second = (engines(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), ONE) for _ in range(2))
         optimizer, resumed = (make(each.optim_parameters(), lr=0.1, **settings) for each in (first, second))
-        run_batch(first, batch, 1)
+        run_batch(first, BATCH, 1)
         first.step(optimizer.step, is_async=False)
         save_checkpoint(tmp_path / "saved", first, optimizer)
         load_checkpoint(tmp_path / "saved", second, resumed)
@@ -60,6 +62,21 @@ def test_masters_and_moments_lie_there_also_after_a_resume(tmp_path: Path, engin
             [master] = engine.optim_parameters()
             for tensor in (master, *(stepped.state[master][name] for name in names)):
                 assert advice_for(tensor) == {"hg", "dc"}
+
+
+def test_updates_of_such_memory_are_deferred(engines: Engines) -> None:
+    """Nobody else refers to it, though it is not torch's own."""
+    engine = engines(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), ONE)
+    optimizer = AdamW(engine.optim_parameters(), lr=0.1)
+    [master] = engine.optim_parameters()
+
+    def step_fn() -> list[bool]:
+        optimizer.step()
+        state = optimizer.state[master]
+        return [isinstance(tensor, Held) for tensor in (master, state["exp_avg"], state["exp_avg_sq"])]
+
+    run_batch(engine, BATCH, 1)
+    assert engine.step(step_fn, is_async=False).result() == [True] * 3
 
 
 @pytest.mark.usefixtures("needs_linux")

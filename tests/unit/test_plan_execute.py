@@ -14,6 +14,7 @@ from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, Round
 from roundpipe.plan.execute_plan import plan_for, plan_peak, plans_for, step_ms
 from roundpipe.plan.schedule import group_of
+from roundpipe.slot_sizes import ALIGNMENT
 
 PLAN = ModelExecutePlan(fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)])
 
@@ -212,16 +213,17 @@ def test_the_threshold_saves_a_stage_that_would_be_nearly_empty() -> None:
 
 
 def test_several_models_under_a_budget() -> None:
-    parts = [(equal_layers(12, 1.0), replace(ROUND, budget_bytes=500)) for _ in range(2)]
+    """Two slots, for the layer that runs and one on its way, are the least."""
+    model = replace(equal_layers(12, 1.0), weight_bytes=(10 * ALIGNMENT,) * 12)
+    parts = [(model, replace(ROUND, budget_bytes=50 * ALIGNMENT)) for _ in range(2)]
     for plan in plans_for("fused", parts, min_stages=1, upper_threshold=1.1):
         plan.check("fused", 12)
         assert max(map(len, [*plan.fwd_plan, *plan.bwd_plan])) <= 4
+    tight = replace(ROUND, budget_bytes=15 * ALIGNMENT)
     with pytest.raises(
-        PlanError, match=r"model 1 of 2: the smallest plan tried needs 200 B .*150 B is allowed; layer 0"
+        PlanError, match=r"model 1 of 2: the smallest plan tried needs 5 KiB .*3.75 KiB is allowed; layer 0"
     ):
-        plans_for(
-            "fused", [(equal_layers(12, 1.0), replace(ROUND, budget_bytes=150))] * 2, min_stages=1, upper_threshold=1
-        )
+        plans_for("fused", [(model, tight)] * 2, min_stages=1, upper_threshold=1)
 
 
 def test_frozen_layers_leave_complete_plans() -> None:

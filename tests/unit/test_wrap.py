@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from branching import bert_batch, make_bert, make_branches, make_t5, t5_batch
 from models import make_llama, make_lora_llama, make_mlp
-from roundpipe import AutoRoundPipe, ConfigError, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 
 ROWS, TOKENS, VOCABULARY = 5, 12, 64
 
@@ -307,6 +307,32 @@ def test_what_modules_do_with_their_own_is_done_to_the_model(wrap: Any, make: An
         engine.zero_grad()
     with pytest.raises(ConfigError, match="compile=True"):
         engine.compile()
+
+
+def test_set_original_model() -> None:
+    """The target of attribute forwarding: names, keys, attributes and methods are its own from then on."""
+
+    class Original(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head, self.note = nn.Linear(4, 4), nn.Linear(4, 2), "mine"
+
+    original = Original()
+    with RoundPipe(nn.Sequential(original.encoder, nn.Tanh(), original.head), devices=1) as engine:
+        assert [name for name, _ in engine.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        engine.set_original_model(original)
+        names = ["encoder.weight", "encoder.bias", "head.weight", "head.bias"]
+        assert [name for name, _ in engine.named_parameters()] == names
+        assert [name for name, _ in engine.optim_named_parameters()] == names
+        assert engine.model is original
+        assert engine.note == "mine"
+        engine.note = "theirs"
+        assert original.note == "theirs"
+        original.extra = nn.Linear(1, 1)
+        with pytest.raises(ConfigError, match="'extra.weight' of the original model is in no layer"):
+            engine.set_original_model(original)
+        del original.extra
+        engine.set_original_model(original)
 
 
 def test_a_loss_function_of_the_users_own(wrap: Any) -> None:

@@ -28,7 +28,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     memory.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE)  # whole ones: it takes no byte more
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+    # `data`, because a view would keep the flat tensor, and with it a second way to the memory.
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape)).data
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

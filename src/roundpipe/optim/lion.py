@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..memory import bulk
 from ..params.copies import Master
 from .optimizers import OnePass
 from .scratch import scratch
@@ -72,7 +73,7 @@ class _PlainLion(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["exp_avg"] = torch.zeros_like(parameter.detach())
+            state["exp_avg"] = bulk.zeros(parameter.shape, parameter.dtype).to(parameter.device)
         momentum: torch.Tensor = state["exp_avg"]
         return momentum
 

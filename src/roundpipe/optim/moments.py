@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ..memory import bulk
 from .scratch import scratch
 from .updates import BLOCK
 
@@ -79,7 +80,7 @@ class Float32:
     """As it is: 4 bytes per value."""
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (torch.zeros(like.shape, dtype=torch.float32),)
+        return (bulk.zeros(like.shape, torch.float32),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return stored[0]
@@ -93,7 +94,7 @@ class BFloat16:
     """2 bytes per value, rounded stochastically."""
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (torch.zeros(like.shape, dtype=torch.bfloat16),)
+        return (bulk.zeros(like.shape, torch.bfloat16),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return scratch(name, stored[0].numel()).copy_(stored[0])
@@ -117,7 +118,7 @@ class Blocks8:
         self._least = least
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return torch.zeros(like.shape, dtype=self._dtype), torch.zeros(-(-like.numel() // BLOCK))
+        return bulk.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK))
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         codes, scales = stored

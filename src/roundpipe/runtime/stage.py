@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..device import Device, Lane
+from ..errors import ConfigError
 from ..memory.slots import Slot, SlotPool
 from ..params.gradients import Accumulator, GradientRules, LandedLayer
 from ..params.store import LayerParameters, ParameterStore, ParameterUse
@@ -171,6 +172,7 @@ class StageLoader:
         self._compiler = compiler
         self._writers = writers
         self._told: set[tuple[type, str]] = set()
+        self._compared: set[int] = set()  # frozen parameters, by id, that a forward has written at least once
         self.slots = slots
         self.residency = Residency(slots)
         self.buffers = BufferCache(device, known_buffers)
@@ -247,12 +249,31 @@ class StageLoader:
         updates = []
         ready = self._device.compute.record()
         for owner, replica in self._pairs(stage):
+            self._refuse_written_parameters(owner, replica)
             names = [name for name, value in replica._buffers.items() if self._is_replaced(owner, name, value)]
             for name, value in replica._buffers.items():
                 # If a module wrote one buffer openly, it may have written the others silently.
                 if name in names or self._is_written_silently(owner, name, value, look_again=bool(names)):
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
+
+    def _refuse_written_parameters(self, owner: nn.Module, replica: nn.Module) -> None:
+        """Raises ConfigError for a frozen parameter whose value a forward has changed: it is in a slot, and lost there.
+
+        Compared once, because adapters write to a parameter what it already is, in every forward.
+        """
+        for name, resident in replica._parameters.items():
+            original = owner._parameters.get(name)
+            is_written = resident is not None and resident._version > 0 and not resident.requires_grad
+            is_known = id(original) in self._store.stepped or id(original) in self._compared
+            if resident is None or original is None or not is_written or is_known:
+                continue
+            self._compared.add(id(original))
+            if not torch.equal(resident.detach().cpu(), original.detach()):
+                raise ConfigError(
+                    f"{type(owner).__name__}.forward writes to its frozen parameter {name!r}, which would be lost: "
+                    "weights on a device are copies. Register it with register_buffer"
+                )
 
     def attribute_updates(self, stage: Stage) -> list[AttributeUpdate]:
         """The plain attributes that the visit's forwards set. Tensors live on the device and are left there."""
