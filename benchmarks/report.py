@@ -53,8 +53,9 @@ def _is_step(record: Record) -> bool:
 
 
 def machine_of(record: Record) -> str:
+    gpus = f"{record['num_gpus']} x {record['card']}" if record["num_gpus"] else "No GPU"
     return (
-        f"{record['num_gpus']} x {record['card']}, {record['cpu_cores']} cores, torch {record['torch']}, "
+        f"{gpus}, {record['cpu_cores']} cores, torch {record['torch']}, "
         f"transformers {record['transformers']}, Python {record['python']}, {record['date']}"
     )
 
