@@ -46,6 +46,6 @@ def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
 def _buffer() -> torch.Tensor:
     """One per thread, kept, because fresh memory costs a page fault per 4 KiB."""
     if not hasattr(_local, "buffer"):
-        _local.buffer = torch.empty(_CHUNK)
+        _local.buffer = torch.empty(_CHUNK, dtype=torch.float32)
     buffer: torch.Tensor = _local.buffer
     return buffer

@@ -38,7 +38,7 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     if factor != 1.0:
         for master in masters:
             _scale(master, factor)
-    return torch.tensor(norm)
+    return torch.tensor(norm, dtype=torch.float32)
 
 
 def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:

@@ -112,9 +112,9 @@ class GradScaler:
         self._growth_interval = growth_interval
         self._lock = threading.Lock()  # because workers read the scale while the caller's thread replaces it
         # Replaced and never written: the backward of a loss multiplied with it may still be running.
-        self._scale = torch.full((), init_scale, dtype=torch.float32)
+        self._scale = torch.full((), init_scale, dtype=torch.float32, device="cpu")
         self._multiplied: torch.Tensor | None = None  # the scale of the newest losses
-        self._growth_tracker = torch.zeros((), dtype=torch.int32)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device="cpu")
         self._current = _Iteration()
         self._pending: _Iteration | None = None  # the one before, its findings not yet taken up
         self._is_async = False
@@ -240,7 +240,7 @@ class GradScaler:
         if new_scale is not None:
             scale.fill_(float(new_scale))
         for flags in filter(None, found):
-            found_inf = torch.full((), float(any(flags)))
+            found_inf = torch.full((), float(any(flags)), dtype=torch.float32, device="cpu")
             torch._amp_update_scale_(
                 scale, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
             )
@@ -308,8 +308,8 @@ class GradScaler:
             pending = _Iteration()
             pending.optimizers = {place: _Checked(found) for place, found in enumerate(state_dict["_found_pending"])}
         with self._lock:
-            self._scale = torch.full((), state_dict["scale"], dtype=torch.float32)
-            self._growth_tracker = torch.full((), state_dict["_growth_tracker"], dtype=torch.int32)
+            self._scale = torch.full((), state_dict["scale"], dtype=torch.float32, device="cpu")
+            self._growth_tracker = torch.full((), state_dict["_growth_tracker"], dtype=torch.int32, device="cpu")
             self._current, self._pending, self._multiplied = _Iteration(), pending, None
         self._growth_factor = state_dict["growth_factor"]
         self._backoff_factor = state_dict["backoff_factor"]

@@ -45,16 +45,9 @@ class StepHandle:
         self._wait(lambda: self._is_entered or self._is_done)
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._condition:
-                    self._condition.wait_for(is_true)
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        # The condition puts an interrupt off until the wait is over; a second one is raised at once.
+        with self._condition:
+            self._condition.wait_for(is_true)
 
     def _enter(self) -> None:
         with self._condition:

@@ -36,9 +36,6 @@ class LearntOptimizers:
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self.self_written: dict[int, set[str]] = {}
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def find(self, masters: Iterable[torch.Tensor]) -> None:
         """Learns every optimizer alive that holds one of the masters, before any has been seen to step."""
         wanted = {id(master) for master in masters}
@@ -50,7 +47,17 @@ class LearntOptimizers:
                     self.learn(candidate)
 
     def learn(self, optimizer: Optimizer) -> None:
-        self._known.setdefault(id(optimizer), weakref.ref(optimizer))
+        known = self._known.get(id(optimizer))
+        if known is None or known() is not optimizer:
+            self._known[id(optimizer)] = weakref.ref(optimizer)
+
+    def forget_gone(self) -> bool:
+        """Whether none is known, or one is gone: another may have taken its place that nobody has seen step."""
+        gone = [key for key, reference in list(self._known.items()) if reference() is None]
+        for key in gone:
+            del self._known[key]
+            self.self_written.pop(key, None)
+        return bool(gone) or not self._known
 
     def snapshot(self) -> dict[int, Hyperparameters]:
         """Copies of all groups' hyper-parameters now."""

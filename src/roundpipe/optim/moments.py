@@ -50,7 +50,7 @@ def _table() -> torch.Tensor:
 
 @cache
 def _table_of_fractions() -> torch.Tensor:
-    return _table() / (1 << 16)
+    return _table().float() / (1 << 16)
 
 
 def round_to_bf16(values: torch.Tensor, target: torch.Tensor, noise: Noise) -> None:
@@ -118,7 +118,7 @@ class Blocks8:
         self._least = least
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return bulk.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK))
+        return bulk.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         codes, scales = stored

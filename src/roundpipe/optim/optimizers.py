@@ -83,7 +83,7 @@ class AdamRule:
             [mean],
             [square],
             largest,
-            [torch.tensor(self.step)],
+            [torch.tensor(self.step, dtype=torch.float32)],
             lr=self.lr,
             beta1=self.beta1,
             beta2=self.beta2,

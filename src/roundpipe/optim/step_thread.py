@@ -179,7 +179,7 @@ class StepThread:
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
-        is_first = len(self._learnt) == 0
+        is_first = self._learnt.forget_gone()
         if is_first:
             self._learnt.find(master for _, master in self._masters.existing())
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)

@@ -158,7 +158,12 @@ class LayerWatch:
 
         modules = tuple(
             ModuleState(
-                {name: value for name, value in replica.__dict__.items() if name not in STRUCTURE and is_plain(value)},
+                {
+                    name: value
+                    for name, value in replica.__dict__.items()
+                    # The user's own lists too, for which he may put others: PEFT does when another adapter is set.
+                    if name not in STRUCTURE and (is_plain(value) or value is owner.__dict__.get(name))
+                },
                 {name: b if b is None else kept(b, owner._buffers.get(name)) for name, b in held.buffers.items()},
                 {name: kept(tensor, owner.__dict__.get(name)) for name, tensor in held.tensors.items()},
             )

@@ -19,31 +19,50 @@ from .structure import Structure
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 _CONTAINERS = (list, tuple, dict)
 _TREES = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    # How those are to be called.
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+)
 STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
 # What `nn.Module.compile` leaves: the user's own module, compiled.
 _COMPILED = "_compiled_call_impl"
 # Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
 _INERT = frozenset({bool, int, float, str, set, type(None), torch.dtype, OrderedDict, type})
 _NOTHING = object()
+Hooks = dict[str, dict[int, Any]]
+_NO_HOOKS: Hooks = {}
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Which modules and parameters train, as it was when a call was made.
+    """Which modules and parameters train, and the hooks of modules that have some, as it was when a call was made.
 
-    A late visit must not see what the caller has switched since: a recompute in another mode is another computation.
+    A late visit must not see what the caller has switched or removed since: a recompute in another mode is another
+    computation.
     """
 
     training: dict[int, bool]
     trains: frozenset[int]
+    hooks: dict[int, Hooks]
+
+    def hooks_of(self, module: nn.Module) -> Hooks:
+        """By the names of `nn.Module`'s tables; empty ones are left out."""
+        is_known = id(module) in self.training
+        return self.hooks.get(id(module), _NO_HOOKS) if is_known else _hooks_now(module)
 
     @classmethod
     def of(cls, structure: Structure) -> "Modes":
         return cls(
             training={id(module): module.training for module in structure.modules},
             trains=frozenset(id(parameter) for parameter in structure.parameters if parameter.requires_grad),
+            hooks={id(module): hooks for module in structure.modules if (hooks := _hooks_now(module))},
         )
+
+
+def _hooks_now(module: nn.Module) -> Hooks:
+    own = module.__dict__
+    return {name: own[name].copy() for name in _HOOKS if own[name]}
 
 
 def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> nn.Module:
@@ -80,9 +99,11 @@ class _Replication:
         state["_parameters"] = {name: self._tensor(p) for name, p in module._parameters.items()}
         state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.copy().items()}
         state["_modules"] = {n: None if child is None else self.of(child) for n, child in module._modules.items()}
+        hooks = self._modes.hooks_of(module)
         for name in _HOOKS:
-            if state[name]:
-                state[name] = OrderedDict((key, rebound(hook, self._counterpart)) for key, hook in state[name].items())
+            if state[name] or name in hooks:
+                then = hooks.get(name, {})
+                state[name] = OrderedDict((key, rebound(hook, self._counterpart)) for key, hook in then.items())
         state["training"] = self._modes.training.get(id(module), module.training)
         object.__setattr__(replica, "__dict__", state)  # because a module's own looks at what it is given
         return replica
