@@ -270,7 +270,11 @@ Held = dict[str, int]
 
 
 def held(engine: RoundPipe) -> Held:
-    """What an idle engine keeps: slots by device, and all tensors and gradient memory of the process."""
+    """What an idle engine keeps: slots by device, and all tensors and gradient memory of the process.
+
+    Free blocks are let go of first: how many there ever were at once is a matter of timing.
+    """
+    engine._host.crew.blocks.clear()
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
     return {
@@ -282,7 +286,7 @@ def held(engine: RoundPipe) -> Held:
 
 def check_held(engine: RoundPipe, before: Held) -> None:
     """The engine holds no more than before. Its threads may take a moment to let go of their last job."""
-    for _ in range(200):
+    for _ in range(50):
         now = held(engine)
         if all(now[name] <= count for name, count in before.items()):
             return
