@@ -13,7 +13,7 @@ import torch
 # Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from device_sets import ACCELERATORS, VIRTUAL, DeviceSet
+from device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
 
 if TYPE_CHECKING:
     from engines import Engines
@@ -42,7 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(
     params=[
-        *VIRTUAL,
+        ONE,
+        pytest.param(TWO, marks=pytest.mark.slow),  # between the others; many tests ask for two by name
+        THREE,
         *(pytest.param(devices, marks=pytest.mark.gpu) for devices in ACCELERATORS),
     ],
     ids=str,
