@@ -24,6 +24,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
+from .device.generators import state_of
 from .engine import Engine
 from .errors import ConfigError
 from .memory import bulk
@@ -264,7 +265,7 @@ def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
 
 def _random_state(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors, and what is none."""
-    tensors = {"rng/cpu": torch.get_rng_state()}
+    tensors = {"rng/cpu": state_of(torch.default_generator)}
     for place, device in enumerate(device for device in model.devices if not device.shares_generator()):
         tensors[f"rng/device{place}"] = device.rng_state()
     others: dict[str, Any] = {"python": random.getstate()}

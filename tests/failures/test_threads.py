@@ -1,5 +1,6 @@
 """Several threads that evaluate with one engine: each call is whole, and none waits for another forever."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -56,3 +57,40 @@ def test_calls_of_several_threads_do_not_wait_for_each_other(engines: Engines) -
     assert not any(thread.is_alive() for thread in threads)
     assert len(found) == NUM_THREADS * NUM_CALLS
     assert all(torch.equal(outputs, expected) for outputs in found)
+
+
+COLLECTING = """
+import gc, sys, threading, time, weakref
+import torch
+from roundpipe.device.virtual import VirtualDevice
+
+class Circle:
+    def __init__(self):
+        self.itself = self
+        weakref.finalize(self, time.sleep, 0)  # gives the interpreter away in the middle of a collection
+
+def read():
+    for _ in range(1000):
+        gc.disable()
+        Circle(), Circle(), Circle()
+        gc.enable()  # so that the next object made, the state, begins a collection
+        device.rng_state()
+
+device = VirtualDevice(0)
+sys.setswitchinterval(1e-6)
+gc.set_threshold(1)
+threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("done")
+"""
+
+
+def test_a_collection_while_a_generator_is_read_stops_nobody() -> None:
+    """torch makes a Python object under the generator's mutex. A process of its own, for this one would stop too."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=5 * PATIENCE_S, check=True
+    )
+    assert done.stdout == "done\n"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import ConfigError
+from .generators import state_of
 
 
 class StreamLane:
@@ -110,7 +111,7 @@ class AcceleratorDevice:
         return tensor.device == self.torch_device
 
     def rng_state(self) -> torch.Tensor:
-        return self._generator.get_state()
+        return state_of(self._generator)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._generator.set_state(state)

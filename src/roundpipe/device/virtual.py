@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from .generators import state_of
 from .protocol import Lane
 
 _CPU = torch.device("cpu")
@@ -79,7 +80,7 @@ class VirtualDevice:
         return tensor.device == self.torch_device
 
     def rng_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
+        return state_of(torch.default_generator)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..device import Device
+from ..device.generators import state_of
 from .interrupts import deferred
 
 # One process has one CPU generator: layers that may draw from it run one at a time on virtual devices.
@@ -46,7 +47,7 @@ class RandomStreams:
 
     def take_over(self) -> None:
         """The caller waits from now on: remembers what its generators must look like afterwards."""
-        self._before = torch.get_rng_state()
+        self._before = state_of(torch.default_generator)
         self._device_states = [device.rng_state() for device in self._devices] if self.enabled else []
 
     def give_back(self, *, advance: bool) -> None:
