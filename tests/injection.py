@@ -267,14 +267,18 @@ class State:
 
 
 Held = dict[str, int]
+# Tensors of the whole process that come and go with other threads' timing, seen once in a hundred runs: one. What a
+# failed call could leave behind is a microbatch's graph or a layer's gradients, which are many.
+STRAY_TENSORS = 2
 
 
 def held(engine: RoundPipe) -> Held:
     """What an idle engine keeps: slots by device, and all tensors and gradient memory of the process.
 
-    Free blocks are let go of first: how many there ever were at once is a matter of timing.
+    Free blocks and free gradient memory are let go of first: how many there ever were at once is a matter of timing.
     """
     engine._host.crew.blocks.clear()
+    engine._host.buffers.clear()
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
     return {
@@ -288,6 +292,6 @@ def check_held(engine: RoundPipe, before: Held) -> None:
     """The engine holds no more than before. Its threads may take a moment to let go of their last job."""
     for _ in range(50):
         now = held(engine)
-        if all(now[name] <= count for name, count in before.items()):
+        if all(now[name] <= count + STRAY_TENSORS * (name == "tensors") for name, count in before.items()):
             return
-    assert now == before
+    assert now == before, f"holds {now}, before {before}"
