@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import _add_variant as add_variant
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_optimizer import is_optimizer_factory
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
@@ -35,6 +36,7 @@ __all__ = [
     "convert_to_fp32",
     "is_optimizer_factory",
     "loss_adds_up",
+    "note_rows",
     "returns_loss",
     "rotate_checkpoints",
     "should_reduce_batch_size",
@@ -108,6 +110,18 @@ def tell_skipped(optimizer: Any, was_skipped: bool) -> None:
 def will_log(trainer: "RoundPipeTrainerMixin") -> bool:
     """Whether `_maybe_log_save_evaluate` is about to log."""
     return trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+
+
+def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
+    """Tells Accelerate how many rows the last batch of a data set without a length has: its loss counts once for each.
+
+    Accelerate counts them itself only where it puts batches on a device, and takes the batch for a full one else.
+    """
+    state: Any = trainer.accelerator.gradient_state
+    # Not if the user evaluates with a loader that was not prepared, when it still is the training's.
+    is_evaluated = state.active_dataloader is trainer.callback_handler.eval_dataloader
+    if is_evaluated and state.end_of_dataloader and state.remainder == -1:
+        state.active_dataloader.remainder = find_batch_size(inputs) or -1
 
 
 def book_loss(trainer: "RoundPipeTrainerMixin", loss: torch.Tensor) -> None:

@@ -53,12 +53,25 @@ class EngineSlot:
         """Whether the engine is the user's own, which is theirs to configure and to close."""
         return not self._owns_engine
 
-    def engine_for(self, model: nn.Module, args: TrainingArguments) -> RoundPipe:
-        """The engine of ``model``; the one before is closed if it was made for another state of the model."""
-        if not self._fits(model):
+    def engine_for(self, model: nn.Module, args: TrainingArguments, *, trains: bool = True) -> RoundPipe:
+        """The engine of ``model``; the one before is closed if it was made for another state of the model.
+
+        ``trains``: if not, it does not matter which parameters train, as while adapters are disabled.
+        """
+        if not self._fits(model, trains=trains):
             self._replace(model, args)
         assert self._engine is not None
         return self._engine
+
+    def synchronize(self, model: nn.Module, *, is_in_run: bool) -> None:
+        """Brings every update into the engine's model. An engine that ``model`` has grown out of since the last run,
+        when adapters were merged, say, ends with that: the next use builds another."""
+        if self.current is None:
+            return
+        if is_in_run or self.is_given or self._fits(model, trains=False):
+            self.current.synchronize()
+        else:
+            self.current.close()
 
     def reload(self, model: nn.Module) -> None:
         """Weights of ``model`` may have changed: the engine's copies follow, unless the next use rebuilds it anyway.
@@ -83,9 +96,9 @@ class EngineSlot:
         if _versions(model) != self._versions:
             self.reload(model)
 
-    def _fits(self, model: nn.Module) -> bool:
+    def _fits(self, model: nn.Module, *, trains: bool = True) -> bool:
         engine = self.current
-        return engine is not None and engine.model is model and _is_same(self._seen, _layout(model))
+        return engine is not None and engine.model is model and _is_same(self._seen, _layout(model), trains=trains)
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
@@ -124,10 +137,13 @@ def _versions(model: nn.Module) -> list[int]:
     return [parameter._version for parameter in model.parameters()]
 
 
-def _is_same(seen: list[Laid], now: list[Laid]) -> bool:
+def _is_same(seen: list[Laid], now: list[Laid], *, trains: bool) -> bool:
     if len(seen) != len(now):
         return False
-    return all(a.parameter is b.parameter and a[1:] == b[1:] for a, b in zip(seen, now, strict=True))
+    return all(
+        a.parameter is b.parameter and a[2:] == b[2:] and (a.is_trained == b.is_trained or not trains)
+        for a, b in zip(seen, now, strict=True)
+    )
 
 
 def runs_by_preset(engine: RoundPipe) -> bool:

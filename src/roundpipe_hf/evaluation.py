@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
-from .compat import returns_loss, should_reduce_batch_size
+from .compat import note_rows, returns_loss, should_reduce_batch_size
 from .engine import EngineSlot, runs_by_preset
 from .errors import UnknownModelCall
 from .memory import EvaluationOutOfMemory, Footprint
@@ -33,16 +33,15 @@ class EvaluationMixin(_Base):
     _window: AccumulationWindow
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
     processes: Processes | None = None
+    is_in_loop: bool  # while `train()` runs
     _replays: bool = True  # until a loss turns out to call the model in another way
 
-    def _engine(self) -> RoundPipe:
-        return self._slot.engine_for(self.model, self.args)
+    def _engine(self, *, trains: bool = True) -> RoundPipe:
+        return self._slot.engine_for(self.model, self.args, trains=trains)
 
     def synchronize(self) -> None:
         """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
-        engine = self._slot.current
-        if engine is not None:
-            engine.synchronize()
+        self._slot.synchronize(self.model, is_in_run=self.is_in_loop)
 
     def precision(self) -> Precision:
         """What the engine computes in now."""
@@ -69,7 +68,7 @@ class EvaluationMixin(_Base):
         return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
 
     def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:
-        engine, precision = self._engine(), self.precision()
+        engine, precision = self._engine(trains=False), self.precision()
         if num_microbatch is None and not runs_by_preset(engine):
             num_microbatch = 1  # because nobody knows how to merge its loss
         arguments = self.answer.arguments(given)
@@ -94,11 +93,14 @@ class EvaluationMixin(_Base):
         **kwargs: Any,
     ) -> Any:
         """Where only the loss is wanted it is computed where the outputs are; else outputs come to the host."""
+        if self.processes is None:
+            note_rows(self, inputs)
         if prediction_loss_only and model is self._slot.current and self._replays and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
             num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
             try:
-                return self._to_gather((self._window.evaluate(self._engine(), inputs, num_items), None, None))
+                loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+                return self._to_gather((loss, None, None))
             except UnknownModelCall:
                 self._replays = False  # because here the model may be called in any way
         found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)

@@ -1,7 +1,14 @@
-"""What is known of a trainer's loss: how it calls the model, and how microbatches' losses make that of their batch."""
+"""What is known of a trainer's loss: how it calls the model, and how microbatches' losses make that of their batch.
+
+[Note: asked again] A loss of the user's may take another form later: a term that is warmed up from zero, or that is
+there in training only. So such a loss is asked in training and in evaluation, and again after 1, 2, 4, 8, ... steps;
+forms that were seen once are reckoned with from then on. At every step would cost more than the step.
+"""
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +16,21 @@ import torch
 from roundpipe import RoundPipe
 from roundpipe.microbatch import batch_size_of
 
+from .arguments import pipeline_of
 from .compat import base_model, loss_adds_up, makes_causal_loss, valid_targets
 from .engine import runs_by_preset
-from .loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, learn_rule
-from .replay import LossAnswer, ModelAnswer, ModelCall, record_call
+from .loss_rule import (
+    ADDS_UP,
+    KEEP_WHOLE,
+    TOLERANCE,
+    TOLERANCE_BELOW_FP32,
+    Evaluated,
+    LossRule,
+    MeanOver,
+    either,
+    learn_rule,
+)
+from .replay import EngineStandIn, LossAnswer, ModelAnswer, ModelCall, record_call
 from .round import Microbatch, RoundLoss, StashedBatch, cut_window, parts_of, rows_of
 
 if TYPE_CHECKING:
@@ -21,24 +39,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a loss has answered, None while no batch could tell, and the first and the last step it was due at."""
+
+    first: int
+    last: int
+    rule: LossRule | None = None
+
+    def is_due(self, step: int) -> bool:
+        """See [Note: asked again]."""
+        return step > self.last and step - self.first >= 2 * (self.last - self.first)
+
+
+class _CannotAnswer(Exception):
+    """The loss itself raised, not the model: it may need more rows than it was asked about."""
+
+
 class LearntLoss:
     """Used by the user's thread only."""
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
         self._trainer = trainer
         self._calls: dict[tuple[Any, ...], ModelCall] = {}
-        self._rule: LossRule | None = None
+        self._asked: dict[bool, Asked] = {}  # by whether the model trains
+        self._about: tuple[Any, ...] = ()
 
     def forget(self) -> None:
         """A new run starts, perhaps with another loss."""
         self._calls.clear()
-        self._rule = None
+        self._asked.clear()
 
     def cut(
         self, engine: RoundPipe, batches: Sequence[StashedBatch], num_microbatch: int
     ) -> tuple[list[Microbatch], RoundLoss]:
         """The microbatches of a round, and its loss function."""
         trainer = self._trainer
+        self._forget_another_loss()
         call = self._call_for(batches[0])
         precision = trainer.precision()
 
@@ -53,8 +90,18 @@ class LearntLoss:
 
     def most_microbatches(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> int:
         """Into how many the largest batch can be cut."""
+        self._forget_another_loss()
         most = max(len(parts_of(batch.inputs, rows_of(batch.inputs))) for batch in batches)
         return most if self._rule_for(engine, batches, self._call_for(batches[0]), most).can_cut else 1
+
+    def _forget_another_loss(self) -> None:
+        """A callback, or the user between two evaluations, may have put another loss or model in the trainer."""
+        trainer = self._trainer
+        model = weakref.ref(trainer.model)  # because the one before is not to outlive its replacement
+        about = (trainer.compute_loss, trainer.compute_loss_func, trainer.label_smoother, model)
+        if about != self._about:
+            self.forget()
+            self._about = about
 
     def _call_for(self, batch: StashedBatch) -> ModelCall:
         """See [Note: the model call]. Recorded once, because what `compute_loss` does before the call runs again."""
@@ -69,12 +116,27 @@ class LearntLoss:
     ) -> LossRule:
         if self._is_known_to_add_up(batches):
             return ADDS_UP
+        trainer = self._trainer
+        is_users = not trainer.has_stock_loss() or trainer.compute_loss_func is not None
+        mode, step = is_users and trainer.model.training, trainer.state.global_step
+        asked = self._asked.get(mode, Asked(first=step, last=step))
+        is_due = is_users and asked.is_due(step)
+        if is_due and mode and pipeline_of(trainer.args).async_optimizer:
+            engine.synchronize()  # because asking does, and an update is to be seen at the same step in every plan
         cut = next((batch for batch in batches if len(parts_of(batch.inputs, num_microbatch)) > 1), None)
-        if cut is None:
-            return KEEP_WHOLE
-        if self._rule is None:
-            self._rule = self._learn(engine, cut, call)
-        return self._rule or KEEP_WHOLE
+        # A batch that is kept whole is right whatever the loss becomes.
+        if cut is not None and (asked.rule is None or (is_due and asked.rule.can_cut)):
+            rule = self._learn(engine, cut, call, asked.rule)
+            if asked.rule is not None and rule != asked.rule and step > asked.last + 1:
+                logger.warning(
+                    "the loss has another form at step %d than at step %d; batches in between were weighed by the old "
+                    "one. Set num_microbatch=1 for a loss that changes at some step",
+                    step,
+                    asked.last,
+                )
+            asked = replace(asked, rule=rule)
+        self._asked[mode] = replace(asked, last=step) if is_due else asked
+        return KEEP_WHOLE if cut is None or asked.rule is None else asked.rule
 
     def _reads_only_losses(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> bool:
         """Whether nobody looks at logits, and the model is one whose preset need not make them.
@@ -96,32 +158,78 @@ class LearntLoss:
         is_stock = trainer.has_stock_loss() and trainer.compute_loss_func is None
         return is_stock and loss_adds_up(trainer) and all(batch.num_items is not None for batch in batches)
 
-    def _learn(self, engine: RoundPipe, batch: StashedBatch, call: ModelCall) -> LossRule | None:
-        """Asks the loss (see loss_rule.py) with a few forwards of two rows; draws no random numbers."""
-        was_training = engine.training
-        engine.eval()
+    def _learn(
+        self, engine: RoundPipe, batch: StashedBatch, call: ModelCall, before: LossRule | None
+    ) -> LossRule | None:
+        """Asks the loss (see loss_rule.py) with a few forwards of two rows; draws no random numbers.
+
+        ``before``: the rule so far, whose forms stay. Returns it where this batch cannot tell.
+        """
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                rule = learn_rule(batch.inputs, lambda inputs: self._evaluate(inputs, batch.num_items), self._measure)
-        finally:
-            engine.train(was_training)
-        if rule is not None and rule.has_sum and rule.mean_over is not None and call.num_items is not None:
+            rule = self._answer(engine, batch)
+        except _CannotAnswer as failure:
+            try:
+                self._answer(engine, batch)
+            except _CannotAnswer:
+                logger.warning("the loss cannot be asked about one or two rows: %r", failure.__cause__)
+                rule = KEEP_WHOLE
+            else:
+                raise failure.__cause__ or failure from None  # it came once, so it is none of the number of rows
+        if rule is None:
+            return before
+        if before is not None:
+            rule = either(before, rule)
+        if rule.has_sum and rule.mean_over is not None and call.num_items is not None:
             rule = KEEP_WHOLE  # because the model mixes both parts into one loss, which cannot be taken apart later
-        if rule is KEEP_WHOLE:
+        if rule == KEEP_WHOLE != before:
             logger.warning(
                 "the loss of a batch is no sum or mean over its rows, so batches are not cut into microbatches; "
                 "use gradient accumulation to keep several devices busy"
             )
         return rule
 
-    def _evaluate(self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> Evaluated:
-        once = self._loss_of(inputs, num_items)
-        return Evaluated(once, None if num_items is None else self._loss_of(inputs, num_items * 2))
-
-    def _loss_of(self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> float:
+    def _answer(self, engine: RoundPipe, batch: StashedBatch) -> LossRule | None:
         trainer = self._trainer
-        model = trainer.stand_in(num_microbatch=1)
-        return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
+        is_exact = trainer.precision().autocast is None and all(
+            parameter.dtype.itemsize >= 4 for parameter in trainer.model.parameters() if parameter.is_floating_point()
+        )
+        tolerance = TOLERANCE if is_exact else TOLERANCE_BELOW_FP32
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return learn_rule(
+                batch.inputs, lambda inputs: self._evaluate(engine, inputs, batch), self._measure, tolerance
+            )
+
+    def _evaluate(self, engine: RoundPipe, inputs: Mapping[str, Any], batch: StashedBatch) -> Evaluated:
+        once = self._loss_of(engine, inputs, batch.num_items)
+        return Evaluated(once, None if batch.num_items is None else self._loss_of(engine, inputs, batch.num_items * 2))
+
+    def _loss_of(self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> float:
+        """The loss sees the mode of the run, the model runs without dropout: else no two losses could be compared."""
+        trainer = self._trainer
+        mode = trainer.model.training
+        is_running = has_run = False
+
+        def run(**given: Any) -> Any:
+            nonlocal is_running, has_run
+            is_running = True
+            if has_run:
+                trainer.answer.repeat()  # as in the worker
+            has_run = True
+            engine.eval()
+            try:
+                outputs = trainer.stand_in(num_microbatch=1)(**given)
+            finally:
+                engine.train(mode)
+            is_running = False
+            return outputs
+
+        model = EngineStandIn(trainer.model, run)
+        try:
+            return float(trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items))
+        except Exception as error:
+            if is_running:
+                raise
+            raise _CannotAnswer from error
 
     def _measure(self, inputs: Mapping[str, Any], over: MeanOver) -> float | None:
         if over is MeanOver.TARGETS:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 
 from roundpipe.microbatch import batch_size_of
 
-_TOLERANCE = 1e-5
+# Relative to the loss. Below fp32 it moves where kernels add up one row in another order than two.
+TOLERANCE, TOLERANCE_BELOW_FP32 = 1e-5, 1e-4
 # How many labels each row of the sample keeps. Far apart, so that weighting by tokens and by rows cannot be confused.
 _KEPT = (3, 9)
 
@@ -46,6 +47,14 @@ ADDS_UP = LossRule()
 KEEP_WHOLE = LossRule(can_cut=False)
 
 
+def either(one: LossRule, other: LossRule) -> LossRule:
+    """The rule of a loss that has the form of ``one`` or of ``other``, or parts of both."""
+    over = {rule.mean_over for rule in (one, other)} - {None}
+    if not (one.can_cut and other.can_cut) or len(over) > 1:
+        return KEEP_WHOLE
+    return LossRule(has_sum=one.has_sum or other.has_sum, mean_over=over.pop() if over else None)
+
+
 class Evaluated(NamedTuple):
     """One sample's loss with the number of items given, and with twice that (None where none is given)."""
 
@@ -66,7 +75,10 @@ Measure = Callable[[Mapping[str, Any], MeanOver], float | None]
 
 
 def learn_rule(
-    batch: Mapping[str, Any], evaluate: Callable[[Mapping[str, Any]], Evaluated], measure: Measure
+    batch: Mapping[str, Any],
+    evaluate: Callable[[Mapping[str, Any]], Evaluated],
+    measure: Measure,
+    tolerance: float = TOLERANCE,
 ) -> LossRule | None:
     """Finds the rule of a loss by evaluating it on two rows of ``batch``, together and apart.
 
@@ -78,11 +90,14 @@ def learn_rule(
     rows = [take_rows(sample, 0), take_rows(sample, 1)]
     whole, *parts = [evaluate(inputs) for inputs in (sample, *rows)]
     weights = {over: shares for over in MeanOver if (shares := _shares(sample, rows, over, measure)) is not None}
-    return decide_rule(whole, parts, weights)
+    return decide_rule(whole, parts, weights, tolerance)
 
 
 def decide_rule(
-    whole: Evaluated, parts: Sequence[Evaluated], weights: Mapping[MeanOver, Sequence[float]]
+    whole: Evaluated,
+    parts: Sequence[Evaluated],
+    weights: Mapping[MeanOver, Sequence[float]],
+    tolerance: float = TOLERANCE,
 ) -> LossRule | None:
     """Which rule reproduces the loss of ``whole`` from those of its ``parts``; ``weights`` are what could count."""
     values = torch.tensor([value for one in (whole, *parts) for value in (one.total, one.mean)])
@@ -91,7 +106,7 @@ def decide_rule(
     scale = max(abs(whole.once), 1e-12)
 
     def equal(a: float, b: float) -> bool:
-        return abs(a - b) <= _TOLERANCE * scale
+        return abs(a - b) <= tolerance * scale
 
     if not equal(whole.total, sum(part.total for part in parts)):
         return KEEP_WHOLE
@@ -111,7 +126,7 @@ def decide_rule(
 
 
 def _agree(shares: Sequence[float], others: Sequence[float]) -> bool:
-    return all(abs(a - b) <= _TOLERANCE for a, b in zip(shares, others, strict=True))
+    return all(abs(a - b) <= TOLERANCE for a, b in zip(shares, others, strict=True))
 
 
 def weighted(rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -94,7 +94,7 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The engine of the current model, whatever Trainer wrapped before."""
         is_first = self._slot.current is None
-        engine = self._engine()
+        engine = self._engine(trains=training)
         if training:
             stop_checkpointing(self.model)
             theirs = adopted(self.optimizer, engine)

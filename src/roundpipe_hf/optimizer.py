@@ -6,7 +6,7 @@ optimizer's step all run in the engine's `step`; the norm is therefore a promise
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,16 +89,23 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def submit(self) -> StepHandle:
         """One try of the engine's step. ``has_begun`` tells whether masters may have changed if it raises."""
         self.has_begun = False
-        return self.engine.step(self._update, self.is_async, self.max_grad_norm)
+        # Read here, because the caller goes on to `zero_grad` while the update runs.
+        elsewhere = [p.grad for p in self.engine.model.parameters() if p.grad is not None]
+        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
 
-    def _update(self, max_grad_norm: float) -> float:
-        """Runs on the optimizer thread. Returns the norm before clipping."""
+    def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
+        """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the model's own gradients."""
         self.has_begun = True
         if self._processes is not None:
             self._processes.average_gradients(self.engine.optim_parameters())
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
+        if norm == 0 and any(bool(gradient.any()) for gradient in elsewhere):
+            raise ConfigError(
+                "this step's gradients are in the model's own .grad, but the pipeline trains copies of the weights: "
+                "those got none. A training_step has to call the model it is given, not self.model; a loop, the engine"
+            )
         if self._scaler is not None:
             self._scaler.step(self.inner)
         else:

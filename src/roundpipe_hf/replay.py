@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from .compat import base_model
 from .errors import UnknownModelCall
@@ -56,8 +57,10 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """All arguments of a call of ``model``, by their names."""
     if not args:
         return kwargs
-    signature = inspect.signature(base_model(model).forward)
-    return dict(signature.bind_partial(*args).arguments) | kwargs
+    called = base_model(model)
+    if type(called).forward is nn.Sequential.forward:
+        called = called[0]  # because a sequence's engine hands its arguments to the first layer
+    return dict(inspect.signature(called.forward).bind_partial(*args).arguments) | kwargs
 
 
 class ModelStandIn:
@@ -127,6 +130,14 @@ class Replay(ModelStandIn):
         self._outputs = outputs
         self._expected = expected
         self._is_answered = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the microbatch is, not the model: a loss brings tensors of its own, class weights, say, to it."""
+        leaves = tree_leaves((self._outputs, dict(self._expected)))
+        of_model: Any = self._model.device
+        found: torch.device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), of_model)
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = by_name(self._model, args, kwargs)

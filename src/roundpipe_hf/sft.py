@@ -95,7 +95,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         """See [Note: fused head]."""
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
         wants_logits = smooths or self.compute_loss_func is not None
-        has_head = has_own_preset(self.model) and runs_by_preset(self._engine())
+        has_head = has_own_preset(self.model) and runs_by_preset(self._engine(trains=False))
         return FusedAnswer() if has_head and not wants_logits else LogitsAnswer()
 
     def has_stock_loss(self) -> bool:

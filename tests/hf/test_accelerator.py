@@ -36,6 +36,24 @@ def test_autocast() -> None:
     assert_same(train_both(MODELS["full"], token_rows(20), bf16=True, **ON_GPU), atol=2e-2)
 
 
+class WeighedClasses:
+    """As in Trainer's documentation: whatever a loss needs goes to the model's device."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        inputs = {name: value.to(model.device) for name, value in inputs.items()}
+        weight = torch.linspace(0.5, 1.5, 64).to(model.device)
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, labels, weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_with_tensors_of_its_own() -> None:
+    rows = token_rows(20)
+    pair = train_both(MODELS["full"], rows, WeighedClasses, eval_dataset=rows[:5], eval_strategy="epoch", **ON_GPU)
+    assert_same(pair, atol=1e-3)
+
+
 def test_tf32() -> None:
     """A switch of the process: both have it."""
     assert_same(train_both(MODELS["full"], token_rows(20), tf32=True, **ON_GPU), atol=1e-2)

@@ -106,3 +106,30 @@ def test_gradients_that_a_callback_changes_are_refused() -> None:
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Doubles()])
     with pytest.raises(ConfigError, match="changed gradients in on_pre_optimizer_step.*optimizer_cls_and_kwargs"):
         run(trainer)
+
+
+class EvaluatesTheBase(TrainerCallback):
+    """What the model would say without what it has learnt. Meanwhile its adapters require no gradient."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.losses: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        with model.disable_adapter():
+            self.losses.append(self.trainer.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_evaluating_while_adapters_are_disabled(accumulation: int) -> None:
+    """The run went on with an engine made for a model in which nothing trains, and was refused."""
+    callbacks, trainers = [], []
+    for cls in (RoundPipeTrainer, Trainer):
+        callback = EvaluatesTheBase()
+        settings: dict[str, Any] = {"callbacks": [callback], "gradient_accumulation_steps": accumulation}
+        trainer = make_trainer(cls, MODELS["lora"](), ROWS, eval_dataset=ROWS[:4], **settings)
+        callback.trainer = trainer
+        callbacks.append(callback)
+        trainers.append(run(trainer))
+    assert_same(Pair(*trainers))
+    assert callbacks[0].losses == pytest.approx(callbacks[1].losses, abs=1e-6)

@@ -1,5 +1,6 @@
 """`evaluate` and `predict` give the plain Trainer's metrics, keys and arrays, and always see every update."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 
 from hf.trainers import MODELS, Pair, logged, make_both, make_trainer, run, token_rows, train_both
@@ -92,6 +94,22 @@ def test_predict_without_labels() -> None:
     ours, plain = (trainer.predict(rows) for trainer in make_both(MODELS["full"], ROWS))
     np.testing.assert_allclose(ours.predictions, plain.predictions, atol=1e-5)
     assert ours.label_ids is plain.label_ids is None
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(ROWS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"compute_metrics": accuracy}, {"batch_eval_metrics": True}])
+def test_a_data_set_without_a_length_counts_each_row_once(settings: dict[str, Any]) -> None:
+    """Its last batch is short, 1 row of 2, and its loss weighed as much as that of the full ones."""
+    if "batch_eval_metrics" in settings:
+        settings = settings | {"compute_metrics": lambda _, compute_result: {}}
+    pair = make_both(MODELS["full"], ROWS, eval_dataset=Stream(), per_device_eval_batch_size=2, **settings)
+    assert_same_metrics(pair)
+    ours, plain = (trainer.predict(Stream()) for trainer in pair)
+    np.testing.assert_allclose(ours.predictions, plain.predictions, atol=1e-5)
 
 
 def test_several_evaluation_sets() -> None:

@@ -4,11 +4,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import Trainer
 
 from branching import bert_batch, make_bert, make_t5, t5_batch
-from hf.trainers import assert_same, assert_same_logs, logged, make_both, train_both
-from roundpipe import AutoRoundPipe
+from hf.trainers import (
+    Pair,
+    assert_same,
+    assert_same_logs,
+    logged,
+    make_both,
+    make_trainer,
+    run,
+    token_rows,
+    train_both,
+)
+from models import make_llama
+from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe_hf import RoundPipeTrainer
 
 
 def rows_of(batch: Any) -> list[dict[str, Any]]:
@@ -47,3 +61,41 @@ def test_evaluation(name: str) -> None:
         for trainer in pair:
             trainer.evaluate()
         assert_same_logs(logged(pair.ours), logged(pair.plain))
+
+
+class OfHiddenStates:
+    """What a preset cannot do: an output of every block, and a hook on the model itself."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs, output_hidden_states=True)
+        loss = outputs.loss + outputs.hidden_states[-2].square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def doubled(module: nn.Module, args: Any, outputs: Any) -> Any:
+    outputs.loss = outputs.loss * 2
+    return outputs
+
+
+def make_hooked() -> Any:
+    model = make_llama(tied=True)
+    model.register_forward_hook(doubled)
+    return model
+
+
+def test_a_model_with_a_preset_that_is_wanted_in_parts() -> None:
+    """A trainer takes the engine in the model's place."""
+    engine = wrap_model_to_roundpipe(
+        make_hooked(), use_sequential_preset=False, devices=2, optim_dtype=torch.float32, lower_threshold=1
+    )
+    ours, plain = (type("Mixed", (OfHiddenStates, cls), {}) for cls in (RoundPipeTrainer, Trainer))
+    rows: Any = token_rows(10)
+    pair = Pair(
+        run(make_trainer(ours, engine, rows, gradient_accumulation_steps=2, eval_dataset=rows[:4])),
+        run(make_trainer(plain, make_hooked(), rows, gradient_accumulation_steps=2, eval_dataset=rows[:4])),
+    )
+    assert isinstance(engine, AutoRoundPipe)
+    assert_same(pair)
+    ours_loss, plain_loss = (trainer.evaluate()["eval_loss"] for trainer in pair)
+    assert ours_loss == pytest.approx(plain_loss, abs=1e-6)
+    engine.close()

@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from hf.trainers import (
     MODELS,
+    Pair,
     assert_same_logs,
+    assert_same_weights,
     differ,
     logged,
     make_both,
@@ -122,6 +124,38 @@ def test_a_closed_engine_is_built_again() -> None:
         run(trainer)
     assert_same_logs(logged(pair.ours), logged(pair.plain))
     assert pair.ours.model_wrapped is not first
+
+
+def merge_adapters(trainer: Any) -> None:
+    trainer.model = trainer.model.merge_and_unload()
+
+
+def replace_a_parameter(trainer: Any) -> None:
+    head = trainer.model.get_output_embeddings()
+    head.weight = nn.Parameter(head.weight.detach() * 0.1)
+
+
+@pytest.fixture(params=[merge_adapters, replace_a_parameter])
+def changed(request: pytest.FixtureRequest) -> Pair:
+    """Trainers whose models are others since their run: the engine refused whatever waits for its updates first."""
+    pair = train_both(MODELS["lora"], ROWS, eval_dataset=ROWS[:3])
+    for trainer in pair:
+        request.param(trainer)
+    return pair
+
+
+def test_a_changed_model_is_evaluated(changed: Pair) -> None:
+    ours, plain = (trainer.evaluate()["eval_loss"] for trainer in changed)
+    assert ours == pytest.approx(plain, abs=1e-6)
+
+
+def test_a_changed_model_is_saved(changed: Pair) -> None:
+    for trainer in changed:
+        trainer.save_model()
+    ours, plain = (sorted(path.name for path in Path(trainer.args.output_dir).iterdir()) for trainer in changed)
+    assert ours == plain
+    changed.ours.synchronize()
+    assert_same_weights(weights(changed.ours), weights(changed.plain))
 
 
 def test_unfreezing_between_runs_trains_what_was_frozen() -> None:

@@ -11,7 +11,16 @@ from torch.nn.functional import cross_entropy, mse_loss
 from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.loss_rule import ADDS_UP, KEEP_WHOLE, Evaluated, LossRule, MeanOver, decide_rule
+from roundpipe_hf.loss_rule import (
+    ADDS_UP,
+    KEEP_WHOLE,
+    TOLERANCE_BELOW_FP32,
+    Evaluated,
+    LossRule,
+    MeanOver,
+    decide_rule,
+)
+from roundpipe_hf.replay import ModelAnswer, Replay
 
 ROWS = token_rows(14)
 SHARES = {MeanOver.TARGETS: (0.2, 0.8), MeanOver.LABELS: (0.25, 0.75), MeanOver.ROWS: (0.5, 0.5)}
@@ -44,6 +53,16 @@ def evaluated(total: float, mean: float) -> Evaluated:
 )
 def test_rule(whole: tuple[float, float], parts: list[tuple[float, float]], rule: LossRule | None) -> None:
     assert decide_rule(evaluated(*whole), [evaluated(*part) for part in parts], SHARES) == rule
+
+
+def test_rounding_below_fp32_is_no_other_form() -> None:
+    """On a GPU one row is not multiplied by the same kernel as two; in bf16 the batch would be kept whole for that."""
+    whole, parts = evaluated(0.0, 2.6 * (1 + 5e-5)), [evaluated(0.0, 1.0), evaluated(0.0, 3.0)]
+    assert decide_rule(whole, parts, SHARES) == KEEP_WHOLE
+    found = decide_rule(whole, parts, SHARES, TOLERANCE_BELOW_FP32)
+    assert found == LossRule(has_sum=False, mean_over=MeanOver.TARGETS)
+    one_percent = evaluated(0.0, 2.6 * 1.01)
+    assert decide_rule(one_percent, parts, SHARES, TOLERANCE_BELOW_FP32) == KEEP_WHOLE
 
 
 # --- losses of users ---
@@ -93,6 +112,14 @@ def test_a_loss_that_cannot_be_cut_says_so(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
         trained(RoundPipeTrainer, MODELS["full"](), ROWS, compute_loss_func=contrastive_loss, max_steps=2)
     assert caplog.text.count("not cut into microbatches") == 1
+
+
+def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
+    """``weight.to(model.device)`` went to the host, where the model is, and no loss could be made of it."""
+    there = {"logits": torch.empty(2, 3, device="meta")}
+    replay = Replay(MODELS["full"](), ModelAnswer(), there, {}, batch=0)
+    assert replay.device.type == "meta"
+    assert Replay(MODELS["full"](), ModelAnswer(), {}, {}, batch=0).device.type == "cpu"
 
 
 class NewSignature:
@@ -227,6 +254,16 @@ class CallsTwice:
         return model(**inputs).loss + model(**inputs).loss
 
 
+class ComparesWithTheBase:
+    """Disabled adapters train nothing, so asking such a loss built another engine under the run's feet."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        outputs = model(**inputs)
+        with torch.no_grad(), model.disable_adapter():
+            base = model(**inputs)
+        return outputs.loss + (outputs.logits - base.logits).square().mean()
+
+
 class Penalises:
     """Weight decay by hand: its gradient would go to the model's own weights, which nobody steps."""
 
@@ -264,6 +301,12 @@ def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer.train()
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+
+
+def test_a_loss_that_compares_with_the_base_is_refused() -> None:
+    trainer = make_both(MODELS["lora"], ROWS, ComparesWithTheBase).ours
+    with pytest.raises(ConfigError, match="a second time"):
+        trainer.train()
 
 
 def test_a_dataset_without_labels_is_named_as_the_reason() -> None:

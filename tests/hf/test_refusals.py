@@ -92,6 +92,26 @@ def test_an_overridden_create_optimizer_over_the_models_own_weights() -> None:
         run(make_trainer(OwnOptimizer, MODELS["full"](), ROWS))
 
 
+class StepOfTheModelItself(RoundPipeTrainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+
+class StepOfNothing(RoundPipeTrainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("async_optimizer", [False, True])
+def test_a_training_step_past_the_pipeline(async_optimizer: bool) -> None:
+    """Losses were logged as ever, and nothing was trained. A step that leaves a batch out is none of that."""
+    with pytest.raises(ConfigError, match="call the model it is given, not self.model"):
+        run(make_trainer(StepOfTheModelItself, MODELS["full"](), ROWS * 3, async_optimizer=async_optimizer))
+    run(make_trainer(StepOfNothing, MODELS["full"](), ROWS, async_optimizer=async_optimizer))
+
+
 def test_models_that_lie_on_devices() -> None:
     model = MODELS["full"]()
     model.hf_device_map = {"model": 0, "lm_head": "cpu"}

@@ -439,3 +439,35 @@ def test_a_plain_module_that_returns_tuples() -> None:
     ours, plain = (trainer.predict(rows[:4]) for trainer in pair)
     assert ours.predictions == pytest.approx(plain.predictions, abs=1e-5)
     assert Path("out-ours/checkpoint-4/model.safetensors").is_file()
+
+
+class Named(nn.Linear):
+    """A layer whose argument is not called what that of `nn.Sequential` is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class OfASequence:
+    """A sequence has no loss and takes its input by position."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(inputs["x"])
+        loss = nn.functional.cross_entropy(logits, inputs["labels"])
+        return (loss, {"loss": loss, "logits": logits}) if return_outputs else loss
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_sequence_called_by_position(is_nested: bool) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        first = Named(4, 8)
+        return nn.Sequential(nn.Sequential(first) if is_nested else first, nn.Tanh(), nn.Linear(8, 3))
+
+    generator = torch.Generator().manual_seed(5)
+    rows = [{"x": torch.randn(4, generator=generator), "labels": index % 3} for index in range(11)]
+    settings = {"remove_unused_columns": False, "label_names": ["labels"], "eval_strategy": "epoch"}
+    pair = train_both(make, rows, OfASequence, eval_dataset=rows[:5], gradient_accumulation_steps=2, **settings)
+    assert_same(pair)
+    ours, plain = (trainer.predict(rows[:4]) for trainer in pair)
+    assert ours.predictions == pytest.approx(plain.predictions, abs=1e-5)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
+    LilyConfig,
     LoraConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
@@ -322,7 +323,7 @@ def test_unknown_models_do_not_import_transformers() -> None:
     [
         ({"use_cache": True}, "cache"),
         ({"past_key_values": object()}, "cache"),
-        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"output_hidden_states": True}, "output_hidden_states.*use_sequential_preset=False"),
         ({"output_attentions": True}, "output_attentions"),
         ({"return_dict": False}, "return_dict"),
         ({"adapter_names": ["a"] * ROWS}, "adapter_names"),
@@ -376,6 +377,7 @@ def test_adapters_train_without_an_input_that_requires_grad(adapted: Any) -> Non
         (PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2), "PREFIX_TUNING"),
         (AdaLoraConfig(task_type=TaskType.CAUSAL_LM, total_step=10, target_modules=["q_proj"]), "ADALORA"),
         (lora(target_modules=["q_proj"], alora_invocation_tokens=[1]), "LORA"),
+        (LilyConfig(task_type=TaskType.CAUSAL_LM, r=2, target_modules=["q_proj"]), "LILY"),
     ],
 )
 def test_adapters_that_do_more_than_replace_modules_are_refused(config: Any, match: str) -> None:

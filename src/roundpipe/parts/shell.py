@@ -4,8 +4,10 @@ The model itself is never changed, so its names, keys and methods stay its own. 
 because hooks, modes and attributes of the user's modules may change between them.
 """
 
+import copy as copying
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # Whether transformers has put its hooks on the modules below that collect hidden states for whoever asks.
 _COLLECTS = "_output_capturing_hooks_installed"
 _SET_HERE = ("gradient_checkpointing", "_loss_function", _COLLECTS)
+_NOTHING = object()
 
 
 class Shell(NamedTuple):
@@ -56,8 +59,44 @@ def make_shell(
             copy.__dict__["gradient_checkpointing"] = False  # engines recompute already
         if loss is not None and isinstance(getattr(type(module), "loss_function", None), property):
             copy.__dict__["_loss_function"] = loss
-    ours = {id(resident) for resident in residents.values()}
-    return Shell(root, lambda: _write_back(on_cpu, ours))
+    configs = _without_cache(copy for _, copy in on_cpu)
+    ours = {id(resident) for resident in residents.values()} | {id(config.copy) for config in configs}
+
+    def write_back() -> None:
+        _write_back(on_cpu, ours)
+        for config in configs:
+            config.write_back()
+
+    return Shell(root, write_back)
+
+
+class _Config(NamedTuple):
+    """A model's config and what its copy has in its place."""
+
+    own: Any
+    copy: Any
+
+    def write_back(self) -> None:
+        for name, value in vars(self.copy).items():
+            if name != "use_cache" and value is not vars(self.own).get(name, _NOTHING):
+                setattr(self.own, name, value)
+
+
+def _without_cache(copies: Iterable[nn.Module]) -> list[_Config]:
+    """Has models of transformers among ``copies`` build no key-value cache, to which all microbatches would write.
+
+    By their configs, because code around a decoder seldom says ``use_cache=False`` and drops the cache it gets.
+    """
+    transformers: Any = sys.modules.get("transformers")
+    made: dict[int, _Config] = {}
+    for copy in copies if transformers is not None else ():
+        config = copy.__dict__.get("config")
+        if isinstance(copy, transformers.PreTrainedModel) and getattr(config, "use_cache", False):
+            if id(config) not in made:
+                made[id(config)] = _Config(config, copying.copy(config))
+                made[id(config)].copy.use_cache = False
+            copy.__dict__["config"] = made[id(config)].copy
+    return list(made.values())
 
 
 def _drop_collecting_hooks(copy: nn.Module) -> None:
@@ -69,16 +108,19 @@ def _drop_collecting_hooks(copy: nn.Module) -> None:
     )
 
 
-def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], residents: set[int]) -> None:
-    """What forwards have set on copies goes to the modules; what was written in place is the modules' own memory."""
+def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], ours: set[int]) -> None:
+    """What forwards have set on copies goes to the modules; what was written in place is the modules' own memory.
+
+    ``ours``: ``id`` of what the shell was given.
+    """
     for module, copy in on_cpu:
         for name, value in copy._buffers.items():
             if value is not module._buffers.get(name):
                 module._buffers[name] = value
         for name, value in attributes_set(module, copy):
-            if name not in _SET_HERE:
+            if name not in _SET_HERE and id(value) not in ours:
                 module.__dict__[name] = value
         for name, value in copy.__dict__.items():
             is_set = isinstance(value, torch.Tensor) and value is not module.__dict__.get(name)
-            if is_set and id(value) not in residents:
+            if is_set and id(value) not in ours:
                 module.__dict__[name] = value

@@ -28,6 +28,8 @@ def base_of(model: nn.Module) -> nn.Module:
             raise _refused(config, "it changes the inputs of the whole model; use LoRA or another adapter of weights")
         if getattr(config, "alora_invocation_tokens", None) is not None:
             raise _refused(config, "activated LoRA needs offsets computed from the whole batch; use plain LoRA")
+        if config.peft_type.value == "LILY":
+            raise _refused(config, "its router averages over all rows of a batch, which microbatches are not; use LoRA")
     from peft.tuners.tuners_utils import BaseTuner
 
     if type(tuner).forward is not BaseTuner.forward:

@@ -35,9 +35,10 @@ def parameters_of(model_class: type) -> Mapping[str, Any]:
 
 def refuse_unsupported(config: Any, kwargs: dict[str, Any]) -> None:
     """Raises for what the model's own forward would do and a sequence of blocks cannot; takes out ``return_dict``."""
-    for name in ("output_hidden_states", "output_attentions"):
+    in_parts = " or, as its own forward can, wrap the model with use_sequential_preset=False"
+    for name, instead in (("output_hidden_states", in_parts), ("output_attentions", "")):
         if kwargs.get(name, getattr(config, name, False)):
-            raise ConfigError(f"{name}=True: what each block returns is not collected by the pipeline; leave it out")
+            raise ConfigError(f"{name}=True: a preset does not collect what blocks return; leave it out{instead}")
     for name in _ONE_ADAPTER_EACH:
         if kwargs.get(name) is not None:
             raise ConfigError(f"{name}: one adapter serves the whole batch in the pipeline; leave it out")
