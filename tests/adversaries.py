@@ -3,12 +3,26 @@
 from roundpipe.device.adversarial import AdversarialDevice
 
 
+class FullDevice(AdversarialDevice):
+    """Tells planners that it has next to no room, so that all kept inputs wait on the host."""
+
+    def budget_bytes(self, held: int = 0) -> int:
+        return 1
+
+
 class Adversaries:
     """Some adversarial devices with one seed; stands where a `DeviceSet` gives the `devices` argument."""
 
-    def __init__(self, count: int, seed: int = 0, num_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        seed: int = 0,
+        num_bytes: int | None = None,
+        *,
+        kind: type[AdversarialDevice] = AdversarialDevice,
+    ) -> None:
         self.count = count
-        self.argument = [AdversarialDevice(index, seed=seed, num_bytes=num_bytes) for index in range(count)]
+        self.argument = [kind(index, seed=seed, num_bytes=num_bytes) for index in range(count)]
 
     def __str__(self) -> str:
         return f"adversarial{self.count}"

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from adversaries import FullDevice
 from engines import engine_gradients, engine_weights, run_batch
 from models import MLP_WIDTH, Batch, mlp_batch
 from optimizers import PATIENCE_S
@@ -76,6 +77,10 @@ class HookedDevice(AdversarialDevice):
         _report_copies(self.up, "upload", "fetch")
         _report_copies(self.down, "landing", "spill")
         _report_arrivals(self.up)
+
+
+class FullHookedDevice(HookedDevice, FullDevice):
+    pass
 
 
 def _report_copies(lane: AdversarialLane, site: str, site_of_kept_inputs: str) -> None:
@@ -174,8 +179,8 @@ class HookedDevices:
     """Stands where a `DeviceSet` gives the `devices` argument. ``for_site``: has what it takes to reach that one."""
 
     def __init__(self, count: int, for_site: str | None = None) -> None:
-        num_bytes = 1 if for_site in SPILLING_SITES else None
-        self.argument = [HookedDevice(index, num_bytes) for index in range(count)]
+        kind = FullHookedDevice if for_site in SPILLING_SITES else HookedDevice
+        self.argument = [kind(index) for index in range(count)]
 
     def check(self) -> None:
         """Nothing was done without a wait."""

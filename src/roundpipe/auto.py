@@ -279,14 +279,19 @@ class _PartEngine(RoundPipe):
         """Together with all other gradients of the backward pass."""
         self._backwards.current().add_call(call, self._store)
 
-    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> Planned:
+    def _plan(
+        self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig, *, returns: bool = False
+    ) -> Planned:
         """Other parts run between this one's forward and its backward: without room for all, kept inputs wait on the
         host."""
-        planned = super()._plan(run_type, boundaries, config)
+        planned = super()._plan(run_type, boundaries, config, returns=returns)
         if run_type == "infer" or self._room.suffices(self._name, planned.needs):
             return planned
         backward = backward_passes(planned.plan.bwd_plan, self._first_trained(boundaries))
         return planned._replace(spilled=saved_layers(backward))
+
+    def _make_room(self, planned: Planned) -> None:
+        """No seats, for the same reason as no residents."""
 
     def _resident_layers(
         self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
@@ -346,6 +351,6 @@ def _refuse_cache(engine: Engine, inputs: Any) -> None:
     kind = cache_utils.Cache
     if any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(inputs, lambda value: isinstance(value, kind))):
         raise ConfigError(
-            f"{engine!r} was given a key-value cache, to which all microbatches would write; the model's forward makes "
-            "it: set use_cache=False in its config (config.text_config, config.decoder, ...)"
+            f"{engine!r} was given a key-value cache, to which all microbatches would write; the model's forward asks "
+            "for it: have it say use_cache=False"
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .optim.step_thread import StepThread
+from .params.seats import Seats
 from .plan.schedule import Passes
 from .runtime.autograd import Gradients
 from .runtime.call import Call
@@ -29,6 +30,7 @@ class BackwardRound:
     begin: Callable[[str], None]
     commit: Callable[[Call], None]
     steps: StepThread
+    seats: Seats
     pipeline: Pipeline
     forward: Call
     passes: Passes
@@ -37,23 +39,27 @@ class BackwardRound:
     made_at: tuple[int, int, int]
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
+        """Empties ``gradients``, because a visit lets go of each as soon as it is through with it."""
         self.begin("backward()")
         self.steps.refuse_other_than(self.made_at)
         forward = self.forward
-        posts = {
-            ("g", forward.settings.num_layers, m): _of_all_leaves(given, self.carries[m])
-            for m, given in enumerate(gradients)
-        }
         forward.streams.take_over()
         call = self.pipeline.prepare(
             self.passes,
             forward.settings,
             forward.streams,
-            posts=posts,
+            posts={
+                ("g", forward.settings.num_layers, m): _of_all_leaves(given, self.carries[m])
+                for m, given in enumerate(gradients)
+            },
             resident_layers=forward.resident_layers,
             kept=forward.kept,
         )
-        with call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False):
+        gradients.clear()
+        with (
+            self.seats.noting_failures(),
+            call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False),
+        ):
             call.wait_finished()
         return input_gradients(call, self.targets)
 

@@ -75,13 +75,14 @@ def _named(kwargs: Any, what: str) -> dict[str, Any]:
     return dict(kwargs or {})
 
 
-def delivered(call: Call, config: RoundPipeRunConfig, *, is_shared: bool = False) -> list[Boundary]:
-    """The call's outputs where the caller wants them, complete. ``is_shared``: a backward may still read them, under
-    way or to come."""
+def delivered(call: Call, config: RoundPipeRunConfig) -> list[Boundary]:
+    """The call's outputs where the caller wants them, complete."""
     target = None if config.merge_output is False else torch.device("cpu")
     if config.output_device is not None:
         target = torch.device(config.output_device)
-    return [deliver(call.outputs[m], target, is_shared=is_shared) for m in range(call.settings.num_microbatches)]
+    # A call with losses may have late visits, which go on with whatever they hold.
+    shared = call.kept.memory() if call.settings.loss_fn is None else None
+    return [deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)]
 
 
 def joined(values: list[Any], outputs: list[Boundary], parts: Microbatches, config: RoundPipeRunConfig) -> Any:

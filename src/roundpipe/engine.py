@@ -135,6 +135,7 @@ class Engine(ForwardingModule):
         self._flush("load_state_dict()")
         self._steps.zero_grad()
         self._steps.num_loads += 1
+        self._host.seats.follow_load()
         try:
             return self.model.load_state_dict(state_dict, strict=strict)
         finally:
@@ -157,6 +158,7 @@ class Engine(ForwardingModule):
             )
         self._steps.zero_grad()
         self._steps.num_loads += 1
+        self._host.seats.follow_load()
         for parameter, _ in self._masters.existing():
             self._masters.follow_load(parameter, None)
 
@@ -222,6 +224,7 @@ class Engine(ForwardingModule):
         ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``: the step whose
         weights a call made now would use; ``working_bytes``: of the user's own parameters; ``masters`` and
         ``master_bytes``: number and bytes of the optimizer's copies; ``slot_bytes``: of weights on each device;
+        ``spare_bytes``: of second working copies; ``seat_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.
         """
         return {

@@ -15,6 +15,7 @@ from .optim.hyperparameters import WorkingWeights
 from .optim.step_thread import StepThread, leave_cores_for
 from .params.copies import Masters
 from .params.gradients import GradientBuffers, GradientRules
+from .params.seats import Seats
 from .params.store import ParameterStore
 from .params.window import GradientWindow
 from .runtime.crew import Crew
@@ -81,7 +82,8 @@ class Host:
         self.store = store = ParameterStore(layers, self.memory, on_host)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
-        self.masters = Masters(store, rules)
+        self.seats = Seats(store, devices[0] if len(devices) == 1 else None)
+        self.masters = Masters(store, rules, self.seats)
         self._worker = Worker("roundpipe-optimizer")
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
         self._interpreter = QuietInterpreter() if is_accelerated else None
@@ -98,6 +100,13 @@ class Host:
         """All threads."""
         return [*self.crew.workers, self._worker]
 
+    def device_bytes(self) -> dict[str, int] | None:
+        """What is held on each device that a plan need not count; None while something is under way."""
+        if not self.steps.is_idle:
+            return None
+        slots, seats = self.crew.statistics(), self.seats.held_bytes
+        return {name: num_bytes + seats for name, num_bytes in slots.items()}
+
     def begin_call(self) -> None:
         """An engine call begins."""
         if self._interpreter is not None:
@@ -110,6 +119,7 @@ class Host:
         try:
             self.crew.close()
             self._worker.join()
+            self.seats.clear()
         finally:
             if self._interpreter is not None:
                 self._interpreter.close()

@@ -40,7 +40,7 @@ from .runtime.results import (
 )
 from .runtime.stage import BlockCompiler
 from .runtime.structure import Structure
-from .runtime.transfer import Boundary, user_boundary
+from .runtime.transfer import Boundary, bytes_with_caller, num_bytes, user_boundary
 
 _UNSET = RoundPipeRunConfig()
 
@@ -59,7 +59,7 @@ class RoundPipe(Engine):
             or a list of devices.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients land in on the host; None means each parameter's dtype.
-        max_gpu_memory: bytes (or GB) the engine keeps under on each device.
+        max_gpu_memory: bytes (or GB) the engine keeps under on each device; a virtual one has no more.
         process_group: not supported; anything but None is refused.
 
     Raises:
@@ -126,15 +126,10 @@ class RoundPipe(Engine):
             self._steps.is_published,
             compiler,
         )
-        crew, steps = host.crew, host.steps
         self._planner = Planner(
-            self._store,
-            crew.devices,
-            layers=layers,
-            rules=host.rules,
-            held_bytes=lambda: crew.statistics() if steps.is_idle else None,
+            self._store, host.crew.devices, layers=layers, rules=host.rules, held_bytes=host.device_bytes
         )
-        steps.update_listeners.append(self._planner.rates.record_update)
+        host.steps.update_listeners.append(self._planner.rates.record_update)
         self.set_original_model(model)
 
     def set_original_model(self, model: nn.Module) -> None:
@@ -175,7 +170,7 @@ class RoundPipe(Engine):
             self._use_newest_weights()
         parts = cut(args, kwargs, None, self.default_num_microbatch, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        planned = self._plan("train" if with_grad else "infer", boundaries, config)
+        planned = self._plan("train" if with_grad else "infer", boundaries, config, returns=True)
         plan = planned.plan
         first_trained = self._first_trained(boundaries)
         if with_grad:
@@ -190,11 +185,15 @@ class RoundPipe(Engine):
             saved_layers=saved_layers(backward),
         )
         call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries, backward=backward)
-        with call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)):
+        with (
+            self._host.seats.noting_failures(),
+            call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
+        ):
             self._wait_results(call)
             call.wait_finished()
             refuse_shared_buffers(call)
-            outputs = delivered(call, config, is_shared=with_grad)
+            outputs = delivered(call, config)
+            self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
             call.outputs.clear()  # because the call lives until its backward, and they are on devices
             if with_grad:
                 values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries, outputs))
@@ -230,7 +229,7 @@ class RoundPipe(Engine):
         config = run_config.over(self._config)
         parts = self._given(input_args, input_kwargs, label, microbatches, config)
         boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        planned = self._plan("fused", boundaries, config)
+        planned = self._plan("fused", boundaries, config, returns=return_outputs)
         first_trained = self._first_trained(boundaries)
         refuse_hooks(self._store)
         passes = fused_passes(planned.plan, first_trained)
@@ -254,14 +253,19 @@ class RoundPipe(Engine):
                 commit_before()
             self._steps.commit(call)
 
-        with commits_held() as before, call.awaited(lambda: self._pipeline.start(call), commit):
+        with (
+            self._host.seats.noting_failures(),
+            commits_held() as before,
+            call.awaited(lambda: self._pipeline.start(call), commit),
+        ):
             self._wait_results(call)
             if call.streams.drawn or tensors:
                 call.wait_finished()
             refuse_shared_buffers(call)
             result = loss = sum_losses(call)
             if return_outputs:
-                outputs = delivered(call, config, is_shared=True)
+                outputs = delivered(call, config)
+                self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
                 result = loss, joined([output.value for output in outputs], outputs, parts, config)
             if tensors:
                 backward_into(tensors, input_gradients(call, destinations(boundaries)))
@@ -299,7 +303,10 @@ class RoundPipe(Engine):
             labels=parts.labels,
         )
         call = self._run(forward_passes(planned.plan.fwd_plan), settings, config, boundaries)
-        with call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)):
+        with (
+            self._host.seats.noting_failures(),
+            call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
+        ):
             self._wait_results(call)
             call.wait_finished()
             refuse_shared_buffers(call)
@@ -355,16 +362,23 @@ class RoundPipe(Engine):
             only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
         )
 
-    def _plan(self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig) -> Planned:
-        return self._planner.plan(
+    def _plan(
+        self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig, *, returns: bool = False
+    ) -> Planned:
+        planned = self._planner.plan(
             run_type,
             len(boundaries),
             config.execute_plan,
             shapes=size_class(boundary.leaves for boundary in boundaries),
             elements=elements_of(boundary.leaves for boundary in boundaries),
             tokens=tokens_of(boundary.leaves for boundary in boundaries),
+            input_bytes=max(num_bytes(boundary.leaves) for boundary in boundaries),
+            caller_bytes=bytes_with_caller(boundaries),
+            returns=returns,
             grain=config.recompute_grain or "stage",
         )
+        self._make_room(planned)
+        return planned
 
     def _wait_results(self, call: Call) -> None:
         """Waits for losses or outputs. Meanwhile the planner thinks, because the caller has nothing else to do."""
@@ -394,6 +408,17 @@ class RoundPipe(Engine):
         """Evaluation is never stale."""
         self._steps.flush()
 
+    def _make_room(self, planned: Planned) -> None:
+        """Layers have seats in what calls leave of the device."""
+        seats = self._host.seats
+        seats.let(
+            self._planner.spare_bytes(planned),
+            is_sure=planned.is_sure,
+            is_worth_it=seats.num_bytes > 0 or not self._planner.hides_update(planned),
+        )
+        if seats.must_shrink:
+            self._steps.leave_seats()
+
     def _commit(self, call: Call) -> None:
         """A backward round is over."""
         when_pass_ends(lambda: self._steps.commit(call))
@@ -401,7 +426,8 @@ class RoundPipe(Engine):
     def _resident_layers(
         self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
     ) -> frozenset[int]:
-        return self._planner.resident_layers(rounds, num_microbatches, grain=config.recompute_grain or "stage")
+        grain, taken = config.recompute_grain or "stage", self._host.seats.num_bytes
+        return self._planner.resident_layers(rounds, num_microbatches, grain=grain, taken_bytes=taken)
 
     def _backward_round(
         self, forward: Call, passes: Passes, boundaries: list[Boundary], outputs: list[Boundary]
@@ -410,6 +436,7 @@ class RoundPipe(Engine):
             begin=self._begin,
             commit=self._commit,
             steps=self._steps,
+            seats=self._host.seats,
             pipeline=self._pipeline,
             forward=forward,
             passes=passes,

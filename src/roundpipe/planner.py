@@ -51,6 +51,7 @@ class Planned(NamedTuple):
 
     ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
     last. ``replaces``: its plan has just replaced another one. ``is_timed``: it is one of the few calls that are timed.
+    ``is_sure``: needs were predicted from graphs that were measured.
     """
 
     plan: ModelExecutePlan
@@ -59,6 +60,7 @@ class Planned(NamedTuple):
     measured: ShapeMeasurements
     replaces: bool
     is_timed: bool
+    is_sure: bool
 
 
 class _Wish(NamedTuple):
@@ -72,6 +74,7 @@ class _Wish(NamedTuple):
     trains: tuple[bool, ...]
     modes: tuple[bool, ...]
     chosen: ModelExecutePlan | None
+    returns: bool
 
 
 @dataclass
@@ -84,6 +87,7 @@ class _InUse:
     allowed: float
     known: Hashable
     elements: int
+    is_sure: bool
     patience: int = 1
     waited: int = 0
     calls: int = 0
@@ -132,6 +136,7 @@ class Planner:
         self._profiles: dict[tuple[bool, ...], _Profile] = {}
         self._writes: dict[Hashable, bool] = {}
         self._tokens: dict[Hashable, int] = {}
+        self._input_bytes: dict[Hashable, int] = {}
         self._latest: _Wish | None = None
         self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
         self._overlaps = True
@@ -165,6 +170,11 @@ class Planner:
             key = self._latest.run_type, self._latest.modes
             self._writes[key] = self._writes.get(key, False) or writes
 
+    def note_outputs(self, num_bytes: int) -> None:
+        """Bytes that all outputs of the latest call took together."""
+        if self._latest is not None:
+            self._measured(self._latest).record_output_bytes(num_bytes)
+
     # Plans.
 
     def plan(
@@ -177,27 +187,35 @@ class Planner:
         grain: Grain = "stage",
         elements: int = 0,
         tokens: int = 0,
+        input_bytes: int = 0,
+        caller_bytes: int = 0,
+        returns: bool = False,
     ) -> Planned:
         """The plan for a call.
 
         Args:
             elements: of the largest microbatch, see `elements_of`.
             tokens: about how many of them are tokens, if that is known; see `tokens_of`.
+            input_bytes: of the largest microbatch.
+            caller_bytes: of inputs that are on devices already, or whose gradients will be.
+            returns: whether outputs stay on devices until all of them are known.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
         """
-        self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain)
+        self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain, returns)
+        self._input_bytes[wish.shapes] = max(input_bytes, self._input_bytes.get(wish.shapes, 0))
         self._tokens[wish.shapes] = max(tokens, self._tokens.get(wish.shapes, 0))
         measured = self._measured(wish)
         measured.grow_to(elements)
+        measured.record_caller_bytes(caller_bytes)
         if wish in self._in_use and self._in_use[wish].elements < measured.elements:
             self._look_again(wish, measured)
         in_use = self._of(wish)
         in_use.calls += 1
         replaces = in_use.is_replacement and in_use.calls == 1
         needs = Needs(in_use.peak.kept, in_use.peak.bytes.total, in_use.allowed)
-        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, replaces, in_use.is_timed)
+        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, replaces, in_use.is_timed, in_use.is_sure)
 
     def next_plan(
         self,
@@ -238,16 +256,23 @@ class Planner:
             allowed=round_.budget_bytes,
             known=known,
             elements=measured.elements,
+            is_sure=measured.knows_graphs,
             waited=0,
         )
         if plan != in_use.plan:
             self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0, is_replacement=True)
 
     def problem(
-        self, run_type: RunType, num_microbatches: int, shapes: Hashable = None, grain: Grain = "stage"
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        shapes: Hashable = None,
+        grain: Grain = "stage",
+        *,
+        returns: bool = False,
     ) -> tuple[LayerCosts, Round]:
         """What a plan has to solve; by default with the shapes of the latest call."""
-        wish = self._wish(run_type, num_microbatches, None, shapes, grain)
+        wish = self._wish(run_type, num_microbatches, None, shapes, grain, returns)
         if self._budget is None:
             self._ask_budget()
         return self._problem(wish, self._measured(wish))
@@ -257,19 +282,25 @@ class Planner:
         return self._measured(self._wish("fused", 1, None, shapes, "stage"))
 
     def resident_layers(
-        self, rounds: Sequence[Passes], num_microbatches: int, *, shapes: Hashable = None, grain: Grain = "stage"
+        self,
+        rounds: Sequence[Passes],
+        num_microbatches: int,
+        *,
+        shapes: Hashable = None,
+        grain: Grain = "stage",
+        taken_bytes: int = 0,
     ) -> frozenset[int]:
         """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
-        and for the next call."""
+        and for the next call. ``taken_bytes``: so much of what plans leave free is in use already."""
         measured = self.measured(shapes)
         shapes = shapes if shapes is not None or self._latest is None else self._latest.shapes
-        key = (tuple(map(tuple, rounds)), num_microbatches, grain, shapes, self._trains())
+        key = (tuple(map(tuple, rounds)), num_microbatches, grain, shapes, self._trains(), taken_bytes)
         version, layers = self._resident.get(key, (None, frozenset()))
         if version != measured.version:
-            costs, whole = self.problem("fused", num_microbatches, shapes, grain)
+            costs, whole = self.problem("fused", num_microbatches, shapes, grain, returns=True)
             totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
             fullest = max(fitted_peak(passes, totals, round_).bytes.total for passes in rounds)
-            spare = round_.budget_bytes - fullest if round_.budget_bytes < _UNBOUNDED else 0
+            spare = round_.budget_bytes - fullest - taken_bytes if round_.budget_bytes < _UNBOUNDED else 0
             weights = [layer.num_bytes for layer in self._store.layers]
             # What is not frozen, so that the gaps between parameters do not count as worth keeping.
             frozen = [
@@ -280,6 +311,24 @@ class Planner:
             layers = resident_layers(rounds, weights, trained, spare)
             self._resident[key] = (measured.version, layers)
         return layers
+
+    def hides_update(self, planned: Planned) -> bool:
+        """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
+        wish = self._latest
+        if wish is None or not wish.overlaps or not planned.is_sure:
+            return False
+        costs, round_ = self._problem(wish, planned.measured)
+        update_ms = round_.optimizer_ms
+        alone = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
+        return not self.rates.knows_update or update_ms < alone
+
+    def spare_bytes(self, planned: Planned) -> float:
+        """What a call leaves of a device, frozen weights staying there; 0 where nothing is known of its memory."""
+        if planned.needs.allowed >= _UNBOUNDED / 2:
+            return 0.0
+        frozen = [layer for layer in self._store.layers if len(layer.trainable) < len(layer.uses)]
+        kept = sum(layer.num_bytes for layer in frozen)
+        return max(planned.needs.allowed - planned.needs.most - kept, 0.0)
 
     def _of(self, wish: _Wish) -> _InUse:
         in_use, measured = self._in_use.get(wish), self._measured(wish)
@@ -296,12 +345,13 @@ class Planner:
         chosen: ModelExecutePlan | None,
         shapes: Hashable,
         grain: Grain,
+        returns: bool = False,
     ) -> _Wish:
         if shapes is None and self._latest is not None:
             shapes = self._latest.shapes
         modes = tuple(layer.training for layer in self._layers)
         overlaps = self._overlaps and run_type == "fused"
-        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, self._trains(), modes, chosen)
+        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, self._trains(), modes, chosen, returns)
 
     def _trains(self) -> tuple[bool, ...]:
         return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
@@ -321,23 +371,31 @@ class Planner:
 
     def _problem(self, wish: _Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
         profile, costs = self._profile(wish.trains), measured.costs()
-        assert self._budget is not None
+        share = _PLANNED if measured.knows_graphs else _PLANNED_BLINDLY
         return costs.by_layer() if wish.grain == "layer" else costs, Round(
             num_devices=self.num_devices,
             num_microbatches=wish.num_microbatches,
             overlaps=wish.overlaps,
             grain=wish.grain,
             first_trained=profile.first_trained,
-            budget_bytes=self._budget * (_PLANNED if measured.knows_graphs else _PLANNED_BLINDLY),
+            budget_bytes=self._allowed(share, wish, measured),
             may_share=self._shares(wish),
             optimizer_ms=measured.rates.update_ms(profile.update_ms),
         )
+
+    def _allowed(self, share: float, wish: _Wish, measured: ShapeMeasurements) -> float:
+        """Bytes that a plan may fill: the rest is the caller's inputs and outputs, and temporaries inside layers."""
+        assert self._budget is not None
+        outputs = measured.output_bytes if wish.returns else 0
+        return max(self._budget * share - measured.caller_bytes - outputs, 0.0)
 
     def _first(self, wish: _Wish, measured: ShapeMeasurements) -> _InUse:
         """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
         costs, round_ = self._problem(wish, measured)
         if not measured.knows_graphs:
             costs = with_guessed_graphs(costs, self._profile(wish.trains).sizes, self._tokens.get(wish.shapes, 0))
+            given = self._input_bytes.get(wish.shapes, 0)
+            costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
         if wish.chosen is not None:
             plan = wish.chosen.for_run(wish.run_type)
             plan.check(wish.run_type, len(self._store.layers))
@@ -347,12 +405,13 @@ class Planner:
             except PlanError:
                 if measured.knows_graphs:
                     raise
-                assert self._budget is not None
-                round_ = replace(round_, budget_bytes=self._budget * _PLANNED)
+                round_ = replace(round_, budget_bytes=self._allowed(_PLANNED, wish, measured))
                 plan_for(wish.run_type, measured.costs(), round_)  # raises if what is known does not fit either
                 plan = smallest_plan(wish.run_type, len(self._store.layers))
         peak = plan_peak(plan, wish.run_type, costs, round_)
-        return _InUse(plan, peak, round_.budget_bytes, self._known(wish, measured), measured.elements)
+        return _InUse(
+            plan, peak, round_.budget_bytes, self._known(wish, measured), measured.elements, measured.knows_graphs
+        )
 
     def _shares(self, wish: _Wish) -> bool:
         """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""

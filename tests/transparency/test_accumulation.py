@@ -1,6 +1,7 @@
 """Gradients of several calls add up until the next step; nothing is rescaled, nothing leaks into the next window."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights, run_batch
 from models import CASES, ModelCase, make_mlp, mlp_batch
+from optimizers import PATIENCE_S
 from reference import Reference, plain_call
+from roundpipe.optim import SGD, OptimizerCtx
 
 
 def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -118,3 +121,29 @@ def test_low_precision_gradients_of_several_calls_are_summed_in_fp32(
     reference.step()
     engine.step(optimizer.step, is_async=False)
     TWO.check(dict(engine.optim_named_parameters()), reference.weights)
+
+
+def test_freezing_a_weight_behind_its_calls_changes_nothing_of_their_sum(engines: Engines) -> None:
+    """Calls are added up later, by the optimizer thread: in the precision that masters have in any case."""
+
+    def train(*, freezes: bool) -> list[torch.Tensor]:
+        model = make_mlp().bfloat16()
+        engine = engines(model, optim_dtype=torch.float32)
+        optimizer = SGD(engine.optim_parameters(), lr=0.1)
+        gate = threading.Event()
+        engine.step(lambda: gate.wait(PATIENCE_S), is_async=True)
+        for seed in range(3):
+            batch = mlp_batch(rows=4, seed=seed)
+            run_batch(engine, batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16()), 2)
+        for parameter in model.parameters():
+            parameter.requires_grad_(not freezes)
+        gate.set()
+        with OptimizerCtx():  # waits
+            pass
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        engine.step(optimizer.step, is_async=False)
+        return [master.detach().clone() for master in engine.optim_parameters()]
+
+    for actual, expected in zip(train(freezes=True), train(freezes=False), strict=True):
+        assert torch.equal(actual, expected)

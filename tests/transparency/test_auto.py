@@ -719,7 +719,7 @@ def test_a_sequence_is_not_cut_for_a_batch(wrap: Wrap, length: int) -> None:
     THREE.check(gradients(engine), expected.gradients, bitwise=False)
 
 
-def make_wrapped_decoder(*, hands_on: bool) -> Any:
+def make_wrapped_decoder(*, hands_on: bool, asks: bool = False) -> Any:
     """A model of transformers' whose forward does not say that there is a cache, around a decoder that makes one."""
     from transformers import LlamaConfig, LlamaModel, PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutput
@@ -732,7 +732,7 @@ def make_wrapped_decoder(*, hands_on: bool) -> Any:
             self.decoder = LlamaModel(config)
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            output = self.decoder(input_ids, **(kwargs if hands_on else {}))
+            output = self.decoder(input_ids, **(kwargs if hands_on else {"use_cache": True} if asks else {}))
             return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
     torch.manual_seed(0)
@@ -741,15 +741,54 @@ def make_wrapped_decoder(*, hands_on: bool) -> Any:
     )
 
 
-def test_caches_deep_inside_are_off_or_refused(wrap: Wrap) -> None:
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_caches_deep_inside_are_off(hands_on: bool, wrap: Wrap) -> None:
     """Microbatches that share one would attend to each other's tokens."""
     ids = torch.arange(32).view(4, 8)
-    model = make_wrapped_decoder(hands_on=True)
+    model = make_wrapped_decoder(hands_on=hands_on)
     expected = model(ids).last_hidden_state
     in_two = {"model_run_config": RoundPipeRunConfig(num_microbatch=2), "lower_threshold": 1}
     ONE.check(wrap(model, **in_two)(ids).last_hidden_state, expected, bitwise=False)
-    with pytest.raises(ConfigError, match="use_cache=False in its config"):
-        wrap(make_wrapped_decoder(hands_on=False), **in_two)(ids)
+    assert model.config.use_cache
+    assert model.decoder.config is model.config
+    with pytest.raises(ConfigError, match="key-value cache"):
+        wrap(make_wrapped_decoder(hands_on=False, asks=True), **in_two)(ids)
+
+
+class ClassifierAround(nn.Module):
+    """As users write heads of their own: a module around a model of transformers, which learns something about its
+    labels and notes that in its config."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = LlamaForSequenceClassification(
+            LlamaConfig(
+                vocab_size=50,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_labels=3,
+                pad_token_id=0,
+            )
+        )
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(ids, labels=labels).loss
+
+
+def test_what_a_forward_notes_in_a_config_with_its_cache_off_stays(wrap: Wrap) -> None:
+    ids, labels = torch.arange(1, 33).view(4, 8), torch.tensor([0, 1, 2, 0])
+    model = ClassifierAround()
+    expected = copy.deepcopy(model)(ids, labels)
+    config = model.inner.config
+    engine = wrap(model, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    ONE.check(engine(ids, labels), expected, bitwise=False)
+    assert model.inner.config is config
+    assert (config.problem_type, config.use_cache) == ("single_label_classification", True)
 
 
 class Extracting(nn.Module):

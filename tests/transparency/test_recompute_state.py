@@ -338,10 +338,10 @@ class Routed(nn.Module):
         if roundpipe.doing_recompute():
             (scale,) = roundpipe.get_recompute_data()
         else:
-            scale = torch.full((MLP_WIDTH,), 1.0 + len(self.routes))
+            scale = torch.full((MLP_WIDTH,), 1.0 + len(self.routes), device=hidden.device)
             self.routes.append(scale)
             roundpipe.save_for_recompute(scale)
-        return self.linear(hidden) * scale, torch.ones(MLP_WIDTH)
+        return self.linear(hidden) * scale, torch.ones(MLP_WIDTH, device=hidden.device)
 
 
 class First(nn.Module):

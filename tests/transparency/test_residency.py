@@ -17,7 +17,6 @@ from engines import Engines, engine_gradients, engine_weights, reference_steps, 
 from models import LORA_LLAMA, MLP, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import SGD
 from roundpipe.params.store import LayerParameters, ParameterUse
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.residency import resident_layers
@@ -56,7 +55,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def test_frozen_weights_go_up_once(sent: Counter[int], engines: Engines) -> None:
     engine = engines(frozen_but_the_last(), max_gpu_memory=ROOM_GB)
-    optimizer = SGD(engine.optim_parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.05)  # whose updates are made on the host
     train_steps(engine, optimizer, BATCHES, 2, is_async=False)
     assert [sent[layer] for layer in (0, 2, 4)] == [2, 2, 2]
     assert sent[6] == 2 * len(BATCHES)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
+from adversaries import Adversaries, FullDevice
 from device_sets import ONE
 from engines import Engines, engine_gradients, run_batch
 from models import LLAMA, MLP_WIDTH, Batch, make_mlp, mlp_batch
@@ -32,7 +32,7 @@ COUNTS = [1, 2, 3]
 @pytest.fixture(params=COUNTS, ids=lambda count: f"adversarial{count}")
 def full(request: pytest.FixtureRequest) -> Iterator[Adversaries]:
     """Devices without room."""
-    devices = Adversaries(request.param, seed=request.param, num_bytes=1)
+    devices = Adversaries(request.param, seed=request.param, kind=FullDevice)
     yield devices
     assert devices.faults == []
 
@@ -120,7 +120,7 @@ def test_random_plans(full: Adversaries, engines: Engines) -> None:
 def test_host_memory_is_used_again_from_call_to_call(engines: Engines) -> None:
     """Also that of calls that failed, and of outputs nobody called backward on."""
     batch = mlp_batch(ROWS)
-    engine = engines(make_mlp(), Adversaries(2, num_bytes=1))  # type: ignore[arg-type]
+    engine = engines(make_mlp(), Adversaries(2, kind=FullDevice))  # type: ignore[arg-type]
     run_batch(engine, batch, MICROBATCHES, execute_plan=PLAN)
     engine.synchronize()
     first = spill_bytes(engine)
@@ -167,7 +167,7 @@ def test_without_one_of_its_waits_the_numbers_are_wrong(
             method(lane, *args)
 
     monkeypatch.setattr(AdversarialLane, method.__name__, filtered)
-    devices = Adversaries(1, num_bytes=1)
+    devices = Adversaries(1, kind=FullDevice)
     engine = engines(make_mlp(), devices)  # type: ignore[arg-type]
     run_batch(engine, mlp_batch(ROWS), MICROBATCHES, execute_plan=PLAN)
     gradients = engine_gradients(engine)

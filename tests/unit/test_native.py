@@ -89,7 +89,7 @@ def by_kernel(update: RuleUpdate, working: torch.dtype) -> list[Tensor]:
 def by_torch(update: RuleUpdate, working: torch.dtype) -> list[Tensor]:
     """The gradient made whole in fp32, torch's fused kernel, a copy."""
     gradient = sum((part.float() for part in update.parts[1:]), start=update.parts[0].float()) * update.scale
-    update.rule.apply(update.weight, gradient, update.moments)
+    update.rule.apply([update.weight], [gradient], [update.moments])
     return [update.weight, *update.moments, update.weight.to(working)]
 
 

@@ -6,7 +6,8 @@ import io
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -283,3 +284,46 @@ def test_state_of_a_class_of_its_own_is_updated_at_once() -> None:
     pending.add([AddOne(master, (moment,))])
     assert master not in pending
     assert torch.equal(moment.as_subclass(Tensor), torch.ones(3))
+
+
+class There:
+    """A place that notes what is done there, and whether that is part of the work."""
+
+    def __init__(self) -> None:
+        self.is_at_work = False
+        self.seen: list[str] = []
+
+    def adopt(self, update: Any) -> Any:
+        self.seen.append("adopted")
+        return self
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        self.is_at_work = True
+        yield
+        self.is_at_work = False
+
+    # As what holds the tensors, too.
+
+    @property
+    def place(self) -> "There":
+        return self
+
+    def moved(self, update: AddOne) -> AddOne:
+        self.seen.append("moved at work" if self.is_at_work else "moved")
+        return update
+
+    def take_back(self, tensors: Sequence[Any]) -> None:
+        self.seen.append("taken back")
+        for tensor in tensors:
+            tensor._holder = self
+
+
+def test_gradients_are_brought_to_a_device_as_part_of_the_work_there() -> None:
+    """Their memory may be used again as soon as they are dropped, so it must belong to the lane that reads them."""
+    master, moment = zeros()
+    pending, there = PendingUpdates(add_one), There()
+    pending.add([AddOne(master, (moment,))])
+    pending.compute([(master, None)], there)
+    assert there.seen == ["adopted", "moved at work", "taken back"]
+    assert isinstance(master, Held)

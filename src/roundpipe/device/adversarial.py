@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .capacity import Capacity, tensors_in
 from .ordering import Access, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison
 from .virtual import Moment, VirtualDevice
 
@@ -257,15 +258,16 @@ class AdversarialLane:
             if not name.startswith("aten::empty"):
                 _advance(self, self.num_done + len(self._queue))
         result = operation(*args, **kwargs)
+        self._device.count(operation, args, kwargs, result)
         with _lock:
             if name.startswith("aten::empty"):
                 poison(result)
             written = operation._schema.arguments
             for position, value in [*enumerate(args), *kwargs.items()]:
                 is_written = isinstance(position, int) and (info := written[position].alias_info) and info.is_write
-                for tensor in _tensors(value):
+                for tensor in tensors_in(value):
                     (self._note_written if is_written else self._note_read)(_ledger.of(tensor))
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 self._note_made(_ledger.of(tensor))
         return result
 
@@ -273,6 +275,7 @@ class AdversarialLane:
         """A tensor comes to this device: from the host or, in step with a lane of that device, from another."""
         source: torch.Tensor = args[0]
         target: torch.Tensor = operation(*args, **kwargs)
+        self._device.count(operation, args, kwargs, target)
         self._note_made(_ledger.of(target))
         senders = [lane for lane in _here.lanes if lane._device is not self._device][-1:]
         for lane in senders:
@@ -316,7 +319,7 @@ class AdversarialDevice(VirtualDevice):
     Args:
         index: position among the engine's devices, for its name.
         seed: which order lanes and threads take where they are free to choose.
-        num_bytes: what it pretends to hold; None means the host's memory is the only limit.
+        num_bytes: as of a `VirtualDevice`. Memory that was lent to a lane is used until its copies are done.
 
     Example:
         >>> devices = [AdversarialDevice(index, seed=7) for index in range(2)]
@@ -326,8 +329,9 @@ class AdversarialDevice(VirtualDevice):
     """
 
     def __init__(self, index: int, *, seed: int = 0, num_bytes: int | None = None) -> None:
-        super().__init__(index, num_bytes)
+        super().__init__(index)
         self.name = f"adversarial:{index}"
+        self.capacity = None if num_bytes is None else Capacity(self.name, num_bytes, self._finish_copies)
         # With an index it equals the device of no tensor, so that ``Tensor.to`` always copies. See [5].
         self.torch_device = torch.device("cpu", index)
         self.faults: list[str] = []
@@ -339,6 +343,16 @@ class AdversarialDevice(VirtualDevice):
     def holds(self, tensor: torch.Tensor) -> bool:
         with _lock:
             return _ledger.of(tensor).home is self
+
+    def count(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+        if self.capacity is not None:
+            self.capacity.count(operation, (*args, *kwargs.values()), made)
+
+    def _finish_copies(self) -> None:
+        """As an accelerator's allocator waits for memory that was freed, but is still in use."""
+        with _own_operations():
+            for lane in (self.compute, self.up, self.down):
+                _advance(lane, lane.num_done + len(lane._queue))
 
     def lend_to_caller(self, tensor: torch.Tensor) -> None:
         """The calling thread must have waited for whatever wrote ``tensor``. It is the host's from then on."""
@@ -364,12 +378,3 @@ def _advance(lane: AdversarialLane, position: int) -> None:
 def _learn(known: Ticks, more: Ticks) -> None:
     for lane, tick in more.items():
         known[lane] = max(known.get(lane, -1), tick)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

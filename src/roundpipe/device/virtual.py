@@ -1,11 +1,15 @@
 """A device made of the CPU: it copies what an accelerator would copy, so the same mistakes show. No own threads."""
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from .capacity import Capacity
 from .generators import state_of
 from .protocol import Lane
 
@@ -29,8 +33,33 @@ class Moment:
         return self._at - earlier._at
 
 
+class _Here(threading.local):
+    """The devices with a size whose ``work`` the calling thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.capacities: list[Capacity] = []
+
+
+_here = _Here()
+
+
+class _Counting(TorchDispatchMode):
+    """Shows every operation of the thread to the device that it is done on."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = operation(*args, **kwargs)
+        _here.capacities[-1].count(operation, (*args, *kwargs.values()), made)
+        return made
+
+
 class VirtualLane:
-    """Runs everything at once, in the calling thread."""
+    """Runs everything at once, in the calling thread. ``capacity``: of its device, if that has a size."""
+
+    def __init__(self, capacity: Capacity | None = None) -> None:
+        self._capacity = capacity
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
@@ -47,7 +76,19 @@ class VirtualLane:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        yield
+        if self._capacity is None:
+            yield
+            return
+        capacities = _here.capacities
+        capacities.append(self._capacity)
+        try:
+            if len(capacities) == 1:
+                with _Counting():
+                    yield
+            else:
+                yield
+        finally:
+            capacities.pop()
 
     def borrow(self, tensor: torch.Tensor) -> None:
         return
@@ -58,14 +99,15 @@ class VirtualDevice:
 
     Args:
         index: position among the engine's devices, for its name.
-        num_bytes: what it pretends to hold; None means the host's memory is the only limit.
+        num_bytes: what it holds: more raises ``torch.OutOfMemoryError``, see [Note: counted memory]; None means that
+            the host's memory is the only limit.
     """
 
     def __init__(self, index: int, num_bytes: int | None = None) -> None:
         self.name = f"virtual:{index}"
         self.torch_device = _CPU
-        self._num_bytes = num_bytes
-        lane = VirtualLane()
+        self.capacity = None if num_bytes is None else Capacity(self.name, num_bytes)
+        lane = VirtualLane(self.capacity)
         self.compute: Lane = lane
         self.up: Lane = lane
         self.down: Lane = lane
@@ -74,7 +116,7 @@ class VirtualDevice:
         return self.name
 
     def budget_bytes(self, held: int = 0) -> int:
-        return self._num_bytes if self._num_bytes is not None else 1 << 62
+        return self.capacity.num_bytes if self.capacity is not None else 1 << 62
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

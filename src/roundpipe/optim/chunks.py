@@ -23,7 +23,7 @@ def chunks(parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[
     Args:
         parts: tensors of one shape whose sum is the gradient.
     """
-    first, *others = [part.reshape(-1) for part in parts]
+    first, *others = [part.reshape(-1).cpu() for part in parts]
     for start in range(0, first.numel(), _CHUNK):
         where = slice(start, min(start + _CHUNK, first.numel()))
         if first.dtype is torch.float32 and not others and scale == 1.0:
@@ -37,10 +37,20 @@ def chunks(parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
     """Of the sum of ``parts``. Products are summed in fp32 within a chunk and in double over chunks."""
+    if not any(part.is_cpu for part in parts):
+        return _sum_of_squares_there(parts)
     kernel = native.library()
     if kernel is not None and native.can_read(parts):
         return native.sum_of_squares(kernel, parts)
     return math.fsum(float(torch.dot(values, values)) for _, values in chunks(parts))
+
+
+def _sum_of_squares_there(parts: Sequence[torch.Tensor]) -> float:
+    """Of gradients that stay on their device."""
+    norms = []
+    for pieces in zip(*(part.reshape(-1).split(_CHUNK) for part in parts), strict=True):
+        norms.append(torch.linalg.vector_norm(sum(piece.float() for piece in pieces)))
+    return float(torch.stack(norms).double().square().sum())
 
 
 def _buffer() -> torch.Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..params.copies import Master
@@ -39,7 +40,13 @@ class LeanRule:
     formats: tuple[Format, Format]
     noise: Noise
 
-    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+    def apply(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+    ) -> None:
+        for weight, gradient, own in zip(weights, gradients, moments, strict=True):
+            self._apply_to(weight, gradient, own)
+
+    def _apply_to(self, weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> None:
         half = len(moments) // 2
         for start in range(0, weight.numel(), PIECE):
             piece = slice(start, min(start + PIECE, weight.numel()))
@@ -51,7 +58,7 @@ class LeanRule:
         is_wide = weight.dtype is torch.float32
         wide = weight if is_wide else scratch("weight", weight.numel()).copy_(weight)
         values = [form.read(kept, name) for form, kept, (name, _) in zip(self.formats, stored, _NAMES, strict=True)]
-        self.adam.apply(wide, gradient, values)
+        self.adam.apply([wide], [gradient], [values])
         for form, moment, kept in zip(self.formats, values, stored, strict=True):
             form.write(moment, kept, self.noise)
         if not is_wide:

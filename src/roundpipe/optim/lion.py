@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ConfigError
 from ..memory import bulk
@@ -24,9 +25,14 @@ class LionRule:
     weight_decay: float
     maximize: bool
 
-    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+    def apply(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+    ) -> None:
+        for weight, gradient, [momentum] in zip(weights, gradients, moments, strict=True):
+            self.apply_to(weight, gradient, momentum)
+
+    def apply_to(self, weight: Tensor, gradient: Tensor, momentum: Tensor) -> None:
         """w *= 1 - lr * decay;  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g"""
-        (momentum,) = moments
         sign = -1.0 if self.maximize else 1.0
         direction = scratch("lion", gradient.numel()).view_as(gradient)
         torch.mul(momentum, self.beta1, out=direction).add_(gradient, alpha=sign * (1 - self.beta1)).sign_()
@@ -67,7 +73,7 @@ class _PlainLion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     gradient = parameter.grad.to(parameter.dtype)
-                    _rule_of(group).apply(parameter, gradient, [self._momentum(parameter)])
+                    _rule_of(group).apply_to(parameter, gradient, self._momentum(parameter))
         return loss
 
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:

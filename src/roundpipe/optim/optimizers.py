@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..memory import bulk
 from ..params.copies import Master
@@ -74,16 +75,19 @@ class AdamRule:
     maximize: bool
     is_decoupled: bool
 
-    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
-        mean, square, *largest = moments
+    def apply(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+    ) -> None:
+        means, squares, *largest = map(list, zip(*moments, strict=True))
+        step = torch.full((), self.step, dtype=torch.float32, device=weights[0].device)
         kernel = torch._fused_adamw_ if self.is_decoupled else torch._fused_adam_
         kernel(
-            [weight],
-            [gradient],
-            [mean],
-            [square],
-            largest,
-            [torch.tensor(self.step, dtype=torch.float32)],
+            list(weights),
+            list(gradients),
+            means,
+            squares,
+            largest[0] if largest else [],
+            [step] * len(weights),
             lr=self.lr,
             beta1=self.beta1,
             beta2=self.beta2,
@@ -164,11 +168,13 @@ class SGDRule:
     maximize: bool
     is_first: bool
 
-    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+    def apply(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+    ) -> None:
         torch._fused_sgd_(
-            [weight],
-            [gradient],
-            list(moments),
+            list(weights),
+            list(gradients),
+            [velocity for [velocity] in moments] if self.momentum else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=self.lr,

@@ -213,6 +213,13 @@ class StepThread:
             raise
         self._flushed = self.num_steps
 
+    def leave_seats(self) -> None:
+        """See `Masters.leave_seats`. Calls go on to compute with the versions that they would have computed with."""
+        self.wait_idle()
+        self.raise_late_error()
+        with deferred():  # because a layer that has left must be known to be behind
+            self._publisher.set_back(self._masters.leave_seats(self.version), self.version)
+
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
         self._condition.wait_interruptibly(lambda: self._jobs_left == 0)
@@ -238,6 +245,7 @@ class StepThread:
     # Jobs, on the optimizer thread.
 
     def _fail_late(self, error: BaseException) -> None:
+        self._masters.note_failure(error)
         if error is not self._publisher.error:  # which is late already, or a waiting call has raised it
             self._late.keep(error)
 

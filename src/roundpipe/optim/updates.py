@@ -1,9 +1,10 @@
 """Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ..params.copies import Master
 from ..params.pending import PendingUpdates, UpdateInto
@@ -11,16 +12,19 @@ from . import context, native
 from .chunks import chunks
 
 BLOCK = 256  # a chunk is a whole number of them, but for the last
+_PIECE = 1 << 25  # elements updated at once on an accelerator: their gradients in fp32 take 128 MiB
 
 
 class Rule(Protocol):
     """What happens to each element, hyper-parameters included. Must be elementwise: it is given chunks."""
 
-    def apply(self, weight: torch.Tensor, gradient: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
-        """Updates chunks (flat) of a master and its state in place. ``gradient`` is fp32 and not to be written."""
+    def apply(
+        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Updates chunks (flat) of masters and their states in place. Gradients are fp32 and not to be written."""
 
     def formula(self) -> native.Formula | None:
-        """The same for the one-pass kernel; None if that has no such rule."""
+        """The same for the one-pass kernel; None if that has no such rule, which then runs on the CPU only."""
 
 
 class RuleUpdate(NamedTuple):
@@ -36,6 +40,14 @@ class RuleUpdate(NamedTuple):
     scale: float
     seen: bool
     rule: Rule
+
+    @property
+    def can_move(self) -> bool:
+        return self.rule.formula() is not None and all(map(_is_plain_fp32, (self.weight, *self.moments)))
+
+    def moved(self, weight: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> "RuleUpdate":
+        parts = tuple(part.to(weight.device) for part in self.parts)
+        return self._replace(weight=weight, moments=moments, parts=parts)
 
 
 def update_of(master: Master, moments: tuple[torch.Tensor, ...], rule: Rule) -> RuleUpdate:
@@ -62,6 +74,9 @@ def compute(updates: Sequence[UpdateInto]) -> None:
     if _by_kernel(updates):
         return
     with torch.no_grad():
+        if all(each.update.weight.device.type != "cpu" for each in updates):
+            _on_accelerator(updates)
+            return
         for each in updates:
             if len(updates) == 1 or not _by_kernel([each]):
                 _in_chunks(*each)
@@ -82,12 +97,82 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
     return native.update(kernel, jobs)
 
 
+class _Piece(NamedTuple):
+    """Some elements of an update whose tensors are on a device, or all of them if ``where`` is None."""
+
+    update: RuleUpdate
+    working: torch.Tensor | None
+    where: slice | None
+    num_elements: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.where is None else tensor.view(-1)[self.where]
+
+
+def _pieces(update: RuleUpdate, working: torch.Tensor | None) -> Iterator[_Piece]:
+    count = update.weight.numel()
+    if count <= _PIECE:
+        yield _Piece(update, working, None, count)
+        return
+    for start in range(0, count, _PIECE):
+        stop = min(start + _PIECE, count)
+        yield _Piece(update, working, slice(start, stop), stop - start)
+
+
+def _on_accelerator(updates: Sequence[UpdateInto]) -> None:
+    """Many tensors in each operation, because queueing one takes longer than most tensors do."""
+    batches: dict[tuple[int, float], list[_Piece]] = {}
+    for update, working in updates:
+        batches.setdefault((id(update.rule), update.scale), []).extend(_pieces(update, working))
+    for batch in batches.values():
+        for pieces in _portions(batch):
+            _together(pieces)
+
+
+def _portions(batch: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """So many pieces at once that their gradients in fp32 stay small."""
+    portion: list[_Piece] = []
+    count = 0
+    for piece in batch:
+        if portion and count + piece.num_elements > _PIECE:
+            yield portion
+            portion, count = [], 0
+        portion.append(piece)
+        count += piece.num_elements
+    yield portion
+
+
+def _together(pieces: Sequence[_Piece]) -> None:
+    """Pieces with one rule and one scale."""
+    weights = [piece.of(piece.update.weight) for piece in pieces]
+    gradients = [torch.empty_like(weight) for weight in weights]
+    torch._foreach_copy_(gradients, [piece.of(piece.update.parts[0]) for piece in pieces])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        for part in piece.update.parts[1:]:
+            gradient.add_(piece.of(part))
+    update = pieces[0].update
+    if update.scale != 1.0:
+        torch._foreach_mul_(gradients, update.scale)
+    update.rule.apply(weights, gradients, [[piece.of(m) for m in piece.update.moments] for piece in pieces])
+    written = [
+        (piece.of(piece.working), w) for piece, w in zip(pieces, weights, strict=True) if piece.working is not None
+    ]
+    if written:
+        targets, sources = map(list, zip(*written, strict=True))
+        torch._foreach_copy_(targets, sources)
+
+
+def _is_plain_fp32(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cpu and tensor.is_contiguous()
+
+
 def _in_chunks(update: Any, working: torch.Tensor | None) -> None:
     weight = update.weight.data.view(-1)
     moments = [moment.view(-1) for moment in update.moments]
     target = working.data.view(-1) if working is not None and working.is_contiguous() else None
     for where, gradient in chunks(update.parts, update.scale):
-        update.rule.apply(weight[where], gradient, [_piece(moment, where, weight.numel()) for moment in moments])
+        pieces = [_piece(moment, where, weight.numel()) for moment in moments]
+        update.rule.apply([weight[where]], [gradient], [pieces])
         if target is not None:
             target[where].copy_(weight[where])
     if working is not None and target is None:

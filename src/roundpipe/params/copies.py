@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..memory import bulk
 from .gradients import GradientRules
 from .pending import Held, PendingUpdates, hold_as
+from .seats import Seat, Seats, value_of
 from .store import LayerParameters, ParameterStore, ParameterUse
 from .window import GradientWindow, Landed
 
@@ -100,9 +101,10 @@ class Masters:
     Owned by the optimizer thread while a step runs; the caller reads them only in an optimizer context, which waits.
     """
 
-    def __init__(self, store: ParameterStore, rules: GradientRules) -> None:
+    def __init__(self, store: ParameterStore, rules: GradientRules, seats: Seats) -> None:
         self._store = store
         self._rules = rules
+        self._seats = seats
         self._masters: dict[int, Master] = {}
         self._is_ahead: set[int] = set()
 
@@ -155,28 +157,44 @@ class Masters:
     def publish(self, layer: LayerParameters, version: int, pending: PendingUpdates | None = None) -> None:
         """Writes the layer's newest weights into the user's parameters, pending updates in the same pass.
 
-        No upload of the user's parameters may be in flight.
+        No upload of the user's parameters may be in flight. A layer with a seat has its weights written there, and into
+        the user's parameters only if no update is ``pending``: when somebody may look.
         """
         spare = self._store.spares.get(layer.layer)
+        seat = self._seat(layer, pending, aside=False)
+        if seat is not None:
+            self._write_there(layer, seat, version, pending, aside=False)
+            if pending is None:
+                seat.bring_home(version)
+                if spare is not None:
+                    spare.turn(False, version)
+            return
         if spare is not None and spare.is_newest and not self._ahead(layer):
             with torch.no_grad():
                 for use in layer.uses:
-                    use.parameter.data.copy_(spare.tensors[use.place])
+                    if use.place in spare.tensors:
+                        use.parameter.data.copy_(spare.tensors[use.place])
         self._write(layer, [use.parameter for use in layer.uses], pending)
         if spare is not None:
             spare.turn(False, version)
 
     def publish_aside(self, layer: LayerParameters, version: int, pending: PendingUpdates) -> bool:
-        """The same into whichever of two working copies is idle. Nothing, and False, for a layer that has but one.
+        """The same into whichever of two working copies is idle. Nothing, and False, if what is to be written has but
+        one; nothing where there is nothing to write.
 
-        See [Note: two working copies].
+        See [Note: two working copies]. Those of a layer with a seat are both on the device.
         """
-        spare = self._store.spares.get(layer.layer)
-        if spare is None:
+        seat = self._seat(layer, pending, aside=True)
+        if seat is not None:
+            return self._write_there(layer, seat, version, pending, aside=True)
+        spare, ahead = self._store.spares.get(layer.layer), self._ahead(layer)
+        if not ahead and spare is None:
+            return True
+        if spare is None or any(use.place not in spare.tensors for use in ahead):
             return False
         is_spare = not spare.is_newest
-        own = [use.parameter for use in layer.uses]
-        self._write(layer, list(spare.tensors.values()) if is_spare else own, pending)
+        places = spare.tensors if is_spare else {}
+        self._write(layer, [places.get(use.place, use.parameter) for use in layer.uses], pending)
         spare.turn(is_spare, version)
         return True
 
@@ -201,15 +219,81 @@ class Masters:
             pending.compute(updated)
         self._is_ahead.difference_update(ahead)  # only now, as an interrupt may come before
 
+    def _seat(self, layer: LayerParameters, pending: PendingUpdates | None, *, aside: bool) -> Seat | None:
+        """The layer's seat. Taken when an update is to come that makes all of its weights, if there is room."""
+        seat = self._seats.of(layer)
+        if seat is not None or pending is None or not self._seats.has_room:
+            return seat
+        layers = self._store.tied_with(layer)
+        uses = {id(use.parameter): use for each in layers for use in each.uses}
+        masters = [self._masters.get(key) for key in uses]
+        updates = [pending.of(master) for master in masters if master is not None and master in pending]
+        is_whole = len(updates) == len(masters) and all(each.num_bytes for each in layers)
+        if not is_whole:
+            return None
+        # Those of the next call come while the update still reads these, or where the image would be that is not used.
+        landed = (self._rules.dtypes(use.parameter).landed.itemsize * use.parameter.numel() for use in uses.values())
+        return self._seats.take(layers, updates, sum(landed) if aside else 0)
+
+    def _write_there(
+        self, layer: LayerParameters, seat: Seat, version: int, pending: PendingUpdates | None, *, aside: bool
+    ) -> bool:
+        """Masters that are ahead into an image. Nothing, and False, if there is no memory for it."""
+        ahead = self._ahead(layer)
+        if not ahead:
+            return True
+        updated, targets = [], seat.targets(aside=aside)
+        if targets is None:
+            return False
+        with seat.work(), torch.no_grad():
+            for use in ahead:
+                master, target = self._masters[id(use.parameter)], targets[use.place]
+                if pending is not None and master in pending:
+                    updated.append((master, target))
+                    continue
+                there = value_of(master)
+                target.copy_(master.data if there is None else there)
+        if pending is not None:
+            pending.compute(updated, seat)
+        seat.turn(version)
+        # A tied weight goes on to be ahead until the last layer that uses it has it.
+        last = [use for use in ahead if use == self._store.uses[id(use.parameter)][-1]]
+        self._is_ahead.difference_update(id(use.parameter) for use in last)
+        return True
+
     def update(self, layer: LayerParameters, pending: PendingUpdates) -> None:
         """Computes the layer's pending updates and publishes nothing."""
         masters = [self._masters[id(use.parameter)] for use in layer.uses if id(use.parameter) in self._masters]
         pending.compute((master, None) for master in masters if master in pending)
 
+    def note_failure(self, error: BaseException) -> None:
+        self._seats.note_failure(error)
+
+    def leave_seats(self, version: int) -> list[int]:
+        """Moves to the host what its device has no room for any more. With no update and no call under way.
+
+        Returns:
+            The layers of which the user's parameters now are at ``version`` and masters ahead of that.
+        """
+        behind = []
+        for seat in self._seats.leaving():
+            layer = seat.layer
+            if layer.layer in self._store.spares and seat.image_at(version) is not None:  # else it may lie in the spare
+                self._store.spares[layer.layer].turn(False, version)
+            if not seat.bring_home(version):
+                behind.append(layer.layer)
+                self._is_ahead.update(id(use.parameter) for use in layer.uses)
+            self._seats.give_up(seat)
+        return behind
+
     @property
     def are_ahead(self) -> bool:
         """Whether some update has not been published."""
-        return bool(self._is_ahead) or any(spare.is_newest for spare in self._store.spares.values())
+        seats = self._store.seats.values()
+        spares = self._store.spares.values()
+        return (
+            bool(self._is_ahead) or any(spare.is_newest for spare in spares) or not all(seat.is_home for seat in seats)
+        )
 
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
@@ -239,4 +323,5 @@ class Masters:
             "masters": len(self._masters),
             "master_bytes": sum(master.nbytes for master in self._masters.values()),
             "spare_bytes": sum(spare.image.nbytes for spare in self._store.spares.values()),
+            "seat_bytes": self._seats.num_bytes,
         }

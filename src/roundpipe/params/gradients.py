@@ -1,8 +1,12 @@
 """Gradients on their way to the optimizer: summed on the device, landed on the host."""
 
+import functools
+import importlib
+import importlib.util
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -54,6 +58,7 @@ class Accumulator:
         self.landed: LandedLayer | None = None
         self._rules = rules
         self.uses: list[ParameterUse] = []
+        self._landed_dtypes: dict[int, torch.dtype] = {}
         self._missing: set[int] = set()
         self.buffer: GradientBuffer | None = None  # landing again writes to the same one: the lane keeps the order
         self._land: Callable[[Accumulator], LandedLayer] | None = None
@@ -64,7 +69,7 @@ class Accumulator:
 
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
-        summed = self._rules.dtypes(use.parameter).summed
+        summed, self._landed_dtypes[use.place] = self._rules.dtypes(use.parameter)
         self.uses.append(use)
         self._missing.add(use.place)
 
@@ -75,19 +80,22 @@ class Accumulator:
                 return
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if use.place in self.sums:
-                self.sums[use.place].add_(gradient)
-            else:
-                self.sums[use.place] = gradient.to(summed)
+            # The first is kept as it is, because with one microbatch there is nothing to sum.
+            before = self.sums.get(use.place)
+            self.sums[use.place] = gradient if before is None else _sum(before, gradient, summed)
             self._came(use.place)
 
         resident.register_post_accumulate_grad_hook(take)
+
+    def landed_dtype(self, place: int) -> torch.dtype:
+        return self._landed_dtypes[place]
 
     def let_go(self) -> None:
         """Everything has landed. Said because a layer's replica may be part of a circle, and holds this by a hook: what
         is in here would stay until the circle is found."""
         self.sums.clear()
         self.landed = self.buffer = self._land = None
+        self._missing = {use.place for use in self.uses}  # because the next visit may go on with it
 
     def _came(self, place: int) -> None:
         if self._land is None:
@@ -99,7 +107,7 @@ class Accumulator:
 
 
 class LandedLayer(NamedTuple):
-    """A layer's gradients on the host, complete once ``ready`` is reached.
+    """A layer's gradients on the host, or on the device if it has a seat there; complete once ``ready`` is reached.
 
     ``gradients`` maps a use's index to them, ``norms`` to the 2-norms of their rows. ``first_microbatch`` tells apart
     what several visits of a layer, each for a share of the microbatches, have sent.
@@ -117,19 +125,19 @@ Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
 
 
 class GradientBuffer:
-    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and norms of all their rows.
+    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and ``num_rows`` norms of rows.
 
     ``home`` is the list of free buffers that it goes back to.
     """
 
-    def __init__(self, layout: Layout, memory: HostMemory, home: "list[GradientBuffer]") -> None:
+    def __init__(self, layout: Layout, num_rows: int, memory: HostMemory, home: "list[GradientBuffer]") -> None:
         self.layout = layout
+        self.num_rows = num_rows
         self.home = home
         offsets, num_bytes = [], 0
         for _, shape, dtype in layout:
             offsets.append(num_bytes)
             num_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        num_rows = sum(num_norms(shape) for _, shape, _ in layout)
         arena = memory.arena(num_bytes + num_rows * torch.float64.itemsize)
         self.tensors = {
             place: arena.tensor(offset, shape, dtype)
@@ -151,27 +159,32 @@ class GradientBuffers:
     def take(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For gradients as they land."""
         dtypes = [(use, self._rules.dtypes(use.parameter).landed) for use in uses]
-        return self._take(self._landed, layer, dtypes)
+        return self._take(self._landed, layer, dtypes, _num_rows(use for use, _ in dtypes))
+
+    def take_norms(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
+        """For the norms alone of gradients that stay on their device."""
+        return self._take(self._landed, layer, [], _num_rows(uses))
 
     def take_sums(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For sums over calls that are too wide for the memory that gradients land in."""
         dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
-        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.landed])
+        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.landed], 0)
 
     def _take(
         self,
         homes: dict[int, list[GradientBuffer]],
         layer: LayerParameters,
         dtypes: Iterable[tuple[ParameterUse, torch.dtype]],
+        num_rows: int,
     ) -> GradientBuffer:
         layout = tuple((use.place, use.parameter.shape, dtype) for use, dtype in dtypes)
         with self._lock:
             free = homes.setdefault(layer.layer, [])
             while free:
                 buffer = free.pop()
-                if buffer.layout == layout:
+                if buffer.layout == layout and buffer.num_rows == num_rows:
                     return buffer
-        return GradientBuffer(layout, self._memory, free)
+        return GradientBuffer(layout, num_rows, self._memory, free)
 
     def give_back(self, buffer: GradientBuffer) -> None:
         with self._lock:
@@ -181,6 +194,10 @@ class GradientBuffers:
         with self._lock:
             self._landed.clear()
             self._summed.clear()
+
+
+def _num_rows(uses: Iterable[ParameterUse]) -> int:
+    return sum(num_norms(use.parameter.shape) for use in uses)
 
 
 def num_norms(shape: torch.Size) -> int:
@@ -196,30 +213,66 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
     return norms.reshape(-1)
 
 
+@functools.cache
+def _kernel() -> ModuleType | None:
+    """None where there is no Triton, which torch brings along for GPUs on Linux."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(".sum_kernel", __package__)
+
+
+def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In ``dtype``. ``before`` is a sum of that dtype, which is written to, or the first gradient."""
+    kernel = _kernel() if gradient.is_cuda else None
+    if kernel is not None and kernel.can_add(before, gradient, dtype):
+        total: torch.Tensor = kernel.add(before, gradient)
+        return total
+    return before.to(dtype).add_(gradient)
+
+
+def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """In ``dtype``, and the norms of its rows then."""
+    kernel = _kernel() if total.is_cuda else None
+    if kernel is not None and kernel.can_round(total, dtype):
+        both: tuple[torch.Tensor, torch.Tensor] = kernel.rounded(total, dtype)
+        return both
+    result = total.to(dtype)
+    return result, row_norms(result)
+
+
 def land(
     accumulator: Accumulator,
     buffers: GradientBuffers,
     device: Device,
     copies: Callable[[int], AbstractContextManager[None]],
+    *,
+    stays: bool = False,
 ) -> LandedLayer:
     """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping need not read it.
 
     Called by the device's worker after it queued the last backward of the visit; returns at once. What is sent stays
     alive through ``borrow`` until the copies are done. ``copies`` is entered for the time of so many bytes' copies.
+    With ``stays`` only norms go down: the layer is updated on the device.
     """
     if accumulator.buffer is None:
-        accumulator.buffer = buffers.take(accumulator.layer, accumulator.uses)
+        take = buffers.take_norms if stays else buffers.take
+        accumulator.buffer = take(accumulator.layer, accumulator.uses)
     buffer = accumulator.buffer
+    stays = not buffer.tensors  # as when it landed before, if this is to replace that
     with device.compute.work(), torch.no_grad():
-        sent = {place: summed.to(buffer.tensors[place].dtype) for place, summed in accumulator.sums.items()}
-        all_norms = torch.cat([row_norms(gradient) for gradient in sent.values()]).double()
+        both = {place: _rounded(total, accumulator.landed_dtype(place)) for place, total in accumulator.sums.items()}
+        landed = {place: gradient for place, (gradient, _) in both.items()}
+        all_norms = torch.cat([norms for _, norms in both.values()]).double()
     device.down.wait(device.compute.record())
     gradients, norms, first = {}, {}, 0
-    with copies(sum(gradient.nbytes for gradient in sent.values())):
-        for place, gradient in sent.items():
-            gradients[place] = buffer.tensors[place]
-            device.down.copy_(gradients[place], gradient)
-            device.down.borrow(gradient)
+    with nullcontext() if stays else copies(sum(gradient.nbytes for gradient in landed.values())):
+        for place, gradient in landed.items():
+            if stays:
+                gradients[place] = gradient
+            else:
+                gradients[place] = buffer.tensors[place]
+                device.down.copy_(gradients[place], gradient)
+                device.down.borrow(gradient)
             norms[place] = buffer.norms[first : first + num_norms(gradient.shape)]
             first += norms[place].numel()
     device.down.copy_(buffer.norms[:first], all_norms)

@@ -9,13 +9,18 @@ the optimizer thread) or waits for it (on any other). That is why
 [1] an update is not deferred if its tensors' memory is reachable in another way, a view taken earlier for example, or
     if somebody else may write to its gradient;
 [2] versions are raised when the update is decided, so a graph that saved the old value refuses to run backward.
+
+In the same way the tensors of a master whose newest values are on a device are held until somebody looks: then the
+values are fetched. See [Note: seats].
 """
 
 import copy
 import operator
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,13 +36,85 @@ class Update(Protocol):
     def moments(self) -> tuple[torch.Tensor, ...]: ...
     @property
     def seen(self) -> bool: ...
+    @property
+    def can_move(self) -> bool:
+        """Whether it can be computed on a device."""
+        ...
+
+    def moved(self, weight: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> "Update":
+        """The same to other tensors, which are on a device."""
+        ...
 
 
 class UpdateInto(NamedTuple):
     """An update, and the working copy that the same pass is to write, if any."""
 
-    update: Update
+    update: Any
     working: torch.Tensor | None
+
+
+class Holder(Protocol):
+    """Why a tensor is held."""
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        """Returns once this is not the reason any more. Called on whichever thread has touched the tensor."""
+        ...
+
+    def pass_on(self, decided: "Decided") -> bool:
+        """Has an update hold its tensors instead, if they are just these."""
+        ...
+
+
+class Away(Holder, Protocol):
+    """Holds a master and its moments because their newest values are on a device."""
+
+    @property
+    def place(self) -> "Place": ...
+    def moved(self, update: Update) -> Update:
+        """The update of the tensors on the device."""
+        ...
+
+    def take_back(self, tensors: Sequence[Any]) -> None:
+        """Holds them again, when the update that it has passed them on to is computed."""
+        ...
+
+
+class Place(Protocol):
+    """Where updates are computed for whatever is there."""
+
+    def adopt(self, update: Update) -> Away | None:
+        """Takes the tensors of an update there; None if that cannot be."""
+        ...
+
+    def work(self) -> AbstractContextManager[None]:
+        """For the time in which updates of what is there are computed, and working copies there written."""
+        ...
+
+
+class Decided:
+    """Holds the tensors of an update that is decided. ``away``: where their newest values are, if not on the host."""
+
+    def __init__(self, pending: "PendingUpdates", update: Update) -> None:
+        self.update = update
+        self.away: Away | None = None
+        self._pending = pending
+
+    @property
+    def tensors(self) -> tuple[Any, ...]:
+        return self.update.weight, *self.update.moments
+
+    def settle(self, tensor: torch.Tensor) -> None:
+        self._pending.settle(tensor, self)
+
+    def pass_on(self, decided: "Decided") -> bool:
+        return False  # because updates of one master build on each other
+
+    def let_go(self) -> None:
+        if self.away is not None:
+            self.away.take_back(self.tensors)
+            return
+        for tensor in self.tensors:
+            free(tensor)
 
 
 class PendingUpdates:
@@ -51,70 +128,113 @@ class PendingUpdates:
         self._compute = compute
         self._thread = threading.get_ident()
         self._done = threading.Condition()
-        self._updates: dict[int, Update] = {}  # by the id of the master
+        self._decided: dict[int, Decided] = {}  # by the id of the master
 
     def __contains__(self, master: torch.Tensor) -> bool:
-        return id(master) in self._updates
+        return id(master) in self._decided
+
+    def of(self, master: torch.Tensor) -> Update:
+        return self._decided[id(master)].update
 
     def add(self, updates: Sequence[Update]) -> None:
         """Defers those that nobody can see; computes the others now."""
-        written = [tensor for update in updates for tensor in (update.weight, *update.moments)]
+        others = [update for update in updates if update.seen or not self._has_taken_over(update)]
+        written = [tensor for update in others for tensor in (update.weight, *update.moments)]
         for tensor in [tensor for tensor in written if isinstance(tensor, Held)]:
-            settle(tensor)  # because updates of one master build on each other
-        torch.autograd.graph.increment_version(written)
+            settle(tensor)
+        torch.autograd.graph.increment_version([t for update in updates for t in (update.weight, *update.moments)])
         visible = _visible(written)
         at_once = []
-        for update in updates:
-            own: tuple[Any, ...] = (update.weight, *update.moments)  # their classes change
+        for update in others:
+            own: tuple[Any, ...] = (update.weight, *update.moments)
             if update.seen or (visible and not visible.isdisjoint(map(id, own))):
                 at_once.append(UpdateInto(update, None))
                 continue
-            self._updates[id(update.weight)] = update
-            held_by = self, update
+            self._decided[id(update.weight)] = decided = Decided(self, update)
             for tensor in own:
-                tensor._pending = held_by
-                tensor.__class__ = _HELD[type(tensor)]
+                hold(tensor, decided)
         if at_once:
             self._compute(at_once)
 
-    def compute(self, wanted: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _has_taken_over(self, update: Update) -> bool:
+        """Of tensors whose values are away nobody has a view: taking one would have fetched them."""
+        holder = holder_of(update.weight)
+        decided = Decided(self, update)
+        if holder is None or not holder.pass_on(decided):
+            return False
+        self._decided[id(update.weight)] = decided
+        return True
+
+    def compute(self, wanted: Iterable[tuple[torch.Tensor, torch.Tensor | None]], place: Place | None = None) -> None:
         """Computes the pending updates of some masters, each also into the working copy given with it.
 
-        What raises leaves these masters in no defined state; nobody waits for them any longer.
+        At ``place``, where that takes them; and in any case where their newest values are. What raises leaves these
+        masters in no defined state; nobody waits for them any longer.
         """
-        chosen = [UpdateInto(self._updates.pop(id(master)), working) for master, working in wanted]
+        chosen = [(self._decided.pop(id(master)), working) for master, working in wanted]
         if not chosen:
             return
-        written: list[Any] = [tensor for update, _ in chosen for tensor in (update.weight, *update.moments)]
         try:
             with torch._C.DisableTorchFunctionSubclass():  # because only others have to wait
-                self._compute(chosen)
+                self._compute_where(chosen, place)
         finally:
             with self._done:
-                for tensor in written:
-                    tensor.__class__ = _FREE[type(tensor)]
-                    del tensor._pending
+                for decided, _ in chosen:
+                    decided.let_go()
                 self._done.notify_all()
 
-    def compute_all(self) -> None:
-        self.compute([(update.weight, None) for update in self._updates.values()])
+    def _compute_where(self, chosen: Sequence[tuple[Decided, torch.Tensor | None]], place: Place | None) -> None:
+        here: list[UpdateInto] = []
+        there: dict[Place, list[tuple[Away, UpdateInto]]] = defaultdict(list)
+        for decided, working in chosen:
+            if decided.away is None and place is not None:
+                decided.away = place.adopt(decided.update)
+            update = UpdateInto(decided.update, working)
+            if decided.away is None:
+                here.append(update)
+            else:
+                there[decided.away.place].append((decided.away, update))
+        for where, updates in there.items():
+            with where.work():  # also for gradients that are brought there, because their memory is freed again
+                self._compute([UpdateInto(away.moved(update), working) for away, (update, working) in updates])
+        if here:
+            with nullcontext() if place is None else place.work():  # because that is where working copies may be
+                self._compute(here)
 
-    def settle(self, tensor: torch.Tensor, update: Update) -> None:
+    def compute_all(self) -> None:
+        self.compute([(decided.update.weight, None) for decided in self._decided.values()])
+
+    def settle(self, tensor: torch.Tensor, decided: Decided) -> None:
         """Returns once the update is computed. Called on whichever thread has touched one of its tensors."""
         if threading.get_ident() == self._thread:
-            self.compute([(update.weight, None)])
+            self.compute([(decided.update.weight, None)])
             return
         with self._done:
-            self._done.wait_for(lambda: not isinstance(tensor, Held))
+            self._done.wait_for(lambda: holder_of(tensor) is not decided)
+
+
+def holder_of(tensor: Any) -> Holder | None:
+    """Why the tensor is held; None if it is not."""
+    # One look, because another thread may be letting go of it.
+    return getattr(tensor, "_holder", None) if isinstance(tensor, Held) else None
 
 
 def settle(tensor: Any) -> None:
-    """Makes sure that no update of the tensor is pending."""
-    # One look, because the optimizer thread may be letting go of it.
-    held_by = getattr(tensor, "_pending", None) if isinstance(tensor, Held) else None
-    if held_by is not None:
-        pending, update = held_by
-        pending.settle(tensor, update)
+    """Makes sure that the tensor's value is the newest and in its memory."""
+    while (holder := holder_of(tensor)) is not None:
+        holder.settle(tensor)
+
+
+def hold(tensor: Any, holder: Holder) -> None:
+    """Whoever touches the tensor has ``holder`` settle it first."""
+    tensor._holder = holder
+    tensor.__class__ = _HELD[type(tensor)]
+
+
+def free(tensor: Any) -> None:
+    """Ends that."""
+    tensor.__class__ = _FREE[type(tensor)]
+    del tensor._holder
 
 
 # Reading these does not need the update. Compared by equality: every access makes a new wrapper.
@@ -124,9 +244,9 @@ _UNCHANGED = frozenset(
 
 
 class Held:
-    """A tensor that an update is going to write."""
+    """A tensor that an update is going to write, or whose value is on a device."""
 
-    _pending: tuple[PendingUpdates, Update]
+    _holder: Holder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,9 +276,9 @@ _HELD: dict[type, type] = {}  # what a tensor's class becomes
 _FREE: dict[type, type] = {}
 
 
-def hold_as(free: type, held: type[Held]) -> None:
-    """Tensors of class ``free`` are of class ``held`` while an update is going to write them."""
-    _HELD[free], _FREE[held] = held, free
+def hold_as(plain: type, held: type[Held]) -> None:
+    """Tensors of class ``plain`` are of class ``held`` while they are held."""
+    _HELD[plain], _FREE[held] = held, plain
 
 
 hold_as(torch.Tensor, HeldTensor)

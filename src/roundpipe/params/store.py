@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..slot_sizes import ALIGNMENT
 from .spares import Place, SpareCopy
+
+if TYPE_CHECKING:
+    from .seats import Seat
 
 
 class ParameterUse(NamedTuple):
@@ -69,6 +72,8 @@ class ParameterStore:
         # Those that have a master, also if they are frozen now: an update of theirs may still be on its way.
         self.stepped: set[int] = set()
         self.spares: dict[int, SpareCopy] = {}  # by layer; see [Note: two working copies]
+        self.seats: dict[int, Seat] = {}  # by layer; see [Note: seats]
+        self.written: set[int] = set()  # layers whose forward has written to a weight, which only a slot may hold then
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
@@ -102,13 +107,16 @@ class ParameterStore:
         """Where the parameter's value at that version lies on the host."""
         home = self.uses[id(use.parameter)][0]
         spare = self.spares.get(home.layer)
-        return spare.tensors[home.place] if spare is not None and spare.holds(version) else use.parameter.detach()
+        is_there = spare is not None and home.place in spare.tensors and spare.holds(version)
+        return spare.tensors[home.place] if spare is not None and is_there else use.parameter.detach()
 
-    def image_of(self, layer: LayerParameters, version: int = 0) -> torch.Tensor | None:
-        """The layer's working copies at that version as one block of bytes, if they (still) lie in one."""
+    def spare_of(self, layer: LayerParameters, version: int) -> SpareCopy | None:
+        """The layer's second working copy, if that is what a call at that version reads."""
         spare = self.spares.get(layer.layer)
-        if spare is not None and spare.holds(version):
-            return spare.image
+        return spare if spare is not None and spare.holds(version) else None
+
+    def image_of(self, layer: LayerParameters) -> torch.Tensor | None:
+        """The user's own parameters of the layer as one block of bytes, if they (still) lie in one."""
         arena, first_address = self._arenas.get(layer.layer, (None, 0))
         if arena is None or any(use.parameter.data_ptr() - use.offset != first_address for use in layer.uses):
             return None
@@ -116,17 +124,25 @@ class ParameterStore:
 
     def spare_bytes(self) -> int:
         """What ``make_spares`` would take."""
-        return sum(layer.num_bytes for layer in self._spareable())
+        return sum(map(_trained_bytes, self._spareable()))
 
     def make_spares(self) -> None:
-        """Gives layers a second working copy where all of a layer's weights are trained, on devices only.
+        """Gives layers a second working copy of what trains, on devices only.
 
-        A frozen weight would only be there twice, and where the caller's thread computes with a parameter it has to be
-        up to date itself.
+        Where the caller's thread computes with a parameter it has to be up to date itself.
         """
         for layer in self._spareable():
-            places = [Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype) for use in layer.uses]
-            self.spares[layer.layer] = SpareCopy(places, layer.num_bytes, self._memory)
+            places = [Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype) for use in layer.trainable]
+            self.spares[layer.layer] = SpareCopy(places, _trained_bytes(layer), self._memory)
+
+    def tied_with(self, layer: LayerParameters) -> list[LayerParameters]:
+        """The layer and all that have weights in common with it or with each other, shallow first."""
+        found, wanted = set[int](), {layer.layer}
+        while wanted:
+            found |= wanted
+            parameters = (id(use.parameter) for index in wanted for use in self.layers[index].uses)
+            wanted = {use.layer for key in parameters for use in self.uses[key]} - found
+        return [self.layers[index] for index in sorted(found)]
 
     def _spareable(self) -> list[LayerParameters]:
         if self._memory.needs_staging:
@@ -136,11 +152,10 @@ class ParameterStore:
             layer
             for layer in self.layers
             if layer.num_bytes
+            and layer.layer not in self.seats
+            and layer.trainable
             and all(
-                use.parameter.requires_grad
-                and use == self.uses[id(use.parameter)][0]
-                and id(use.parameter) not in on_host
-                for use in layer.uses
+                use == self.uses[id(use.parameter)][0] and id(use.parameter) not in on_host for use in layer.trainable
             )
         ]
 
@@ -156,6 +171,18 @@ class ParameterStore:
                 home.copy_(use.parameter.data)
                 use.parameter.data = home
             self._arenas[layer.layer] = (arena, arena.bytes.data_ptr())
+
+
+def _trained_bytes(layer: LayerParameters) -> int:
+    """From the first to the last byte of what trains, which lies together."""
+    places = [(use.offset, use.offset + use.parameter.nbytes) for use in layer.trainable]
+    return max(end for _, end in places) - min(begin for begin, _ in places)
+
+
+def view_of(image: torch.Tensor, use: ParameterUse) -> torch.Tensor:
+    """The parameter's place in its layer's image or slot, in its shape and dtype."""
+    parameter = use.parameter
+    return image[use.offset : use.offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
 
 
 def _layout(index: int, module: nn.Module) -> LayerParameters:

@@ -23,9 +23,10 @@ class Landed(NamedTuple):
     summed: torch.dtype
 
     def total(self) -> torch.Tensor:
-        total = self.parts[0]
+        """On the host, wherever they landed."""
+        total = self.parts[0].cpu()
         for part in self.parts[1:]:
-            total = total.to(self.summed) + part
+            total = total.to(self.summed) + part.cpu()
         return total
 
 
@@ -101,11 +102,13 @@ class _LayerSums:
             self._landed, self.gradients, self.norms = landed.buffer, dict(landed.gradients), dict(landed.norms)
             return
         if self._summed is None:
-            self._summed = self._buffers.take_sums(self._layer, self._layer.trainable)
+            # Not only those that train now, because the caller may have frozen some since the calls.
+            places = {use.place for use in self._layer.trainable} | self.gradients.keys() | landed.gradients.keys()
+            self._summed = self._buffers.take_sums(self._layer, [u for u in self._layer.uses if u.place in places])
             self.gradients = {place: self._begun(place, gradient) for place, gradient in self.gradients.items()}
         for place, gradient in landed.gradients.items():
             if place in self.gradients:
-                self.gradients[place].add_(gradient)
+                self.gradients[place].add_(gradient.cpu())
                 self.norms.pop(place, None)
             else:
                 self.gradients[place] = self._begun(place, gradient)
@@ -118,7 +121,8 @@ class _LayerSums:
         for target in (self._summed.tensors.get(place), self._landed.tensors.get(place)):
             if target is not None:
                 return target if target is gradient else target.copy_(gradient)
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)  # frozen in the first call
+        # Frozen in the first call, or without host memory because it landed on its device.
+        return gradient.to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
 
     def give_back(self) -> None:
         for buffer in (self._landed, self._summed):

@@ -15,9 +15,9 @@ class Room:
     def suffices(self, part: str, needs: Needs) -> bool:
         """Whether ``part`` may keep what its plan wants to. Notes its ``needs`` for the others' sake.
 
-        Counts as if all that is kept were on one device, beside the part that needs most.
+        Whichever part runs must find room beside what all others keep, counted as if that were on one device.
         """
         self._needs[part] = needs
         everyone = self._needs.values()
-        kept, most = sum(each.kept for each in everyone), max(each.most for each in everyone)
-        return kept + most <= min(each.allowed for each in everyone)
+        kept = sum(each.kept for each in everyone)
+        return all(kept - each.kept + each.most <= each.allowed for each in everyone)

@@ -152,7 +152,9 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
         PlanError: nothing fits; says what the smallest plan needs.
     """
     best: tuple[float, ModelExecutePlan] | None = None
-    failure: PlanError | None = None
+    # Not the error itself: raised from here it would hold this frame, which holds it, and all callers' with what they
+    # have on devices.
+    failure = f"a {run_type!r} plan for {round_.num_devices} devices was not found"
     counts = _share_counts(round_)
     for num_shares in counts:
         if best is not None and _least_ms(run_type, costs, round_, num_shares) >= best[0]:
@@ -161,13 +163,13 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
             share = round_.of_share(num_shares)
             plan = _pipelined(run_type, costs, share, MAX_VISITS_TIMED // len(counts)).shared(num_shares)
         except PlanError as error:
-            failure = error
+            failure = str(error)
             continue
         ms = step_ms(plan, run_type, costs, round_)
         if best is None or ms < best[0]:
             best = ms, plan
     if best is None:
-        raise failure or PlanError(f"a {run_type!r} plan for {round_.num_devices} devices was not found")
+        raise PlanError(failure)
     return best[1]
 
 

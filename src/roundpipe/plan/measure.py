@@ -25,6 +25,7 @@ _NOTABLE = 0.05
 _TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
 # An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and two moments.
 _UPDATE_BYTES = 28
+_SETTLED = 4  # updates after which their time says something
 
 
 class LayerSize(NamedTuple):
@@ -166,6 +167,11 @@ class Rates:
             self._updates_seen += 1
             self._changes.note("update", self._update_ms)
 
+    @property
+    def knows_update(self) -> bool:
+        """Whether updates were seen that allocated nothing any more."""
+        return self._updates_seen >= _SETTLED
+
     def update_ms(self, prior: float) -> float:
         return self._update_ms if self._updates_seen else prior
 
@@ -177,7 +183,8 @@ class ShapeMeasurements:
     Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread reads: every method
     may be called from any thread, and none waits for long.
 
-    ``elements``: of the largest microbatch, which bytes are measured of or scaled to.
+    ``elements``: of the largest microbatch, which bytes are measured of or scaled to. ``caller_bytes``: the most that
+    all inputs of a call, or their gradients, took on devices; ``output_bytes``: that all its outputs took.
     """
 
     def __init__(self, prior: LayerCosts, rates: Rates) -> None:
@@ -190,6 +197,8 @@ class ShapeMeasurements:
         self._inputs: dict[int, int] = {}
         self._changes = _Changes()
         self.elements = 0
+        self.caller_bytes = 0
+        self.output_bytes = 0
 
     def __repr__(self) -> str:
         times = sum(map(len, self._ms.values()))
@@ -232,6 +241,19 @@ class ShapeMeasurements:
                 for layer, num_bytes in known.items():
                     known[layer] = num_bytes * elements // before
                     self._changes.note((kind, layer), known[layer])
+
+    def record_caller_bytes(self, num_bytes: int) -> None:
+        """Inputs of a call, all microbatches together, that somebody else holds on a device while it runs."""
+        with self._lock:
+            self.caller_bytes = max(self.caller_bytes, num_bytes)
+            if self.caller_bytes:
+                self._changes.note("caller", self.caller_bytes)
+
+    def record_output_bytes(self, num_bytes: int) -> None:
+        """All outputs of a call together."""
+        with self._lock:
+            self.output_bytes = max(self.output_bytes, num_bytes)
+            self._changes.note("output", self.output_bytes)
 
     def record_input_bytes(self, layer: int, num_bytes: int) -> None:
         """What one microbatch brings into ``layer``."""

@@ -9,6 +9,7 @@
 * *sums*: gradient accumulators of the visit, and of the device's visit before it, which are still going down.
 * *boundaries*: inputs kept for backward visits, and tensors on their way to the next visit, for all microbatches.
   Kept inputs that do not fit wait on the host (they are *spilled*) and come back one microbatch ahead of their use.
+  A worker runs ahead of its lanes, but not further than is counted here.
 
 A stage visited in shares is not looked at here: each group of devices is a round of its own, see ``Round.of_share``.
 """
@@ -27,6 +28,8 @@ from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums, sums
 from .schedule import saved_layers
 
+# Of spilled inputs: microbatches whose inputs may be on their way down, and inputs that may be back.
+DOWN_AT_ONCE, BACK_AT_ONCE = 2, 3
 # What a single stage may take of a budget that it shares with prefetched weights and boundaries: loosest first.
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)
 
@@ -205,14 +208,16 @@ def _boundaries(
             for layer in staying[bisect_left(staying, start) : bisect_left(staying, stop)]:
                 on_device[device].append(layer)
                 kept_bytes[device] += inputs[layer] * microbatches
-            moving = leaving_bytes[bisect_left(leaving, stop)] - leaving_bytes[bisect_right(leaving, start)]
+            down = min(DOWN_AT_ONCE, microbatches)
+            moving = down * (leaving_bytes[bisect_left(leaving, stop)] - leaving_bytes[bisect_right(leaving, start)])
             taken = inputs[start] if start in spilled or start not in saved else 0
-            moving += max(taken * arriving + inputs[stop], taken + inputs[stop] * microbatches)
+            going = taken * down if start in spilled else taken
+            moving += max(max(taken * arriving, going) + inputs[stop], going + inputs[stop] * microbatches)
         elif pass_ is Pass.FUSED:
             moving = inputs[start] * (arriving if is_alone else microbatches)
         else:
             moving = inputs[stop] * arriving + (0 if is_alone else inputs[start] * microbatches)
-            moving += inputs[start] * min(2, microbatches) if start in spilled else 0
+            moving += inputs[start] * min(BACK_AT_ONCE, microbatches) if start in spilled else 0
             while on_device[device] and on_device[device][-1] > start:
                 kept_bytes[device] -= inputs[on_device[device].pop()] * microbatches
         held.append(kept_bytes[device] + moving)

@@ -8,6 +8,7 @@ from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
 from ..params.store import ParameterStore
+from .spill import Spills
 from .staging import make_sender
 from .worker import Worker
 
@@ -27,6 +28,7 @@ class Crew:
         self.handing_out = threading.Lock()
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
+        self.spills = [Spills(device, self.blocks) for device in devices]
         self.senders = [make_sender(device, store, memory) for device in devices]
         self.workers = [
             Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)

@@ -4,6 +4,7 @@
 ``kept.inputs[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that visit.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,15 +14,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .. import trace
-from ..device import Device
+from ..device import Device, Event
 from ..errors import ConfigError
-from ..memory.blocks import HostBlocks
 from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
 from ..plan.actions import Action, Op, Pass, Visit
 from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
 from .layers import LayerKnowledge, LayerRunner, detached, tracked
-from .spill import fetch, restored
+from .spill import Spills
 from .stage import Stage, StageLoader
 from .timing import Stopwatch, Timer, timer_of
 from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
@@ -40,7 +40,7 @@ class Executor:
         device: Device,
         loader: StageLoader,
         buffers: GradientBuffers,
-        blocks: HostBlocks,
+        spills: Spills,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
         is_published: Callable[[int, int], bool],
@@ -48,10 +48,12 @@ class Executor:
         self.device = device
         self._loader = loader
         self._buffers = buffers
+        self._spills = spills
         self._watch = Stopwatch()
         self._uploads = Uploads(loader, is_published)
-        self._layers = LayerRunner(device, loader, self._uploads, blocks, layer_names, knowledge)
+        self._layers = LayerRunner(device, loader, self._uploads, spills, layer_names, knowledge)
         self._stages: dict[Visit, Stage] = {}
+        self._landing: deque[Event] = deque()  # when the sums of the latest visits are down
         self._do = {
             Op.UPLOAD: self._upload,
             Op.FETCH: self._fetch,
@@ -70,7 +72,7 @@ class Executor:
     def run(self, call: Call, actions: Sequence[Action]) -> None:
         """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
         try:
-            self._loader.residency.want(call.resident_layers)
+            self._loader.want(call.resident_layers)
             self._loader.drop_slots_of_others()
             for action in actions:
                 call.board.check()
@@ -112,9 +114,7 @@ class Executor:
         for stage in self._stages.values():
             self._loader.release(stage)
         self._stages.clear()
-        self._loader.residency.clear()
-        # Copies may have been written without a trace; that is only looked for at the end of a visit.
-        self._loader.buffers.clear()
+        self._loader.forget()
 
     def _upload(self, call: Call, action: Action) -> None:
         settings = call.settings
@@ -128,10 +128,12 @@ class Executor:
     def _fetch(self, call: Call, action: Action) -> None:
         inputs, key = call.kept.inputs, (action.visit.layers.start, action.microbatch)
         call.board.wait_until(lambda: key in inputs)  # because another device may be still to make it
-        inputs[key] = fetch(inputs[key], self.device)
+        inputs[key] = self._spills.fetch(inputs[key])
 
     def _compute(self, call: Call, action: Action) -> None:
         stage, device = self._stages[action.visit], self.device
+        if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[0]:
+            self._wait_landed()
         if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[-1]:
             stage.land_when_complete(partial(self._land_early, stage))
         with device.compute.work():
@@ -143,13 +145,23 @@ class Executor:
             if accumulator.sums:
                 landed = accumulator.landed or self._land_layer(stage.timer, accumulator)
                 call.landed.append(landed._replace(first_microbatch=share.start))
+        self._landing.append(self.device.down.record())
+
+    def _wait_landed(self) -> None:
+        """Before a visit makes sums. A worker runs ahead of its lanes, and sums are memory in use until they are down:
+        those of one visit may still be on their way."""
+        while len(self._landing) > 1:
+            self._landing.popleft().wait()
 
     def _land_early(self, stage: Stage, accumulator: Accumulator) -> LandedLayer:
         stage.departures[accumulator.layer.layer].parameters_came()
         return self._land_layer(stage.timer, accumulator)
 
     def _land_layer(self, timer: Timer, accumulator: Accumulator) -> LandedLayer:
-        return land(accumulator, self._buffers, self.device, partial(timer.copies, "down", self.device.down))
+        stays = self._loader.is_seated(accumulator.layer)
+        return land(
+            accumulator, self._buffers, self.device, partial(timer.copies, "down", self.device.down), stays=stays
+        )
 
     def _release(self, call: Call, action: Action) -> None:
         self._loader.release(self._stages.pop(action.visit))
@@ -158,6 +170,7 @@ class Executor:
     # The three passes. Each runs one microbatch on the compute lane.
 
     def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
+        self._spills.begin()
         boundary = self._arrive(call, stage.visit.layers.start, microbatch)
         boundary = self._layers.run_forward(call, stage, stage.visit.layers, microbatch, boundary)
         self._note_buffers(call, stage, microbatch)
@@ -199,7 +212,7 @@ class Executor:
         layers = stage.visit.layers
         received: BoundaryGradient = call.board.take(("g", layers.stop, microbatch))
         gradients: Sequence[Any] = bring(received.leaves, received.source, received.ready, self.device)
-        boundary = restored(call.kept.inputs.pop((layers.start, microbatch)), self.device)
+        boundary = self._spills.restored(call.kept.inputs.pop((layers.start, microbatch)))
         for chunk, start in self._chunks(call, stage, microbatch, boundary):
             leaves, output = self._layers.run_with_grad(call, stage, chunk, microbatch, start, again=True)
             outputs = pytree.tree_leaves(output)

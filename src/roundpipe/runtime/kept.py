@@ -1,8 +1,10 @@
 """What the forward of a layer leaves for its recompute, so that running it again gives the same result."""
 
+from itertools import chain
+
 from .layer_state import LayerState
-from .spill import KeptInput
-from .transfer import Boundary
+from .spill import KeptInput, Spilled
+from .transfer import Boundary, address_of
 
 Key = tuple[int, int]  # layer, microbatch
 
@@ -22,6 +24,12 @@ class Kept:
 
     def __repr__(self) -> str:
         return f"<Kept: {len(self.inputs)} inputs, {len(self.states)} states, {len(self.data)} layers' data>"
+
+    def memory(self) -> set[int]:
+        """Addresses of what a forward that is over has left on devices."""
+        inputs = (kept.rest if isinstance(kept, Spilled) else kept for kept in self.inputs.values())
+        boundaries = chain(inputs, self.data.values())
+        return {address_of(leaf) for boundary in boundaries for leaf in boundary.leaves} - {0}
 
     def forget(self, layers: range, microbatch: int) -> None:
         """The layers have been through their backward."""

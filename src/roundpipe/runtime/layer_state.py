@@ -23,6 +23,7 @@ from .buffers import BufferCache, BufferValue
 from .replica import STRUCTURE, Modes, is_plain
 from .transfer import bring, copied
 
+_NOTHING = object()
 KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 
@@ -32,6 +33,14 @@ class ModuleState(NamedTuple):
     attributes: dict[str, Any]
     buffers: dict[str, KeptTensor | None]
     tensors: dict[str, KeptTensor]
+
+    def is_that_of(self, attributes: dict[str, Any], kept: Iterable[str]) -> bool:
+        """Whether a module without tensors of its own has these ``attributes``, of which ``kept`` are what is kept."""
+        return (
+            not (self.buffers or self.tensors)
+            and all(attributes.get(name, _NOTHING) is value for name, value in self.attributes.items())
+            and all(name in self.attributes for name in kept)
+        )
 
     def kept(self) -> Iterator[KeptTensor]:
         yield from (kept for kept in self.buffers.values() if kept is not None)
@@ -221,7 +230,10 @@ class LayerWatch:
 
         for (_, replica), module in zip(self._replicas, state.modules, strict=True):
             attributes = replica.__dict__
-            for name in [name for name, value in attributes.items() if name not in STRUCTURE and _is_kept(value)]:
+            own = [name for name, value in attributes.items() if name not in STRUCTURE and _is_kept(value)]
+            if not replica._buffers and module.is_that_of(attributes, own):
+                continue  # because a module that nothing was set on can be used again
+            for name in own:
                 del attributes[name]
             attributes.update(module.attributes)
             attributes.update({name: local(kept) for name, kept in module.tensors.items()})

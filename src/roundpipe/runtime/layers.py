@@ -10,12 +10,11 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device
 from ..errors import ConfigError
-from ..memory.blocks import HostBlocks
 from ..plan.actions import Pass
 from ..plan.measure import GraphBytes
 from .call import Call
 from .recompute_data import LayerRun, running
-from .spill import spill
+from .spill import Spills
 from .stage import Stage, StageLoader
 from .transfer import Boundary, boundary_of, bring, copied
 from .uploads import Uploads
@@ -56,7 +55,7 @@ class LayerRunner:
         device: Device,
         loader: StageLoader,
         uploads: Uploads,
-        blocks: HostBlocks,
+        spills: Spills,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
     ) -> None:
@@ -64,7 +63,7 @@ class LayerRunner:
         self._device = device
         self._loader = loader
         self._uploads = uploads
-        self._blocks = blocks
+        self._spills = spills
         self._layer_names = layer_names
         self._knowledge = knowledge
 
@@ -86,7 +85,7 @@ class LayerRunner:
                 ready = self._device.compute.record()
                 kept = stage.let_go(boundary)._replace(source=self._device, ready=ready)
                 is_spilled = layer in call.settings.spilled_layers
-                call.kept.inputs[layer, microbatch] = spill(kept, self._device, self._blocks) if is_spilled else kept
+                call.kept.inputs[layer, microbatch] = self._spills.send(kept) if is_spilled else kept
             facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
             if facts is None:
                 boundary = self._learn(call, stage, layer, microbatch, boundary, again)

@@ -1,7 +1,7 @@
 """The machinery behind one engine: its layers on the devices of a crew, and what turns passes into a running call."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .layer_state import Writers
 from .layers import LayerKnowledge
 from .recompute import RandomStreams
 from .stage import BlockCompiler, StageLoader
-from .transfer import Boundary
+from .transfer import Boundary, address_of
 
 
 class Pipeline:
@@ -50,12 +50,12 @@ class Pipeline:
                 device,
                 StageLoader(device, layers, store, rules, compiler, known_buffers, writers, sender, slots),
                 buffers,
-                crew.blocks,
+                spills,
                 self.layer_names,
                 knowledge,
                 lambda layer, version: is_published(store.first + layer, version),
             )
-            for device, sender, slots in zip(crew.devices, crew.senders, crew.slots, strict=True)
+            for device, sender, slots, spills in zip(crew.devices, crew.senders, crew.slots, crew.spills, strict=True)
         ]
 
     def streams(self, *, enabled: bool) -> RandomStreams:
@@ -116,11 +116,11 @@ class Pipeline:
             worker.submit(executor.close)
 
 
-def deliver(boundary: Boundary, target: torch.device | None, *, is_shared: bool) -> Boundary:
+def deliver(boundary: Boundary, target: torch.device | None, shared: Container[int] | None) -> Boundary:
     """A call's output on the caller's device (None: wherever it is), complete. Blocks until the device has made it.
 
-    ``is_shared``: a backward may still read it, for a layer may return what was kept as its input. So the caller, who
-    may write to it, gets a copy.
+    ``shared``: addresses of memory that a backward may still read, for a layer may return what was kept as its input;
+    None: of any. Of that the caller, who may write to it, gets a copy.
     """
     if boundary.source is None or boundary.ready is None:
         raise InternalError("an output without a source device")
@@ -129,6 +129,9 @@ def deliver(boundary: Boundary, target: torch.device | None, *, is_shared: bool)
     for leaf in boundary.leaves:
         if isinstance(leaf, torch.Tensor):
             boundary.source.lend_to_caller(leaf)
-            leaf = leaf.to(leaf.device if target is None else target, copy=is_shared)
+            # What goes to the host is no memory of the device any more, also of a device that is made of the CPU.
+            goes_down = target is not None and target.type == "cpu"
+            is_shared = shared is None or address_of(leaf) in shared
+            leaf = leaf.to(leaf.device if target is None else target, copy=goes_down or is_shared)
         leaves.append(leaf)
     return boundary._replace(leaves=tuple(leaves))

@@ -30,6 +30,13 @@ def mentioned(code: Any) -> list[Any]:
     return found
 
 
+def is_bound_for_good(code: Any) -> bool:
+    """Whether it stays bound to what it is: cells and defaults can be set anew, a method's owner cannot."""
+    if isinstance(code, types.FunctionType):
+        return not (code.__closure__ or code.__defaults__ or code.__kwdefaults__)
+    return isinstance(code, types.MethodType)
+
+
 def is_rebound(value: Any) -> bool:
     """Whether it was made here, and so is nobody's own."""
     return isinstance(value, CODE) and getattr(value, "_is_rebound", False)

@@ -1,20 +1,30 @@
 """A layer as one visit sees it: the user's modules, shallowly copied, with parameters and buffers on the device.
 
-Each visit makes its own replica, because hooks, adapters and train/eval flags of the user's modules may change between
-calls and because two devices may run the same layer at the same time. Replicas share everything but tensors.
+Each visit has a replica of its own, because hooks, adapters and train/eval flags of the user's modules may change
+between calls and because two devices may run the same layer at the same time. Replicas share everything but tensors.
+
+[Note: replicas used again] Copying the 80 modules of a layer with adapters takes longer than queueing its kernels. So a
+visit leaves its replica to the next one on its device if that would see the same in a new one:
+[1] Nobody has set anything on the replica: all names and values of its modules are, by identity, what they were.
+[2] Names and values of the user's modules, their classes and modes are what they were when the replica was made.
+[3] There is no more to it than names and values. Hooks, code bound to values that may be bound anew, containers with
+    modules or parameters in them and tensors set as plain attributes have their layer copied each time.
+[4] Tensors are put in for every visit and taken out after it: a replica that waits keeps no memory of the device.
 """
 
+import operator
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .rebinding import CODE, is_rebound, rebound
-from .structure import Structure
+from .rebinding import CODE, is_bound_for_good, is_rebound, rebound
+from .structure import Snapshot, Structure
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 _CONTAINERS = (list, tuple, dict)
@@ -25,6 +35,13 @@ _HOOKS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
 )
 STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
+_TABLES = frozenset(
+    (
+        *_HOOKS,
+        *("_state_dict_hooks", "_state_dict_pre_hooks"),
+        *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    )
+)
 # What `nn.Module.compile` leaves: the user's own module, compiled.
 _COMPILED = "_compiled_call_impl"
 # Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
@@ -53,11 +70,23 @@ class Modes:
 
     @classmethod
     def of(cls, structure: Structure) -> "Modes":
+        modules = structure.modules
+        has_hooks = any(chain.from_iterable(map(hook_tables, modules)))  # asked first, because it hardly ever is
         return cls(
-            training={id(module): module.training for module in structure.modules},
+            training=dict(zip(map(id, modules), map(_training, modules), strict=True)),
             trains=frozenset(id(parameter) for parameter in structure.parameters if parameter.requires_grad),
-            hooks={id(module): hooks for module in structure.modules if (hooks := _hooks_now(module))},
+            hooks={id(module): hooks for module in modules if (hooks := _hooks_now(module))} if has_hooks else {},
         )
+
+
+_training = operator.attrgetter("training")
+_hook_tables = operator.itemgetter(*_HOOKS)
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """All tables that its ``__call__`` looks into."""
+    tables: tuple[dict[int, Any], ...] = _hook_tables(module.__dict__)
+    return tables
 
 
 def _hooks_now(module: nn.Module) -> Hooks:
@@ -75,6 +104,110 @@ def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: Ten
     return _Replication(module, parameters, place, modes).of(module)
 
 
+class _Socket(NamedTuple):
+    """Where a replica has a tensor of the device, and which of the user's it stands for."""
+
+    tensors: dict[str, Any]
+    name: str
+    original: torch.Tensor
+
+
+class Replica:
+    """A layer's replica: ``module``, and in ``pairs`` every module of the user's beside its own, as it was made.
+
+    Used by one device's worker. See [Note: replicas used again].
+
+    Args:
+        finish: what else is set on ``module``.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parameters: dict[int, nn.Parameter],
+        place: TensorMap,
+        modes: Modes,
+        finish: Callable[[nn.Module], None] = lambda _: None,
+    ) -> None:
+        owners = list(layer.modules())
+        # Taken first, because the caller may be setting something while a late visit makes this.
+        trees = (vars(owner)[tree] for owner in owners for tree in _TREES)
+        theirs = Snapshot(map(_attributes, owners), trees, sized=map(vars, owners))
+        replication = _Replication(layer, parameters, place, modes)
+        self.module = replication.of(layer)
+        finish(self.module)
+        self.pairs = pairs(layer, self.module)
+        self.with_buffers = [pair for pair in self.pairs if pair[1]._buffers]
+        self._owners = owners
+        self._ids = list(map(id, owners))
+        self._is_only_values = (
+            replication.is_only_values
+            and {id(owner) for owner, _ in self.pairs} == replication.modules == set(self._ids)
+            and all(key in modes.training and key not in modes.hooks for key in self._ids)
+        )
+        if self._is_only_values:
+            self._theirs = theirs
+            self._remember(replication.containers, modes)
+
+    def _remember(self, containers: Iterable[Any], modes: Modes) -> None:
+        self._replicas = replicas = [replica for _, replica in self.pairs]
+        self._classes = [list(map(type, modules)) for modules in (self._owners, replicas)]
+        self._training = list(map(modes.training.get, self._ids))
+        self._hook_tables = [table for owner in self._owners for table in hook_tables(owner)]
+        self._shared = Snapshot((), containers)
+        children = (replica._modules for replica in replicas)
+        self._ours = Snapshot(map(_attributes, replicas), children, sized=map(vars, replicas))
+        self._tensors = Snapshot((), (held for own in replicas for held in (own._parameters, own._buffers)))
+        self._sockets = [
+            _Socket(tensors, name, original)
+            for owner, replica in self.pairs
+            for tensors, originals in ((replica._parameters, owner._parameters), (replica._buffers, owner._buffers))
+            for name, original in originals.copy().items()
+            if original is not None
+        ]
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether nobody can have set anything on its modules. Tensors may have been written to."""
+        return self._is_only_values and self._ours.is_true and self._tensors.is_true
+
+    def fits(self, modes: Modes) -> bool:
+        """Whether another one, made now, would be the same but for tensors."""
+        return (
+            self._is_only_values
+            and list(map(modes.training.get, self._ids)) == self._training
+            and modes.hooks.keys().isdisjoint(self._ids)
+            and not any(self._hook_tables)
+            and [list(map(type, modules)) for modules in (self._owners, self._replicas)] == self._classes
+            and self._theirs.is_true
+            and self._shared.is_true
+        )
+
+    def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
+        """A visit begins with a replica that was emptied."""
+        placed: dict[int, torch.Tensor] = {}  # because what modules share their replicas share
+        for tensors, name, original in self._sockets:
+            tensor = parameters.get(id(original), placed.get(id(original)))
+            tensors[name] = placed[id(original)] = place(original) if tensor is None else tensor
+        self._tensors.take()
+
+    def empty(self) -> None:
+        """A visit is over that has left it as it was made."""
+        for tensors, name, _ in self._sockets:
+            tensors[name] = None
+
+
+def _items(container: Any) -> list[Any]:
+    """A list of its own, because the caller may be putting something in."""
+    return list(container.values() if isinstance(container, dict) else container)
+
+
+def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """But for tables of hooks, which replicas share."""
+    own = module.__dict__
+    return own, [name for name in list(own) if name not in _TABLES]
+
+
 class _Replication:
     def __init__(self, root: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> None:
         self._root = root
@@ -84,6 +217,13 @@ class _Replication:
         self._place = place
         self._done: dict[int, nn.Module] = {}
         self._placed: dict[int, torch.Tensor] = {}  # because what modules share their replicas share
+        self.is_only_values = True  # see [Note: replicas used again]
+        self.containers: list[Any] = []  # those that replicas share with the user's modules, for as long as they do
+
+    @property
+    def modules(self) -> set[int]:
+        """The user's that were copied, by id."""
+        return set(self._done)
 
     def of(self, module: nn.Module) -> nn.Module:
         if id(module) in self._done:
@@ -120,12 +260,24 @@ class _Replication:
 
     def _attribute(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            self.is_only_values = False
             return self._tensor(value)
         if isinstance(value, CODE):
+            self.is_only_values &= is_bound_for_good(value)
             return rebound(value, self._counterpart)
-        if type(value) in _CONTAINERS and value and self._is_state(value):
-            return self._container(module, replica, value)
+        if type(value) in _CONTAINERS:
+            self.is_only_values &= self._note_container(value)
+            if value and self._is_state(value):
+                return self._container(module, replica, value)
         return value
+
+    def _note_container(self, value: Any) -> bool:
+        """Whether there are neither modules nor tensors in it, so that it is shared as long as that stays so."""
+        self.containers.append(value)
+        return all(
+            self._note_container(item) if type(item) in _CONTAINERS else not isinstance(item, (nn.Module, torch.Tensor))
+            for item in _items(value)
+        )
 
     def _counterpart(self, value: Any) -> Any:
         """What stands for something that code refers to. What is outside of the layer, and plain tensors, stay."""
@@ -137,8 +289,8 @@ class _Replication:
 
     def _container(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, dict):
-            return type(value)((key, self._item(module, replica, item)) for key, item in value.items())
-        return type(value)(self._item(module, replica, item) for item in value)
+            return type(value)((key, self._item(module, replica, item)) for key, item in value.copy().items())
+        return type(value)(self._item(module, replica, item) for item in _items(value))
 
     def _item(self, module: nn.Module, replica: nn.Module, item: Any) -> Any:
         return self.of(item) if isinstance(item, nn.Module) else self._attribute(module, replica, item)
@@ -149,7 +301,7 @@ class _Replication:
         Other containers, a list that a hook appends to for example, stay the user's own.
         """
         if type(value) in _CONTAINERS:
-            return any(self._is_state(item) for item in (value.values() if isinstance(value, dict) else value))
+            return any(map(self._is_state, _items(value)))
         if isinstance(value, nn.Module):
             return any(id(parameter) in self._parameters for parameter in value.parameters())
         return isinstance(value, torch.Tensor) and id(value) in self._parameters

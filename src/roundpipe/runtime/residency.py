@@ -10,6 +10,8 @@ begins when those of the call before are done.
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..device import Event
 from ..memory.slots import Slot, SlotPool
 from ..params.store import LayerParameters, ParameterUse
@@ -79,11 +81,15 @@ class Residency:
 
     def release(self, layer: LayerParameters, slot: Slot, free: Event) -> None:
         """A visit is over; the slot may be written by work that waits for ``free``."""
-        held = self._held.get(layer.layer)
-        if held is not None and held.slot.buffer is slot.buffer:
-            self._held[layer.layer] = held._replace(slot=Slot(slot.buffer, free))
+        if self.holds(layer.layer, slot.buffer):
+            self._held[layer.layer] = self._held[layer.layer]._replace(slot=Slot(slot.buffer, free))
         else:
             self._slots.give_back(slot.buffer, free)
+
+    def holds(self, layer: int, slot: torch.Tensor) -> bool:
+        """Whether the layer stays in that slot."""
+        held = self._held.get(layer)
+        return held is not None and held.slot.buffer is slot
 
     def clear(self) -> None:
         """Nothing is known of what slots hold any more. No visit may be under way."""

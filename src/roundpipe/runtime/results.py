@@ -27,10 +27,11 @@ def destinations(boundaries: list[Boundary]) -> Destinations:
 
 
 def input_gradients(call: Call, targets: Destinations) -> list[torch.Tensor | None]:
-    """Gradients for ``wanted(boundaries)``, each on its tensor's device."""
+    """Gradients for ``wanted(boundaries)``, each on its tensor's device. The call lets go of them, because it lives
+    until its gradients are committed, and they are on devices."""
     gradients: list[torch.Tensor | None] = []
     for m, devices in enumerate(targets):
-        received = call.input_gradients.get(m)
+        received = call.input_gradients.pop(m, None)
         if not any(devices):
             continue
         leaves = received.leaves if received is not None else (None,) * len(devices)

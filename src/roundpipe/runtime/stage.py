@@ -3,8 +3,9 @@
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -22,48 +23,59 @@ from .buffers import BufferCache, KnownBuffers
 from .call import AttributeUpdate, BufferUpdate
 from .departure import Departure
 from .layer_state import LayerWatch, Writers
-from .replica import Modes, attributes_set, is_plain, pairs, replicate
+from .replica import Modes, Replica, attributes_set, hook_tables, is_plain
 from .residency import FROZEN, Residency, Stamp, WeightsVersion
-from .staging import Queued, Sender, Sent, view_of
+from .residents import Residents
+from .staging import Queued, Sender, Sent
 from .timing import Timer
 from .transfer import Boundary, copied
 
 
 class UploadedLayer(NamedTuple):
-    """A layer's weights in a slot, usable after ``sent.event()``."""
+    """A layer's weights in a slot, or in its seat if ``is_seated``, usable after ``sent.event()``."""
 
     layer: LayerParameters
     slot: Slot
     sent: Sent
+    is_seated: bool = False
 
 
 class BlockCompiler:
     """Compiles each repeated layer class once a device; all its layers, and all their replicas, share the result.
 
     The compiler counts what it has made of a code object, and stops after a few: variants for other devices, modes and
-    shapes, of every engine in the process. Hence a code object for each engine and device.
+    shapes, of every engine in the process. Hence a code object for each engine and device, and one for each choice of
+    inner modules that have hooks, because it takes for granted that modules without any get none.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         counts = Counter(type(layer) for layer in layers)
         self._kinds = {kind for kind, count in counts.items() if count > 1}
-        self._compiled: dict[tuple[type, str], Callable[..., Any]] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
 
-    def apply(self, replica: nn.Module, device: Device) -> None:
+    def apply(self, replica: nn.Module, device: Device, modes: Modes) -> None:
         """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the device's worker."""
         kind = type(replica)
         if kind not in self._kinds or "forward" in replica.__dict__:
             return
-        key = kind, device.name
+        key = kind, device.name, _hooked(replica) if modes.hooks else ()
         if key not in self._compiled:
             self._compiled[key] = torch.compile(_own_code(kind.forward))
         replica.__dict__["forward"] = types.MethodType(self._compiled[key], replica)
 
-    def let_go(self, replica: nn.Module, device: Device) -> None:
+    def let_go(self, replica: nn.Module) -> None:
         """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses it."""
         bound = replica.__dict__.get("forward")
-        if bound is not None and getattr(bound, "__func__", None) is self._compiled.get((type(replica), device.name)):
+        if bound is not None and getattr(bound, "__func__", None) in self._compiled.values():
             del replica.__dict__["forward"]
+
+
+def _hooked(module: nn.Module) -> tuple[int, ...]:
+    """Which of the inner modules have hooks, and of what kind."""
+    inner = enumerate(module.modules())
+    return tuple(
+        number for place, part in inner if place for number, table in enumerate(hook_tables(part), place << 4) if table
+    )
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,9 +100,9 @@ class Stage:
         self.weights = weights
         self.uploaded: dict[int, UploadedLayer] = {}
         self.modes: dict[int, tuple[bool, ...]] = {}
-        self.modules: dict[int, nn.Module] = {}
-        # Of each of ``modules``, every module of the user's beside its replica, as it was made.
-        self.pairs: dict[int, list[tuple[nn.Module, nn.Module]]] = {}
+        self.replicas: dict[int, Replica] = {}
+        self.residents: dict[int, Residents] = {}
+        self.untouched: set[int] = set()  # layers whose forwards are over and have set nothing on their modules
         self.watches: dict[int, LayerWatch] = {}
         self.accumulators: dict[int, Accumulator] = {}
         self.departures: dict[int, Departure] = {}
@@ -109,11 +121,15 @@ class Stage:
     def apart(self, layer: int, value: Any, output: Any) -> Any:
         """What a layer has returned for ``value``, without memory of its buffers, which it may write to for the next
         microbatch. Only looks where it has to: not at what a graph has made, nor at what went in."""
-        given = set(map(id, pytree.tree_leaves(value)))
-        leaves = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        if all(leaf.grad_fn is not None or id(leaf) in given for leaf in leaves):
+        looked_at = output
+        if type(output) is dict and type(value) is dict:  # taken apart are only what is not handed on as it is
+            looked_at = [item for name, item in output.items() if item is not value.get(name)]
+        leaves = [
+            leaf for leaf in pytree.tree_leaves(looked_at) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None
+        ]
+        if not leaves or set(map(id, leaves)) <= set(map(id, pytree.tree_leaves(value))):
             return output
-        parts = (part for _, part in self.pairs[layer])
+        parts = (part for _, part in self.replicas[layer].pairs)
         held = chain.from_iterable((*part._buffers.values(), *part.__dict__.values()) for part in parts)
         own = {_address(tensor) for tensor in held if isinstance(tensor, torch.Tensor)} - {0}
         return pytree.tree_map(lambda leaf: copied(leaf) if _address(leaf) in own else leaf, output) if own else output
@@ -176,6 +192,10 @@ class StageLoader:
         self.slots = slots
         self.residency = Residency(slots)
         self.buffers = BufferCache(device, known_buffers)
+        # What the next visits go on with, by layer: see [Note: replicas used again].
+        self._replicas: dict[int, Replica] = {}
+        self._watches: dict[int, LayerWatch] = {}
+        self._residents: dict[int, Residents] = {}
 
     def note_modes(self, stage: Stage) -> None:
         for index in stage.visit.layers:
@@ -189,6 +209,12 @@ class StageLoader:
         The working copies must not be written until the lane has read them: publishing waits for the visit's results.
         """
         layer = self._store.layers[index]
+        seat = self._store.seats.get(index)
+        image = seat.image_at(stage.weights.version) if seat is not None else None
+        if image is not None:
+            here = self._device.compute.record()  # it was written on that lane
+            stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_seated=True)
+            return
         stamps = [self._stamp(stage, use) for use in layer.uses]
         slot, missing, sent = self.residency.claim(layer, stamps)
         # Noted before anything can fail, so that ``release`` gives the slot back in any case.
@@ -212,43 +238,62 @@ class StageLoader:
 
     def module(self, stage: Stage, index: int) -> nn.Module:
         """The layer's replica, made when it is first asked for. To be called on the compute lane."""
-        if index not in stage.modules:
+        if index not in stage.replicas:
             self._open(stage, index)
-        return stage.modules[index]
+        return stage.replicas[index].module
 
     def _open(self, stage: Stage, index: int) -> None:
-        layer, slot, sent = stage.uploaded[index]
+        layer, slot, sent, _ = stage.uploaded[index]
         self._device.compute.wait(sent.event())
-        accumulator = Accumulator(layer, self._rules)
-        residents: dict[int, nn.Parameter] = {}
-        for use in layer.uses:
-            trains = id(use.parameter) in stage.flags.trains
-            # ``data``, because views would share one count of writes: writing to one would spoil the graphs of all.
-            resident = nn.Parameter(view_of(slot.buffer, use).data, requires_grad=trains)
-            if trains and stage.visit.pass_ is not Pass.FORWARD:
-                accumulator.attach(use, resident)
-            residents[id(use.parameter)] = resident
-        replica = replicate(self._layers[index], residents, self.buffers.place, stage.flags)
+        _, *trains = stage.modes[index]
+        residents = self._residents.pop(index, None)
+        if residents is None or not residents.fit(slot.buffer, trains):
+            residents = Residents(layer, slot.buffer, trains, self._rules)
+        if stage.visit.pass_ is not Pass.FORWARD:
+            residents.attach()
+        stage.residents[index] = residents
+        stage.replicas[index] = self._replica(stage, index, residents)
+        stage.add_accumulator(residents.accumulator)
+
+    def _replica(self, stage: Stage, index: int, residents: Residents) -> Replica:
+        replica, watch = self._replicas.pop(index, None), self._watches.pop(index, None)
+        if replica is not None and replica.fits(stage.flags):
+            replica.fill(residents.parameters, self.buffers.place)
+            if watch is not None:
+                stage.watches[index] = watch
+            return replica
+        if replica is not None:
+            self._drop(replica)
+        compile_ = partial(self._compile, modes=stage.flags)
+        return Replica(self._layers[index], residents.parameters, self.buffers.place, stage.flags, compile_)
+
+    def _compile(self, module: nn.Module, modes: Modes) -> None:
         if self._compiler is not None:
-            self._compiler.apply(replica, self._device)
-        stage.modules[index] = replica
-        stage.pairs[index] = pairs(self._layers[index], replica)
-        stage.add_accumulator(accumulator)
+            self._compiler.apply(module, self._device, modes)
+
+    def _drop(self, replica: Replica) -> None:
+        if self._compiler is not None:
+            self._compiler.let_go(replica.module)
 
     def watch(self, stage: Stage, index: int) -> LayerWatch:
         """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
+        self.module(stage, index)
         if index not in stage.watches:
-            self.module(stage, index)
-            stage.watches[index] = LayerWatch(
-                stage.pairs[index], self._device, self.buffers, self._writers, stage.flags
-            )
+            pairs = stage.replicas[index].pairs
+            stage.watches[index] = LayerWatch(pairs, self._device, self.buffers, self._writers, stage.flags)
         return stage.watches[index]
 
     def buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
-        """The buffers that the visit's forwards changed."""
+        """The buffers that the visit's forwards changed, which are over."""
         updates = []
         ready = self._device.compute.record()
-        for owner, replica in self._pairs(stage):
+        stage.untouched.update(index for index, replica in stage.replicas.items() if replica.is_as_made)
+        written = {index for index, residents in stage.residents.items() if residents.is_frozen_one_written}
+        self._store.written.update(index for index, residents in stage.residents.items() if residents.is_one_written)
+        for owner, replica in chain.from_iterable(
+            replica.with_buffers if index in stage.untouched - written else replica.pairs
+            for index, replica in stage.replicas.items()
+        ):
             self._refuse_written_parameters(owner, replica)
             names = [name for name, value in replica._buffers.items() if self._is_replaced(owner, name, value)]
             for name, value in replica._buffers.items():
@@ -278,7 +323,8 @@ class StageLoader:
     def attribute_updates(self, stage: Stage) -> list[AttributeUpdate]:
         """The plain attributes that the visit's forwards set. Tensors live on the device and are left there."""
         updates = []
-        for owner, replica in self._pairs(stage):
+        touched = (replica.pairs for index, replica in stage.replicas.items() if index not in stage.untouched)
+        for owner, replica in chain.from_iterable(touched):
             for name, value in attributes_set(owner, replica):
                 if is_plain(value):
                     updates.append(AttributeUpdate(owner, name, value))
@@ -297,9 +343,6 @@ class StageLoader:
                 stacklevel=2,
             )
 
-    def _pairs(self, stage: Stage) -> Iterator[tuple[nn.Module, nn.Module]]:
-        return chain.from_iterable(stage.pairs.values())
-
     def _is_replaced(self, owner: nn.Module, name: str, value: torch.Tensor | None) -> bool:
         return not self.buffers.is_placed(owner._buffers.get(name), value)
 
@@ -313,13 +356,15 @@ class StageLoader:
 
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
-        if self._compiler is not None:
-            for replica in stage.modules.values():
-                self._compiler.let_go(replica, self._device)
+        for index, replica in stage.replicas.items():
+            # A backward may set something too, by hooks on tensors or because it runs a part of the layer again.
+            if (index in stage.untouched and stage.visit.pass_ is Pass.FORWARD) or replica.is_as_made:
+                self._leave(stage, index, replica)
+            else:
+                self._drop(replica)
         for accumulator in stage.accumulators.values():
             accumulator.let_go()
-        stage.modules.clear()
-        stage.pairs.clear()
+        stage.replicas.clear()
         stage.watches.clear()
         stage.accumulators.clear()
         stage.forget_landing()
@@ -329,16 +374,55 @@ class StageLoader:
         stage.departures.clear()
         for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
             uploaded = stage.uploaded[index]
+            if uploaded.is_seated:
+                continue
             self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
+            residents = stage.residents.get(index)
+            if residents is not None and self.residency.holds(index, uploaded.slot.buffer):
+                self._residents[index] = residents
+        stage.residents.clear()
         stage.uploaded.clear()
+
+    def _leave(self, stage: Stage, index: int, replica: Replica) -> None:
+        """To the next visit of the layer, unless another one that was under way has left its own already."""
+        replica.empty()
+        if index in self._replicas:
+            self._drop(replica)
+            return
+        self._replicas[index] = replica
+        if index in stage.watches and not replica.with_buffers:
+            self._watches[index] = stage.watches[index]
+
+    def forget(self) -> None:
+        """After a failure nothing is taken for granted. No visit may be under way.
+
+        Also buffers may have been written without a trace; that is only looked for at the end of a visit.
+        """
+        self.residency.clear()
+        self.buffers.clear()
+        self._residents.clear()
+        self._watches.clear()
+        for replica in self._replicas.values():
+            self._drop(replica)
+        self._replicas.clear()
+
+    def want(self, layers: frozenset[int]) -> None:
+        """A call begins after which ``layers`` are to stay. Those with a seat stay in any case."""
+        self.residency.want(layers - self._store.seats.keys())
+        self._residents = {
+            index: residents for index, residents in self._residents.items() if residents.are_in(self.residency)
+        }
+
+    def is_seated(self, layer: LayerParameters) -> bool:
+        """Whether the layer's optimizer state is on the device, so that its gradients need not leave it."""
+        return layer.layer in self._store.seats
 
     def drop_slots_of_others(self) -> None:
         """Gives back the memory of slots that none of these layers could use: engines of other parts of a model left
         them, and this engine's plan counts on all of the device."""
-        self.slots.keep_only(layer.num_bytes for layer in self._store.layers)
+        self.slots.keep_only(layer.num_bytes for layer in self._store.layers if layer.layer not in self._store.seats)
 
     def close(self) -> None:
         """Frees what it holds on the device."""
-        self.residency.clear()
+        self.forget()
         self.slots.clear()
-        self.buffers.clear()

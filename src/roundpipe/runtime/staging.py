@@ -16,7 +16,7 @@ from ..device import Device, Event
 from ..errors import InternalError
 from ..memory.pinning import HostMemory
 from ..memory.ring import Piece, StagingRing
-from ..params.store import LayerParameters, ParameterStore, ParameterUse
+from ..params.store import LayerParameters, ParameterStore, ParameterUse, view_of
 from .worker import Job, Worker
 
 _MOST_THREADS = 4
@@ -75,12 +75,19 @@ class DirectSender:
         self._store = store
 
     def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
-        image = self._store.image_of(layer, version)
+        spare, image = self._store.spare_of(layer, version), self._store.image_of(layer)
+        others = uses
+        if spare is not None:
+            there = [use for use in uses if use.place in spare.tensors]
+            others = [use for use in uses if use.place not in spare.tensors]
+            for start, stop in _runs(layer, there):
+                source = spare.image[start - spare.offset : stop - spare.offset]
+                self._lane.copy_(slot[start : start + source.nbytes], source)
         if image is not None:
-            for where in _runs(layer, uses):
-                self._lane.copy_(slot[where], image[where])
+            for start, stop in _runs(layer, others):
+                self._lane.copy_(slot[start:stop], image[start:stop])
         else:
-            for use in uses:
+            for use in others:
                 self._lane.copy_(view_of(slot, use), self._store.working(use, version))
         return Queued(self._lane.record())
 
@@ -141,25 +148,19 @@ def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Se
     return RingSender(device, store, memory) if memory.needs_staging else DirectSender(device, store)
 
 
-def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[slice]:
-    """The bytes of the layer's image that hold ``uses``: neighbours together."""
+def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
+    """From where to where ``uses`` lie in the layer's image: neighbours together."""
     bounds = sorted([*(use.offset for use in layer.uses), layer.num_bytes])
     ends = dict(pairwise(bounds))
     start = stop = 0
     for offset in sorted(use.offset for use in uses):
         if offset != stop:
             if stop > start:
-                yield slice(start, stop)
+                yield start, stop
             start = offset
         stop = ends[offset]
     if stop > start:
-        yield slice(start, stop)
-
-
-def view_of(slot: torch.Tensor, use: ParameterUse) -> torch.Tensor:
-    """The parameter's place in a slot, in its shape and dtype."""
-    parameter = use.parameter
-    return slot[use.offset : use.offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        yield start, stop
 
 
 def _piece(use: ParameterUse) -> Piece:

@@ -1,9 +1,58 @@
 """Which modules and parameters something is made of, walked once and compared in no time at every call."""
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 from torch import nn
+
+
+class Snapshot:
+    """What was in some dictionaries and containers when it was taken: values by identity, and their names.
+
+    Compared for every call, or for every layer and visit, so it looks at as little as possible.
+
+    Args:
+        chosen: dictionaries, each with the names to look at.
+        whole: looked at as they are, dictionaries with all their names.
+        sized: what is to have as many items as then.
+    """
+
+    def __init__(
+        self,
+        chosen: Iterable[tuple[dict[str, Any], Sequence[str]]],
+        whole: Iterable[Collection[Any]] = (),
+        sized: Iterable[Collection[Any]] = (),
+    ) -> None:
+        # The last one twice, because of a single name a getter makes no tuple.
+        self._chosen = [(operator.itemgetter(*names, names[-1]), held) for held, names in chosen]
+        others = list(whole)
+        self._sized = [*sized, *others]
+        self._filled = [part for held in others if held for part in _parts(held)]
+        self.take()
+
+    def take(self) -> None:
+        self._then = self._look()
+
+    @property
+    def is_true(self) -> bool:
+        """Whether all is as it was."""
+        (sizes, now), (then_sizes, then) = self._look(), self._then
+        return sizes == then_sizes and len(now) == len(then) and all(map(operator.is_, now, then))
+
+    def _look(self) -> tuple[list[int], list[Any]]:
+        """How many there are, and what. If a name is gone, something that is never the same."""
+        sizes = list(map(len, self._sized))
+        try:
+            own = [get(held) for get, held in self._chosen]
+        except KeyError:
+            return sizes, [object()]
+        return sizes, [*chain.from_iterable(own), *chain.from_iterable(self._filled)]
+
+
+def _parts(held: Collection[Any]) -> tuple[Collection[Any], ...]:
+    return (held, held.values()) if isinstance(held, dict) else (held,)
 
 
 class Structure:
@@ -17,14 +66,21 @@ class Structure:
             (module, list(module._modules.values()), parameters)
             for module, parameters in zip(self.modules, own, strict=True)
         ]
+        trees = [(module._modules, module._parameters) for module in self.modules]
+        self._snapshot = Snapshot(
+            ((module.__dict__, ("_modules", "_parameters")) for module in self.modules),
+            (tree.values() for pair in trees for tree in pair),
+        )
         self._kinds = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
 
     def has_changed(self) -> bool:
         """Whether modules or parameters were added, removed or replaced since, or parameters cast or resized."""
-        return any(
+        # What is not in the same dictionaries may be the same all the same.
+        is_other = not self._snapshot.is_true and any(
             not (_are(module._modules.values(), children) and _are(module._parameters.values(), parameters))
             for module, children, parameters in self._parts
-        ) or any(
+        )
+        return is_other or any(
             parameter.dtype != dtype or parameter.shape != shape
             for parameter, (dtype, shape) in zip(self.parameters, self._kinds, strict=True)
         )

@@ -1,6 +1,6 @@
 """Values that cross from one visit to another: where they are, when they are ready, and how they reach a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -48,6 +48,24 @@ def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
     return Boundary(tuple(leaves), spec, carries, None, None)
+
+
+def num_bytes(leaves: Iterable[Any]) -> int:
+    """Of the tensors among them. What sparse ones hold is not counted."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+
+
+def bytes_with_caller(boundaries: Iterable[Boundary]) -> int:
+    """Of those of the caller's tensors that are on a device already, or whose gradients will be."""
+    flags = ((leaf, carried) for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True))
+    return num_bytes(t for t, carried in flags if isinstance(t, torch.Tensor) and (carried or t.device.type != "cpu"))
+
+
+def address_of(leaf: Any) -> int:
+    """Of the memory that a tensor lies in; 0 for what has none."""
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return 0
+    return leaf.untyped_storage().data_ptr()
 
 
 def bring(leaves: Sequence[Any], source: Device | None, ready: Event | None, device: Device) -> tuple[Any, ...]:

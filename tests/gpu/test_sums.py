@@ -1,0 +1,59 @@
+"""Sums of gradients by the kernel: torch's to the bit, and norms of what is rounded."""
+
+import pytest
+import torch
+
+sum_kernel = pytest.importorskip("roundpipe.params.sum_kernel")
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+SHAPES = [(1031, 257), (512, 512), (3, 5, 40001), (262144, 1)]
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_are_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    first, second, third = (make(shape, dtype) for _ in range(3))
+    assert sum_kernel.can_add(first, second, torch.float32)
+    total = sum_kernel.add(first, second)
+    assert torch.equal(total, first.float() + second.float())
+    expected = total + third.float()
+    assert sum_kernel.add(total, third) is total
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounding_is_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    total = make(shape, torch.float32)
+    assert sum_kernel.can_round(total, dtype)
+    rounded, norms = sum_kernel.rounded(total, dtype)
+    assert torch.equal(rounded, total.to(dtype))
+    expected = torch.linalg.vector_norm(rounded.double(), dim=tuple(range(1, rounded.dim())))
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    total = make((512, 512), torch.float32)
+    total[3, 5], total[4, 6], total[5, 7] = float("nan"), float("inf"), 1e6
+    rounded, norms = sum_kernel.rounded(total, torch.float16)
+    assert torch.equal(rounded.isnan(), total.isnan())
+    assert rounded[5, 7].isinf()  # too large for this dtype
+    assert norms[3].isnan()
+    assert norms[4].isinf()
+    assert norms[5].isinf()
+    assert norms[:3].isfinite().all()
+
+
+def test_others_are_left_to_torch() -> None:
+    small, wide = make((8, 8), torch.bfloat16), make((1024, 1024), torch.float32)
+    assert not sum_kernel.can_add(small, small, torch.float32)
+    assert not sum_kernel.can_add(wide, wide, torch.float32)
+    assert not sum_kernel.can_add(wide.bfloat16(), wide.bfloat16().T, torch.float32)
+    assert not sum_kernel.can_round(wide, torch.float32)
+    assert not sum_kernel.can_round(wide.T, torch.bfloat16)
