@@ -89,7 +89,7 @@ def squared(output: Tensor, _: Any) -> Tensor:
 
 
 @of_both_kinds
-@pytest.mark.parametrize("inputs", [6, 12])
+@pytest.mark.parametrize("inputs", [6, pytest.param(12, marks=pytest.mark.slow)])
 def test_parts_together_stay_under_the_limit(kind: Any, inputs: int) -> None:
     """Room for some of eight inputs. They all are kept for their backwards, each of a part whose own plan has room."""
     torch.manual_seed(0)

@@ -192,7 +192,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [name if name in ("in one round", "in parts") else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
+    [name if name == "in parts" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
 )
 def test_a_device_of_any_size_trains_alike_or_is_refused(
     way: str, plain: Any, caplog: pytest.LogCaptureFixture

@@ -1,17 +1,20 @@
 """Each (layer, microbatch) draws from its own stream; recompute repeats it; the caller's generator is left in order."""
 
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
 
+import roundpipe
 from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, mlp_batch
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import ConfigError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
 SINGLE_DRAWS: list[Callable[[], Tensor]] = [
     lambda: torch.rand(()),
@@ -172,3 +175,70 @@ def test_restoring_the_usual_rng_state_restores_dropout(engines: Engines) -> Non
     expected = losses_of(engine, 3)
     torch.set_rng_state(state)
     assert losses_of(engine, 3) == expected
+
+
+# What is drawn past torch's default generators, a recompute would draw anew.
+
+
+class Drawing(nn.Module):
+    """Scales by what it draws from ``source``, which it may tell its recompute."""
+
+    def __init__(self, source: Callable[[], Tensor], *, saves: bool = False, **attributes: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.source = source
+        self.saves = saves
+        vars(self).update(attributes)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.saves and roundpipe.doing_recompute():
+            (drawn,) = roundpipe.get_recompute_data()
+        else:
+            drawn = self.source()
+            if self.saves:
+                roundpipe.save_for_recompute(drawn)
+        output: Tensor = self.linear(hidden) * drawn
+        return output
+
+
+def drawing(kind: str, *, saves: bool = False) -> Drawing:
+    own, of_numpy, of_python = torch.Generator(), numpy.random.default_rng(0), random.Random(0)
+    sources: dict[str, tuple[Callable[[], Tensor], dict[str, object]]] = {
+        "its own": (lambda: torch.rand((), generator=own), {"dice": own}),
+        "its own of NumPy's": (lambda: torch.tensor(of_numpy.random(), dtype=torch.float32), {"dice": of_numpy}),
+        "its own of Python's": (lambda: torch.tensor(of_python.random()), {"dice": of_python}),
+        "Python's": (lambda: torch.tensor(random.random()), {}),
+        "NumPy's": (lambda: torch.tensor(numpy.random.random(), dtype=torch.float32), {}),
+    }
+    source, attributes = sources[kind]
+    return Drawing(source, saves=saves, **attributes)
+
+
+TWO_STAGES = ModelExecutePlan(fwd_plan=[range(1)], bwd_plan=[range(1, 2), range(1)])
+
+
+def call_it(layer: Drawing, plan: ModelExecutePlan | None, engines: Engines) -> None:
+    model = nn.Sequential(layer, nn.Linear(MLP_WIDTH, MLP_WIDTH))
+    run_batch(engines(model, ONE), mlp_batch(rows=4), 2, execute_plan=plan, recompute_grain="layer")
+
+
+@pytest.mark.parametrize("kind", ["its own", "its own of NumPy's", "its own of Python's"])
+def test_a_layer_with_a_generator_of_its_own_cannot_be_recomputed(kind: str, engines: Engines) -> None:
+    with pytest.raises(ConfigError, match=r"layer 0 draws random numbers from its dice, .*save_for_recompute"):
+        call_it(drawing(kind), TWO_STAGES, engines)
+
+
+@pytest.mark.parametrize("kind", ["Python's", "NumPy's"])
+def test_a_layer_that_draws_elsewhere_is_warned_about(kind: str, engines: Engines) -> None:
+    with pytest.warns(UserWarning, match=rf"layer 0 draws random numbers from {kind}"):
+        call_it(drawing(kind), TWO_STAGES, engines)
+
+
+@pytest.mark.parametrize("kind", ["its own", "its own of NumPy's", "Python's", "NumPy's"])
+@pytest.mark.parametrize("way", ["saved", "not recomputed"])
+def test_what_is_saved_or_not_recomputed_is_as_good_as_any(
+    way: str, kind: str, engines: Engines, recwarn: pytest.WarningsRecorder
+) -> None:
+    fused = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(2)])
+    call_it(drawing(kind, saves=way == "saved"), TWO_STAGES if way == "saved" else fused, engines)
+    assert not [warning for warning in recwarn if "random numbers" in str(warning.message)]

@@ -113,7 +113,7 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("room", [None, 1.0], ids=["no room", "resident"])
+@pytest.mark.parametrize("room", [pytest.param(None, marks=pytest.mark.slow), 1.0], ids=["no room", "resident"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_user_changes_between_calls_is_seen(
     change: str, room: float | None, plan: str, engines: Engines
@@ -299,7 +299,7 @@ def test_compiled_layers_run_hooks_that_come_later(engines: Engines, monkeypatch
 
 
 @pytest.mark.parametrize("room", [None, 1.0], ids=["no room", "resident"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_with_adapters(is_async: bool, room: float | None, devices: DeviceSet, engines: Engines) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05)

@@ -128,9 +128,14 @@ MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [None, TiedHead, Borrower])
+FAST = ("AdamW", "SGD momentum")
+
+
+@pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead, Borrower])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MAKERS]
+)
 def test_an_optimizer_on_the_device_changes_no_bit(
     kind: str, is_async: bool, tied: type[nn.Module] | None, engines: Engines
 ) -> None:
@@ -225,7 +230,7 @@ TOUCHES = (
 )
 
 
-@pytest.mark.parametrize("tied", [None, TiedHead])
+@pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("touch", TOUCHES, ids=lambda touch: touch.__name__)
 def test_whoever_looks_or_writes_finds_everything_on_the_host(
@@ -276,7 +281,7 @@ def test_a_layer_whose_state_is_read_after_every_step_goes_back_to_the_host(is_a
     assert actual.agrees_with(expected)
 
 
-@pytest.mark.parametrize("tied", [None, TiedHead])
+@pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_seats_give_way_to_what_a_call_needs(
     is_async: bool, tied: type[nn.Module] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
@@ -299,7 +304,7 @@ def test_seats_give_way_to_what_a_call_needs(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_no_wait_is_missing(seed: int, is_async: bool, engines: Engines) -> None:
     def train(devices: Any, max_gpu_memory: float | None) -> Run:
         engine = engines(make_model(TiedHead), devices, max_gpu_memory=max_gpu_memory)
@@ -468,7 +473,7 @@ def test_the_memory_of_seats_comes_back_without_a_collection(is_async: bool, mon
         gc.enable()
 
 
-@pytest.mark.parametrize("tied", [None, TiedHead])
+@pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_images", [0, 1, 5, 7])
 def test_a_device_without_room_for_an_image_is_no_error(

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..plan.actions import Pass
 from ..plan.measure import GraphBytes
 from .call import Call
+from .own_draws import OwnDraws
 from .recompute_data import LayerRun, running
 from .spill import Spills
 from .stage import Stage, StageLoader
@@ -162,8 +163,10 @@ class LayerRunner:
         module = self._module(call, stage, layer)
         run = self._layer_run(call, stage.visit.pass_, layer, microbatch, again)
         is_kept = not again and call.settings.is_recomputed(stage.visit.pass_, layer)
+        draws = OwnDraws(())
         if is_kept:
             call.kept.states[layer, microbatch] = self._loader.watch(stage, layer).look()
+            draws = OwnDraws(stage.replicas[layer].random_sources)
         elif again:
             self._loader.watch(stage, layer).restore(call.kept.states[layer, microbatch])
         wanted = wanting(only_loss=call.settings.only_loss)
@@ -181,6 +184,8 @@ class LayerRunner:
         output = stage.apart(layer, value, output)
         if is_kept:
             self._loader.watch(stage, layer).learn_writes()
+        if run is not None and run.saved is None:
+            draws.refuse(self.current)
         if run is not None and run.saved is not None:
             call.kept.data[layer, microbatch] = boundary_of(run.saved, self._device, self._device.compute.record())
         return output

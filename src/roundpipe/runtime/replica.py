@@ -17,12 +17,14 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from .own_draws import Source, sources_of
 from .rebinding import CODE, is_bound_for_good, is_rebound, rebound
 from .structure import Snapshot, Structure
 
@@ -165,6 +167,10 @@ class Replica:
             for name, original in originals.copy().items()
             if original is not None
         ]
+
+    @cached_property
+    def random_sources(self) -> list[Source]:
+        return sources_of(self._owners)
 
     @property
     def is_as_made(self) -> bool:
