@@ -118,6 +118,24 @@ class HookedBackward(torch.autograd.Function):
         return gradient, None
 
 
+def reach_in(model: Any) -> None:
+    """A Hugging Face decoder reports what it does: its layer 1, its head, and its loss."""
+    block, loss_function = model.model.layers[1], model.loss_function
+
+    def report(_: nn.Module, args: Any) -> None:
+        INJECTION.reach("recompute" if torch.is_grad_enabled() else "forward")
+
+    def report_loss(*args: Any, **kwargs: Any) -> Tensor:
+        INJECTION.reach("loss")
+        loss: Tensor = loss_function(*args, **kwargs)
+        return loss
+
+    block.register_forward_pre_hook(report)
+    block.register_forward_hook(lambda _, args, output: HookedBackward.apply(output, "backward"))
+    model.lm_head.register_forward_pre_hook(lambda *_: INJECTION.reach("fused"))
+    model.loss_function = report_loss
+
+
 class Hooked(nn.Module):
     """A linear layer that reports what it does."""
 

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
 from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
-from injection import INJECTION, HookedBackward, HookedDevice
+from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import PlanError
 from roundpipe.wrap import wrap_model_to_roundpipe
@@ -68,19 +68,7 @@ class RunsShort(TrainerCallback):
 def hooked_engine(*, has_hooked_lanes: bool = False) -> RoundPipe:
     """Reports to INJECTION. Layer 1 is in a stage that is recomputed, the head in the fused one."""
     model: Any = MODELS["full"]()
-    block, head, loss_function = model.model.layers[1], model.lm_head, model.loss_function
-
-    def report(_: nn.Module, args: Any) -> None:
-        INJECTION.reach("recompute" if torch.is_grad_enabled() else "forward")
-
-    def report_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        INJECTION.reach("loss")
-        return loss_function(*args, **kwargs)
-
-    block.register_forward_pre_hook(report)
-    block.register_forward_hook(lambda _, args, output: HookedBackward.apply(output, "backward"))
-    head.register_forward_pre_hook(lambda *_: INJECTION.reach("fused"))
-    model.loss_function = report_loss
+    reach_in(model)
     return wrap_model_to_roundpipe(
         model,
         optim_dtype=torch.float32,

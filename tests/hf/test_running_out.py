@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
-from injection import INJECTION, HookedBackward, HookedDevice
+from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device import VirtualDevice
 from roundpipe.errors import PlanError
@@ -83,20 +82,8 @@ class Grows(TrainerCallback):
 def engine_on(device: VirtualDevice, scratch: Scratch) -> RoundPipe:
     """Layer 1 is in a stage that is recomputed, the head in the fused one."""
     model: Any = MODELS["full"]()
-    block, head, loss_function = model.model.layers[1], model.lm_head, model.loss_function
-
-    def report(_: nn.Module, args: Any) -> None:
-        scratch.rows = len(args[0])
-        INJECTION.reach("recompute" if torch.is_grad_enabled() else "forward")
-
-    def report_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        INJECTION.reach("loss")
-        return loss_function(*args, **kwargs)
-
-    block.register_forward_pre_hook(report)
-    block.register_forward_hook(lambda _, args, output: HookedBackward.apply(output, "backward"))
-    head.register_forward_pre_hook(lambda *_: INJECTION.reach("fused"))
-    model.loss_function = report_loss
+    model.model.layers[1].register_forward_pre_hook(lambda _, args: setattr(scratch, "rows", len(args[0])))
+    reach_in(model)
     return wrap_model_to_roundpipe(
         model,
         optim_dtype=torch.float32,

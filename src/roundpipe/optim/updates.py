@@ -1,6 +1,7 @@
 """Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over memory."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from . import context, native
 from .chunks import chunks
 
 BLOCK = 256  # a chunk is a whole number of them, but for the last
+_SMALLEST_PIECE = 1 << 16
 _PIECE = 1 << 25  # elements updated at once on an accelerator: their gradients in fp32 take 128 MiB
 
 
@@ -98,32 +100,32 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
 
 
 class _Piece(NamedTuple):
-    """Some elements of an update whose tensors are on a device, or all of them if ``where`` is None."""
+    """Some elements of an update whose tensors are on a device: ``num_elements`` from ``start`` on."""
 
     update: RuleUpdate
     working: torch.Tensor | None
-    where: slice | None
+    start: int
     num_elements: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.where is None else tensor.view(-1)[self.where]
+        if self.num_elements == tensor.numel():
+            return tensor  # because taking it apart takes longer than most tensors' updates
+        return tensor.view(-1)[self.start : self.start + self.num_elements]
 
-
-def _pieces(update: RuleUpdate, working: torch.Tensor | None) -> Iterator[_Piece]:
-    count = update.weight.numel()
-    if count <= _PIECE:
-        yield _Piece(update, working, None, count)
-        return
-    for start in range(0, count, _PIECE):
-        stop = min(start + _PIECE, count)
-        yield _Piece(update, working, slice(start, stop), stop - start)
+    def cut(self, size: int) -> "list[_Piece]":
+        starts = range(0, self.num_elements, size)
+        return [
+            self._replace(start=self.start + start, num_elements=min(size, self.num_elements - start))
+            for start in starts
+        ]
 
 
 def _on_accelerator(updates: Sequence[UpdateInto]) -> None:
     """Many tensors in each operation, because queueing one takes longer than most tensors do."""
     batches: dict[tuple[int, float], list[_Piece]] = {}
     for update, working in updates:
-        batches.setdefault((id(update.rule), update.scale), []).extend(_pieces(update, working))
+        pieces = _Piece(update, working, 0, update.weight.numel()).cut(_PIECE)
+        batches.setdefault((id(update.rule), update.scale), []).extend(pieces)
     for batch in batches.values():
         for pieces in _portions(batch):
             _together(pieces)
@@ -143,9 +145,18 @@ def _portions(batch: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _together(pieces: Sequence[_Piece]) -> None:
-    """Pieces with one rule and one scale."""
+    """Pieces with one rule and one scale. Where memory is short, some at a time: an update is not left half done."""
     weights = [piece.of(piece.update.weight) for piece in pieces]
-    gradients = [torch.empty_like(weight) for weight in weights]
+    gradients = _like(weights)
+    if gradients is None:
+        if len(pieces) == 1 and pieces[0].num_elements <= _SMALLEST_PIECE:
+            raise torch.OutOfMemoryError(
+                f"the update of {pieces[0].num_elements} elements needs 4 bytes for each; the device has no room for it"
+            )
+        size = max(max(piece.num_elements for piece in pieces) // 2, _SMALLEST_PIECE)
+        for smaller in chain.from_iterable(piece.cut(size) for piece in pieces):
+            _together([smaller])
+        return
     torch._foreach_copy_(gradients, [piece.of(piece.update.parts[0]) for piece in pieces])
     for gradient, piece in zip(gradients, pieces, strict=True):
         for part in piece.update.parts[1:]:
@@ -160,6 +171,14 @@ def _together(pieces: Sequence[_Piece]) -> None:
     if written:
         targets, sources = map(list, zip(*written, strict=True))
         torch._foreach_copy_(targets, sources)
+
+
+def _like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """None if there is no memory for them."""
+    try:
+        return [torch.empty_like(tensor) for tensor in tensors]
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:
