@@ -603,6 +603,7 @@ def test_an_interrupt_while_values_are_fetched_leaves_each_readable(
 ) -> None:
     def interrupted(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         """After the master was let go of, which is written then, and before its moments are."""
+        engine.synchronize()  # because what an update is still to write is held too
         master = engine.optim_parameters()[0]
         freed: list[Any] = []
 
