@@ -26,7 +26,7 @@ from roundpipe import RoundPipe
 from roundpipe.params.copies import Masters
 from roundpipe.params.store import LayerParameters
 
-COUNTS = [1, pytest.param(2, marks=pytest.mark.slow), 3]
+COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 
 
 @pytest.fixture(autouse=True)
