@@ -166,7 +166,7 @@ class LayerRunner:
         draws = OwnDraws(())
         if is_kept:
             call.kept.states[layer, microbatch] = self._loader.watch(stage, layer).look()
-            draws = OwnDraws(stage.replicas[layer].random_sources)
+            draws = stage.replicas[layer].draws()
         elif again:
             self._loader.watch(stage, layer).restore(call.kept.states[layer, microbatch])
         wanted = wanting(only_loss=call.settings.only_loss)

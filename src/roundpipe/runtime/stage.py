@@ -28,7 +28,7 @@ from .residency import FROZEN, Residency, Stamp, WeightsVersion
 from .residents import Residents
 from .staging import Queued, Sender, Sent
 from .timing import Timer
-from .transfer import Boundary, copied
+from .transfer import Boundary, address_of, copied
 
 
 class UploadedLayer(NamedTuple):
@@ -115,8 +115,8 @@ class Stage:
 
     def holds(self, leaf: Any) -> bool:
         """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a layer has returned."""
-        address = _address(leaf)
-        return address != 0 and any(_address(uploaded.slot.buffer) == address for uploaded in self.uploaded.values())
+        address = address_of(leaf)
+        return address != 0 and any(address_of(uploaded.slot.buffer) == address for uploaded in self.uploaded.values())
 
     def apart(self, layer: int, value: Any, output: Any) -> Any:
         """What a layer has returned for ``value``, without memory of its buffers, which it may write to for the next
@@ -131,8 +131,10 @@ class Stage:
             return output
         parts = (part for _, part in self.replicas[layer].pairs)
         held = chain.from_iterable((*part._buffers.values(), *part.__dict__.values()) for part in parts)
-        own = {_address(tensor) for tensor in held if isinstance(tensor, torch.Tensor)} - {0}
-        return pytree.tree_map(lambda leaf: copied(leaf) if _address(leaf) in own else leaf, output) if own else output
+        own = {address_of(tensor) for tensor in held if isinstance(tensor, torch.Tensor)} - {0}
+        return (
+            pytree.tree_map(lambda leaf: copied(leaf) if address_of(leaf) in own else leaf, output) if own else output
+        )
 
     def let_go(self, boundary: Boundary) -> Boundary:
         """The boundary without memory of slots, which will hold other weights when somebody reads it."""
@@ -156,13 +158,6 @@ class Stage:
         self.accumulators[accumulator.layer.layer] = accumulator
         if self._land is not None:
             accumulator.land_when_complete(self._land)
-
-
-def _address(leaf: Any) -> int:
-    """Of the memory it lies in; 0 for what has none."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-        return 0
-    return leaf.untyped_storage().data_ptr()
 
 
 class StageLoader:
