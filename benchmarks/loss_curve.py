@@ -1,13 +1,16 @@
 """Loss over many steps, RoundPipe (synchronous) against plain training with resident weights: same seed, same batches.
 
 Plain is Hugging Face's own forward and loss (all the logits), bf16 weights, gradients of microbatches summed in fp32,
-AdamW on fp32 masters, all on one device. Fails where the losses differ by more than stated.
+AdamW on fp32 masters, all on one device. Fails where the losses differ by more than stated. How far bf16 training
+wanders by itself is shown by plain training once more, with the rows of a step cut into twice as many microbatches: the
+same sums, rounded elsewhere.
 """
 
 import argparse
 import gc
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import measure
 import torch
@@ -59,7 +62,10 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     expected = list(plain(workload, *data, options.learning_rate))
     gc.collect()  # of the plain run nothing is to be left on the device
     found, about = ours(workload, *data, options)
-    percent = [100 * abs(one - other) / other for one, other in zip(found, expected, strict=True)]
+    gc.collect()
+    finer = replace(workload, num_microbatch=2 * workload.num_microbatch)
+    percent = _differences(found, expected)
+    by_itself = _differences(list(plain(finer, *data, options.learning_rate)), expected)
     setting = (
         f"{options.steps} steps of {workload.rows} x {workload.length}, loss {expected[0]:.2f} to {expected[-2]:.2f}"
     )
@@ -74,7 +80,20 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
             "what": f"difference of the held-out loss: {name}", "value": percent[-1], "limit": FINAL_LIMIT,
             "setting": f"after these steps: {found[-1]:.4f}, plain {expected[-1]:.4f}", **shared,
         },
+        {
+            "what": f"of plain training from itself, at any step: {name}", "value": max(by_itself[:-1]),
+            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}", **shared,
+        },
+        {
+            "what": f"of plain training from itself, held out: {name}", "value": by_itself[-1],
+            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}", **shared,
+        },
     ]  # fmt: skip
+
+
+def _differences(losses: list[float], expected: list[float]) -> list[float]:
+    """Percent."""
+    return [100 * abs(one - other) / other for one, other in zip(losses, expected, strict=True)]
 
 
 def main() -> int:
@@ -93,7 +112,7 @@ def main() -> int:
     for record in records:
         measure.emit(record)
     print(f"\n{measure.table(records, COLUMNS)}")
-    return int(any(record["value"] > record["limit"] for record in records))
+    return int(any(record["value"] > record.get("limit", record["value"]) for record in records))
 
 
 if __name__ == "__main__":

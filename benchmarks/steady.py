@@ -1,7 +1,8 @@
 """Minutes of steady training: host and GPU memory after the warm-up and at the end. Fails if there was growth.
 
 Memory is looked at between steps, with no work under way: pages of the process that are no file's, what torch has
-allocated and reserved on all GPUs, and how often its allocator had to give memory back and try again.
+allocated and reserved on all GPUs, and how often its allocator had to give memory back and try again. Where optimizer
+state moves to a GPU after all, because updates have turned out too slow, the time begins again.
 """
 
 import argparse
@@ -21,8 +22,9 @@ TOLERATED_MB = 64
 
 
 class Footprint(NamedTuple):
-    """Bytes, and a count since the process began."""
+    """Bytes, and a count since the process began. ``seated``: of optimizer state on GPUs, and of weights there."""
 
+    seated: int
     host: int
     allocated: int
     reserved: int
@@ -35,6 +37,7 @@ def footprint(trained: Training) -> Footprint:
     cards = range(torch.cuda.device_count())
     statistics = [torch.cuda.memory_stats(card) for card in cards]
     return Footprint(
+        seated=trained.engine.statistics()["seat_bytes"],
         host=_host_bytes(),
         allocated=sum(torch.cuda.memory_allocated(card) for card in cards),
         reserved=sum(torch.cuda.memory_reserved(card) for card in cards),
@@ -56,13 +59,16 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     with training(workload, mode, options) as trained:
         for _ in range(options.warmup):
             trained.step(tokens)
-        looks, steps = [footprint(trained)], 0
-        began = time.monotonic()
-        for look in range(1, LOOKS + 1):
-            while time.monotonic() - began < 60 * options.minutes * look / LOOKS:
+        looks, steps, began = [footprint(trained)], 0, time.monotonic()
+        while len(looks) <= LOOKS:
+            while time.monotonic() - began < 60 * options.minutes * len(looks) / LOOKS:
                 trained.step(tokens)
                 steps += 1
-            looks.append(footprint(trained))
+            now = footprint(trained)
+            if now.seated == looks[0].seated:
+                looks.append(now)
+            else:
+                looks, steps, began = [now], 0, time.monotonic()
         elapsed_s = time.monotonic() - began
         about = describe(workload, trained.model) | settings_of(trained, options)
     first, last = looks[0], looks[-1]

@@ -304,7 +304,7 @@ def held(engine: RoundPipe) -> Held:
     engine._host.crew.blocks.clear()
     engine._host.buffers.clear()
     for executor in engine._pipeline._executors:
-        executor._loader.buffers.clear()
+        executor._replicas.buffers.clear()
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
     return {

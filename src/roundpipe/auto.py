@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .batches import Batch
 from .config import RoundPipeRunConfig
 from .device import Device
 from .engine import Engine
@@ -43,8 +44,6 @@ from .plan.schedule import Passes, backward_passes, saved_layers
 from .planner import Planned
 from .presets.adapters import base_of
 from .runtime.call import Call
-from .runtime.stage import BlockCompiler
-from .runtime.transfer import Boundary
 
 _UNSET = RoundPipeRunConfig()
 
@@ -86,21 +85,20 @@ class AutoRoundPipe(Engine):
         self._room = Room()
         self._engines: dict[str, _PartEngine] = {}
         self._calls: dict[int, Callable[..., Any]] = {}
-        compiler = BlockCompiler(layers) if settings.compile else None  # one, because like layers are in many parts
         first = 0
         for part in parts:
             override = (overrides or {}).get(part.module, _UNSET)
-            self._add(part, range(first, first + len(layers_of(part.module))), override, compiler)
+            self._add(part, range(first, first + len(layers_of(part.module))), override)
             first += len(layers_of(part.module))
         if self._loss is not None:
             loss = Part(path="loss_function", module=self._loss, config=self._loss.run_config())
-            self._add(loss, range(first, first + 1), _UNSET, None)
+            self._add(loss, range(first, first + 1), _UNSET)
         self.set_original_model(model)
         self._seal()
 
-    def _add(self, part: Part, layers: range, override: RoundPipeRunConfig, compiler: BlockCompiler | None) -> None:
+    def _add(self, part: Part, layers: range, override: RoundPipeRunConfig) -> None:
         name = f"{self._name}:{part.path}"
-        engine = _PartEngine(name, self._host, layers, part.module, self._backwards, self._room, compiler)
+        engine = _PartEngine(name, self._host, layers, part.module, self._backwards, self._room)
         # What a user has said of this very part beats the rules.
         said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
         rules = replace(part.config, **said)
@@ -260,7 +258,6 @@ class _PartEngine(RoundPipe):
         module: nn.Module,
         backwards: BackwardPasses,
         room: Room,
-        compiler: BlockCompiler | None,
     ) -> None:
         Engine.__init__(self)
         self._take(name, host)
@@ -269,7 +266,8 @@ class _PartEngine(RoundPipe):
         self._backwards = backwards
         self._room = room
         buffers = GradientBuffers(host.memory, host.rules)  # because those of another part have another layout
-        self._set_up(module, _UNSET, buffers, compiler)
+        self._set_up(module, _UNSET, buffers)
+        self._planner.keeps_layers = False
         self._seal()
 
     def _use_newest_weights(self) -> None:
@@ -279,23 +277,19 @@ class _PartEngine(RoundPipe):
         """Together with all other gradients of the backward pass."""
         self._backwards.current().add_call(call, self._store)
 
-    def _plan(
-        self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig, *, returns: bool = False
-    ) -> Planned:
+    def _plan(self, run_type: RunType, batch: Batch, *, returns: bool = False) -> Planned:
         """Other parts run between this one's forward and its backward: without room for all, kept inputs wait on the
         host."""
-        planned = super()._plan(run_type, boundaries, config, returns=returns)
+        planned = super()._plan(run_type, batch, returns=returns)
         if run_type == "infer" or self._room.suffices(self._name, planned.needs):
             return planned
-        backward = backward_passes(planned.plan.bwd_plan, self._first_trained(boundaries))
+        backward = backward_passes(planned.plan.bwd_plan, self._first_trained(batch))
         return planned._replace(spilled=saved_layers(backward))
 
     def _make_room(self, planned: Planned) -> None:
         """No seats, for the same reason as no residents."""
 
-    def _resident_layers(
-        self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
-    ) -> frozenset[int]:
+    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes], batch: Batch) -> frozenset[int]:
         """None, because each part's planner believes that the devices' spare memory is its own."""
         return frozenset()
 

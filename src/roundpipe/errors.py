@@ -1,5 +1,7 @@
 """The whole error tree, by who is at fault. Errors raised by user code keep their own type and only gain a note."""
 
+import traceback
+
 
 class RoundPipeError(Exception):
     """Base of everything RoundPipe raises on its own account."""
@@ -19,3 +21,16 @@ class ClosedError(RoundPipeError):
 
 class InternalError(RoundPipeError):
     """An invariant of RoundPipe itself broke. Please report it."""
+
+
+def clear_frames(error: BaseException) -> None:
+    """Lets go of what the frames that an error, or one it came from, has left hold: on a device perhaps gigabytes, for
+    as long as somebody keeps the error. Frames that still run keep theirs."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()  # because two may name each other
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]

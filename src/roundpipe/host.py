@@ -18,6 +18,7 @@ from .params.gradients import GradientBuffers, GradientRules
 from .params.seats import Seats
 from .params.store import ParameterStore
 from .params.window import GradientWindow
+from .runtime.compiler import BlockCompiler
 from .runtime.crew import Crew
 from .runtime.interpreter import QuietInterpreter
 from .runtime.interrupts import SteadyCondition
@@ -82,7 +83,7 @@ class Host:
         self.store = store = ParameterStore(layers, self.memory, on_host)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
-        self.seats = Seats(store, devices[0] if len(devices) == 1 else None)
+        self.seats = Seats(store, devices[0] if len(devices) == 1 else None, self.memory)
         self.masters = Masters(store, rules, self.seats)
         self._worker = Worker("roundpipe-optimizer")
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
@@ -92,7 +93,7 @@ class Host:
         self.steps = StepThread(
             self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
         )
-        self.crew = Crew(devices, store, self.memory)
+        self.crew = Crew(devices, store, self.memory, BlockCompiler(layers if settings.compile else ()))
         self._working = WorkingWeights(store.parameters)
 
     @property
@@ -117,9 +118,11 @@ class Host:
         self._working.is_closed = True
         self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
         try:
-            self.crew.close()
-            self._worker.join()
-            self.seats.clear()
+            try:
+                self.crew.close()
+            finally:
+                self._worker.join()
+                self.seats.clear()  # only now, because until then that thread may update what is there
         finally:
             if self._interpreter is not None:
                 self._interpreter.close()

@@ -1,13 +1,22 @@
-"""What users touch: a model whose state lives on the host and whose layers run on devices in turn."""
+"""What users touch: a model whose state lives on the host and whose layers run on devices in turn.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is made again: the
+planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan, or keeps more inputs on the host.
+Backward visits that run on after their call has returned, and backward passes of the caller's own graph, cannot be
+made again, nor can calls that have gone beyond the engine: whose layers have written to their input where the caller
+has it, or whose loss has given parameters of the caller's own their gradients. What fails there is raised.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from .backward_round import BackwardRound
-from .batches import GivenMicrobatches, as_given, cut, delivered, joined, outputs_as_loss
+from .batches import Batch, GivenMicrobatches, elements_of, outputs_as_loss, size_class, tokens_of
 from .config import RoundPipeRunConfig
 from .device import Device
 from .device.choose import DeviceSpec
@@ -15,14 +24,14 @@ from .engine import Engine, call_site, check_model
 from .errors import ConfigError
 from .forwarding import SignedByModel
 from .host import Host, HostSettings
+from .leftover import Leftover
 from .memory.pinning import PinMode
-from .microbatch import Microbatches
 from .params.gradients import GradientBuffers
 from .params.store import ParameterStore
 from .parts.find import layers_of
 from .plan.execute_plan import ModelExecutePlan, RunType
 from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
-from .planner import Planned, Planner, elements_of, size_class, tokens_of
+from .planner import Planned, Planner
 from .runtime.autograd import attach, commits_held, when_pass_ends
 from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline
@@ -38,11 +47,14 @@ from .runtime.results import (
     wanted,
     write_buffers,
 )
-from .runtime.stage import BlockCompiler
 from .runtime.structure import Structure
-from .runtime.transfer import Boundary, bytes_with_caller, num_bytes, user_boundary
+from .runtime.transfer import Boundary, bytes_with_caller, num_bytes
 
+_log = logging.getLogger("roundpipe")
 _UNSET = RoundPipeRunConfig()
+_MADE_AGAIN = 3  # times at most, see [Note: out of memory]
+
+T = TypeVar("T")
 
 
 class RoundPipe(Engine):
@@ -101,34 +113,22 @@ class RoundPipe(Engine):
         )
         host = Host(layers_of(model), settings.choose_devices(), settings)
         self._take(name if name is not None else call_site(), host)
-        self._set_up(model, model_run_config, host.buffers, BlockCompiler(layers_of(model)) if compile else None)
+        self._set_up(model, model_run_config, host.buffers)
         self._seal()
 
-    def _set_up(
-        self,
-        model: nn.Module,
-        config: RoundPipeRunConfig,
-        buffers: GradientBuffers,
-        compiler: BlockCompiler | None,
-    ) -> None:
+    def _set_up(self, model: nn.Module, config: RoundPipeRunConfig, buffers: GradientBuffers) -> None:
         """Readies the pipeline for the layers of ``model``, which are those of ``_store``."""
         self._config = config
         self._hold(sequence=model)
         layers, host = layers_of(model), self._host
         self._layer_structure = Structure(layers)
         self._pipeline = Pipeline(
-            layers,
-            host.crew,
-            self._store,
-            host.rules,
-            buffers,
-            host.condition,
-            self._steps.is_published,
-            compiler,
+            layers, host.crew, self._store, host.rules, buffers, host.condition, self._steps.is_published
         )
         self._planner = Planner(
             self._store, host.crew.devices, layers=layers, rules=host.rules, held_bytes=host.device_bytes
         )
+        self._leftover = Leftover(self._planner, self._store, host.seats)
         host.steps.update_listeners.append(self._planner.rates.record_update)
         self.set_original_model(model)
 
@@ -168,23 +168,17 @@ class RoundPipe(Engine):
         with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
         if not with_grad:
             self._use_newest_weights()
-        parts = cut(args, kwargs, None, self.default_num_microbatch, config)
-        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        planned = self._plan("train" if with_grad else "infer", boundaries, config, returns=True)
+        batch = Batch.cut(args, kwargs, None, self.default_num_microbatch, config)
+        return self._made_again("forward()", batch, lambda: self._forward(batch, with_grad=with_grad))
+
+    def _forward(self, batch: Batch, *, with_grad: bool) -> Any:
+        planned = self._plan("train" if with_grad else "infer", batch, returns=True)
         plan = planned.plan
-        first_trained = self._first_trained(boundaries)
         if with_grad:
             refuse_hooks(self._store)
-        backward = backward_passes(plan.bwd_plan, first_trained) if with_grad else []
-        settings = self._settings(
-            config,
-            boundaries,
-            planned,
-            needs_grad=with_grad,
-            first_trained=first_trained,
-            saved_layers=saved_layers(backward),
-        )
-        call = self._run(forward_passes(plan.fwd_plan), settings, config, boundaries, backward=backward)
+        backward = backward_passes(plan.bwd_plan, self._first_trained(batch)) if with_grad else []
+        settings = self._settings(batch, planned, needs_grad=with_grad, saved_layers=saved_layers(backward))
+        call = self._run(planned, forward_passes(plan.fwd_plan), settings, batch, backward=backward)
         with (
             self._host.seats.noting_failures(),
             call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
@@ -192,14 +186,15 @@ class RoundPipe(Engine):
             self._wait_results(call)
             call.wait_finished()
             refuse_shared_buffers(call)
-            outputs = delivered(call, config)
+            outputs = batch.delivered(call)
             self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
             call.outputs.clear()  # because the call lives until its backward, and they are on devices
             if with_grad:
-                values = attach(outputs, wanted(boundaries), self._backward_round(call, backward, boundaries, outputs))
+                round_ = self._backward_round(call, backward, batch, outputs)
+                values = attach(outputs, wanted(batch.boundaries), round_)
             else:
                 values = [output.value for output in outputs]
-            result = joined(values, outputs, parts, config)
+            result = batch.joined(values, outputs)
         return result
 
     def forward_backward(
@@ -218,7 +213,8 @@ class RoundPipe(Engine):
         Args:
             input_args, input_kwargs: what the first layer is called with, whole; or
             microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
-            loss_fn: called once per microbatch on a worker thread; default: the outputs are the loss.
+            loss_fn: called once per microbatch on a worker thread; default: the outputs are the loss. Once more if the
+                call is made again because a device was out of memory.
 
         Returns:
             The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn`` returns a sequence);
@@ -227,25 +223,24 @@ class RoundPipe(Engine):
         """
         self._begin("forward_backward()")
         config = run_config.over(self._config)
-        parts = self._given(input_args, input_kwargs, label, microbatches, config)
-        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        planned = self._plan("fused", boundaries, config, returns=return_outputs)
-        first_trained = self._first_trained(boundaries)
+        batch = Batch.of(input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config)
+        call = partial(self._forward_backward, batch, loss_fn or outputs_as_loss, return_outputs=return_outputs)
+        return self._made_again("forward_backward()", batch, call)
+
+    def _forward_backward(self, batch: Batch, loss_fn: LossFn, *, return_outputs: bool) -> Any:
+        planned = self._plan("fused", batch, returns=return_outputs)
         refuse_hooks(self._store)
-        passes = fused_passes(planned.plan, first_trained)
+        passes = fused_passes(planned.plan, self._first_trained(batch))
         settings = self._settings(
-            config,
-            boundaries,
+            batch,
             planned,
             needs_grad=True,
-            first_trained=first_trained,
             saved_layers=saved_layers(passes),
-            loss_fn=loss_fn or outputs_as_loss,
-            labels=parts.labels,
+            loss_fn=loss_fn,
             keeps_outputs=return_outputs,
         )
-        call = self._run(passes, settings, config, boundaries)
-        tensors = wanted(boundaries)
+        call = self._run(planned, passes, settings, batch)
+        tensors = wanted(batch.boundaries)
 
         def commit() -> None:
             write_buffers(call)
@@ -255,6 +250,7 @@ class RoundPipe(Engine):
 
         with (
             self._host.seats.noting_failures(),
+            batch.spent_by(call),
             commits_held() as before,
             call.awaited(lambda: self._pipeline.start(call), commit),
         ):
@@ -264,11 +260,12 @@ class RoundPipe(Engine):
             refuse_shared_buffers(call)
             result = loss = sum_losses(call)
             if return_outputs:
-                outputs = delivered(call, config)
+                outputs = batch.delivered(call)
                 self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
-                result = loss, joined([output.value for output in outputs], outputs, parts, config)
+                result = loss, batch.joined([output.value for output in outputs], outputs)
             if tensors:
-                backward_into(tensors, input_gradients(call, destinations(boundaries)))
+                batch.is_spent = True  # because a graph can be gone through once
+                backward_into(tensors, input_gradients(call, destinations(batch.boundaries)))
         return result
 
     def forward_loss(
@@ -289,20 +286,14 @@ class RoundPipe(Engine):
         self._begin("forward_loss()")
         self._steps.flush()
         config = run_config.over(self._config)
-        parts = self._given(input_args, input_kwargs, label, microbatches, config)
-        boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
-        planned = self._plan("infer", boundaries, config)
-        settings = self._settings(
-            config,
-            boundaries,
-            planned,
-            needs_grad=False,
-            first_trained=self._first_trained(boundaries),
-            saved_layers=frozenset(),
-            loss_fn=loss_fn or outputs_as_loss,
-            labels=parts.labels,
-        )
-        call = self._run(forward_passes(planned.plan.fwd_plan), settings, config, boundaries)
+        batch = Batch.of(input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config)
+        call = partial(self._forward_loss, batch, loss_fn or outputs_as_loss)
+        return self._made_again("forward_loss()", batch, call)
+
+    def _forward_loss(self, batch: Batch, loss_fn: LossFn) -> Any:
+        planned = self._plan("infer", batch)
+        settings = self._settings(batch, planned, needs_grad=False, saved_layers=frozenset(), loss_fn=loss_fn)
+        call = self._run(planned, forward_passes(planned.plan.fwd_plan), settings, batch)
         with (
             self._host.seats.noting_failures(),
             call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
@@ -313,69 +304,66 @@ class RoundPipe(Engine):
             losses = sum_losses(call)
         return losses
 
-    def _given(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        label: Any,
-        microbatches: GivenMicrobatches | None,
-        config: RoundPipeRunConfig,
-    ) -> Microbatches:
-        if microbatches is None:
-            return cut(args, kwargs, label, self.default_num_microbatch, config)
-        return as_given(args, kwargs, label, microbatches)
+    def _made_again(self, what: str, batch: Batch, call: Callable[[], T]) -> T:
+        """See [Note: out of memory]."""
+        left = _MADE_AGAIN
+        while True:
+            shortages = self._planner.shortages
+            try:
+                return call()
+            except torch.OutOfMemoryError as error:
+                is_ours = self._planner.shortages > shortages  # else it is not a device of this engine's that is full
+                if not left or not is_ours or not batch.can_run_again(self._pipeline.devices):
+                    raise
+                left -= 1
+                _log.warning("%s: %s is made again with less on its devices, because of: %s", self._name, what, error)
 
-    def _first_trained(self, boundaries: list[Boundary]) -> int:
-        wants_input = any(any(boundary.carries) for boundary in boundaries)
-        return 0 if wants_input else self._store.first_trainable_layer()
+    def _first_trained(self, batch: Batch) -> int:
+        """Nothing below that layer needs a backward."""
+        return 0 if batch.wants_gradients else self._store.first_trainable_layer()
 
     def _settings(
         self,
-        config: RoundPipeRunConfig,
-        boundaries: list[Boundary],
+        batch: Batch,
         planned: Planned,
         *,
         needs_grad: bool,
-        first_trained: int,
         saved_layers: frozenset[int],
         loss_fn: LossFn | None = None,
-        labels: tuple[Any, ...] = (),
         keeps_outputs: bool = False,
     ) -> CallSettings:
         return CallSettings(
             num_layers=len(self._store.layers),
-            num_microbatches=len(boundaries),
+            num_microbatches=batch.num_microbatches,
             needs_grad=needs_grad,
-            first_trained=first_trained,
+            first_trained=self._first_trained(batch),
             saved_layers=saved_layers,
-            recompute_grain=config.recompute_grain or "stage",
+            recompute_grain=batch.grain,
             keeps_outputs=keeps_outputs,
             loss_fn=loss_fn,
-            labels=labels,
+            labels=batch.labels,
             weights=WeightsVersion(self._steps.version, self._steps.num_loads),
             ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
             modes=Modes.of(self._layer_structure),
             spilled_layers=planned.spilled,
             measured=planned.measured,
-            replaces_plan=planned.replaces,
             is_timed=planned.is_timed,
             only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
         )
 
-    def _plan(
-        self, run_type: RunType, boundaries: list[Boundary], config: RoundPipeRunConfig, *, returns: bool = False
-    ) -> Planned:
+    def _plan(self, run_type: RunType, batch: Batch, *, returns: bool = False) -> Planned:
+        inputs = [boundary.leaves for boundary in batch.boundaries]
         planned = self._planner.plan(
             run_type,
-            len(boundaries),
-            config.execute_plan,
-            shapes=size_class(boundary.leaves for boundary in boundaries),
-            elements=elements_of(boundary.leaves for boundary in boundaries),
-            tokens=tokens_of(boundary.leaves for boundary in boundaries),
-            input_bytes=max(num_bytes(boundary.leaves) for boundary in boundaries),
-            caller_bytes=bytes_with_caller(boundaries),
+            batch.num_microbatches,
+            batch.config.execute_plan,
+            shapes=size_class(inputs),
+            elements=elements_of(inputs),
+            tokens=tokens_of(inputs),
+            input_bytes=max(map(num_bytes, inputs)),
+            caller_bytes=bytes_with_caller(batch.boundaries),
             returns=returns,
-            grain=config.recompute_grain or "stage",
+            grain=batch.grain,
         )
         self._make_room(planned)
         return planned
@@ -388,18 +376,17 @@ class RoundPipe(Engine):
 
     def _run(
         self,
+        planned: Planned,
         passes: Passes,
         settings: CallSettings,
-        config: RoundPipeRunConfig,
-        boundaries: list[Boundary],
+        batch: Batch,
         *,
         backward: Passes | None = None,
     ) -> Call:
         """A call to start; ``backward``: the visits that will follow it in a call of their own."""
-        streams = self._pipeline.streams(enabled=config.preserve_rng_state is not False)
-        posts = {("x", 0, m): boundary for m, boundary in enumerate(boundaries)}
-        rounds = [passes, backward] if backward else [passes]
-        resident = self._resident_layers(rounds, len(boundaries), config)
+        streams = self._pipeline.streams(enabled=batch.config.preserve_rng_state is not False)
+        posts = {("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)}
+        resident = self._resident_layers(planned, [passes, backward] if backward else [passes], batch)
         return self._pipeline.prepare(passes, settings, streams, posts=posts, resident_layers=resident)
 
     # What an engine that is part of a larger one does otherwise.
@@ -410,28 +397,18 @@ class RoundPipe(Engine):
 
     def _make_room(self, planned: Planned) -> None:
         """Layers have seats in what calls leave of the device."""
-        seats = self._host.seats
-        seats.let(
-            self._planner.spare_bytes(planned),
-            is_sure=planned.is_sure,
-            is_worth_it=seats.num_bytes > 0 or not self._planner.hides_update(planned),
-        )
-        if seats.must_shrink:
+        self._leftover.let_seats(planned)
+        if self._host.seats.must_shrink:
             self._steps.leave_seats()
 
     def _commit(self, call: Call) -> None:
         """A backward round is over."""
         when_pass_ends(lambda: self._steps.commit(call))
 
-    def _resident_layers(
-        self, rounds: Sequence[Passes], num_microbatches: int, config: RoundPipeRunConfig
-    ) -> frozenset[int]:
-        grain, taken = config.recompute_grain or "stage", self._host.seats.num_bytes
-        return self._planner.resident_layers(rounds, num_microbatches, grain=grain, taken_bytes=taken)
+    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes], batch: Batch) -> frozenset[int]:
+        return self._leftover.resident_layers(planned, rounds, batch.num_microbatches, grain=batch.grain)
 
-    def _backward_round(
-        self, forward: Call, passes: Passes, boundaries: list[Boundary], outputs: list[Boundary]
-    ) -> BackwardRound:
+    def _backward_round(self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]) -> BackwardRound:
         return BackwardRound(
             begin=self._begin,
             commit=self._commit,
@@ -440,7 +417,7 @@ class RoundPipe(Engine):
             pipeline=self._pipeline,
             forward=forward,
             passes=passes,
-            targets=destinations(boundaries),
+            targets=destinations(batch.boundaries),
             carries=[output.carries for output in outputs],
             made_at=self._steps.weights,
         )

@@ -1,39 +1,27 @@
 """Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from .budget import MemoryBudget
 from .device import Device
 from .errors import PlanError
 from .params.gradients import GradientRules
-from .params.store import LayerParameters, ParameterStore
-from .plan.actions import Passes
-from .plan.costs import Grain, LayerCosts, Round, StageSums
+from .params.store import ParameterStore
+from .plan.costs import Grain, LayerCosts, Round
 from .plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
-from .plan.measure import (
-    LayerSize,
-    Measurements,
-    Rates,
-    ShapeMeasurements,
-    prior_costs,
-    prior_update_ms,
-    with_guessed_graphs,
-)
-from .plan.memory import Peak, fitted_peak
-from .plan.residency import resident_layers
-from .plan.schedule import group_of
+from .plan.measure import Measurements, Rates, ShapeMeasurements, with_guessed_graphs
+from .plan.memory import Peak
+from .priors import Priors
 
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
 _WORTH_CHANGING = 0.03
-# What plans may fill of a device: temporaries inside layers take the rest. Less before graphs were measured.
-_PLANNED, _PLANNED_BLINDLY = 0.9, 0.5
-# A budget this large says that nothing is known of the device's memory.
-_UNBOUNDED = 2.0**60
+# What plans may fill after each time that memory did not suffice, because what layers need inside is not known.
+_AFTER_SHORTAGE = 0.8
 # Calls of a plan that are timed: not the first, in which things are compiled and allocated, then some, then few.
 _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
@@ -50,7 +38,7 @@ class Planned(NamedTuple):
     """What a call does.
 
     ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
-    last. ``replaces``: its plan has just replaced another one. ``is_timed``: it is one of the few calls that are timed.
+    last. ``is_timed``: it is one of the few calls that are timed.
     ``is_sure``: needs were predicted from graphs that were measured.
     """
 
@@ -58,7 +46,6 @@ class Planned(NamedTuple):
     spilled: frozenset[int]
     needs: Needs
     measured: ShapeMeasurements
-    replaces: bool
     is_timed: bool
     is_sure: bool
 
@@ -79,39 +66,34 @@ class _Wish(NamedTuple):
 
 @dataclass
 class _InUse:
-    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, and for a microbatch
-    that is larger than the ``elements`` it was made for."""
+    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, for a microbatch
+    that is larger than the ``elements`` it was made for, and after a shortage that it did not know of.
+
+    ``round_ms``: of a round without its update, as predicted at that version of the measurements.
+    """
 
     plan: ModelExecutePlan
     peak: Peak
     allowed: float
     known: Hashable
     elements: int
+    shortages: int
     is_sure: bool
     patience: int = 1
     waited: int = 0
     calls: int = 0
-    is_replacement: bool = False
+    round_ms: tuple[int, float] | None = None
 
     @property
     def is_timed(self) -> bool:
         return self.calls in _TIMED_EARLY or self.calls % _TIMED_EVERY == 0
 
 
-class _Profile(NamedTuple):
-    """The model as it trains now, before anything was measured."""
-
-    sizes: list[LayerSize]
-    first_trained: int
-    prior: LayerCosts
-    update_ms: float
-
-
 class Planner:
     """Makes an engine's plans and keeps them. Used by the caller's thread.
 
     Args:
-        layers: the modules, to tell embeddings (looked up) from weights that are multiplied.
+        layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up, not multiplied.
         rules: what gradients are summed in; default fp32.
         held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
     """
@@ -126,32 +108,25 @@ class Planner:
         held_bytes: Callable[[], Mapping[str, int] | None] = dict,
     ) -> None:
         self._store = store
-        self._devices = devices
+        self._num_devices = len(devices)
         self._layers = layers
-        self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
-        self._rules = rules
-        self._held_bytes = held_bytes
-        self._budget: float | None = None
+        self._priors = Priors(store, layers, rules or GradientRules(torch.float32, None))
+        self._measurements = Measurements()
         self._in_use: dict[_Wish, _InUse] = {}
-        self._profiles: dict[tuple[bool, ...], _Profile] = {}
         self._writes: dict[Hashable, bool] = {}
         self._tokens: dict[Hashable, int] = {}
         self._input_bytes: dict[Hashable, int] = {}
         self._latest: _Wish | None = None
-        self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
         self._overlaps = True
         # Sums over shares are bitwise those of one visit nowhere; accelerators do not promise that between each other.
         self._may_share = all(device.torch_device.type != "cpu" for device in devices)
-        self.measurements = Measurements()
-
-    @property
-    def num_devices(self) -> int:
-        return len(self._devices)
+        self.budget = MemoryBudget(devices, held_bytes)
+        self.keeps_layers = True  # whether some may stay on devices between visits
 
     @property
     def layer_costs(self) -> LayerCosts:
         """Costs before anything was measured."""
-        return self._profile(self._trains()).prior
+        return self._priors.of(self._priors.trains()).costs
 
     # What happens, told by the engine.
 
@@ -162,7 +137,7 @@ class Planner:
     @property
     def rates(self) -> Rates:
         """Where updates are timed."""
-        return self.measurements.rates
+        return self._measurements.rates
 
     def note_writes(self, writes: bool) -> None:
         """Whether forwards of the latest call wrote buffers or attributes: then a microbatch needs the one before."""
@@ -174,6 +149,11 @@ class Planner:
         """Bytes that all outputs of the latest call took together."""
         if self._latest is not None:
             self._measured(self._latest).record_output_bytes(num_bytes)
+
+    @property
+    def shortages(self) -> int:
+        """How often calls have found a device's memory full."""
+        return self._measurements.shortages
 
     # Plans.
 
@@ -194,8 +174,9 @@ class Planner:
         """The plan for a call.
 
         Args:
-            elements: of the largest microbatch, see `elements_of`.
-            tokens: about how many of them are tokens, if that is known; see `tokens_of`.
+            shapes: what tells calls apart whose microbatches are planned for by themselves; default the latest call's.
+            elements: of the largest microbatch.
+            tokens: about how many of them are tokens, if that is known.
             input_bytes: of the largest microbatch.
             caller_bytes: of inputs that are on devices already, or whose gradients will be.
             returns: whether outputs stay on devices until all of them are known.
@@ -209,13 +190,13 @@ class Planner:
         measured = self._measured(wish)
         measured.grow_to(elements)
         measured.record_caller_bytes(caller_bytes)
-        if wish in self._in_use and self._in_use[wish].elements < measured.elements:
+        before = self._in_use.get(wish)
+        if before is not None and (before.elements < measured.elements or before.shortages < measured.shortages):
             self._look_again(wish, measured)
         in_use = self._of(wish)
         in_use.calls += 1
-        replaces = in_use.is_replacement and in_use.calls == 1
         needs = Needs(in_use.peak.kept, in_use.peak.bytes.total, in_use.allowed)
-        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, replaces, in_use.is_timed, in_use.is_sure)
+        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
 
     def next_plan(
         self,
@@ -249,91 +230,58 @@ class Planner:
         """A better plan, if there is one, and in any case what it needs by what is known now."""
         in_use, known = self._in_use[wish], self._known(wish, measured)
         costs, round_ = self._problem(wish, measured)
-        plan = in_use.plan if wish.chosen is not None else _better(wish.run_type, in_use.plan, costs, round_)
+        plan = in_use.plan
+        if wish.chosen is None:
+            was_short = in_use.shortages < measured.shortages
+            plan = _better(wish.run_type, plan, costs, round_, is_refuted=was_short)
         self._in_use[wish] = replace(
             in_use,
             peak=plan_peak(plan, wish.run_type, costs, round_),
             allowed=round_.budget_bytes,
             known=known,
             elements=measured.elements,
+            shortages=measured.shortages,
             is_sure=measured.knows_graphs,
             waited=0,
+            round_ms=None,
         )
         if plan != in_use.plan:
-            self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0, is_replacement=True)
+            self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0)
 
     def problem(
         self,
         run_type: RunType,
         num_microbatches: int,
-        shapes: Hashable = None,
-        grain: Grain = "stage",
         *,
+        grain: Grain = "stage",
         returns: bool = False,
     ) -> tuple[LayerCosts, Round]:
-        """What a plan has to solve; by default with the shapes of the latest call."""
-        wish = self._wish(run_type, num_microbatches, None, shapes, grain, returns)
-        if self._budget is None:
-            self._ask_budget()
+        """What a plan has to solve, with the shapes of the latest call."""
+        wish = self._wish(run_type, num_microbatches, None, None, grain, returns)
         return self._problem(wish, self._measured(wish))
 
-    def measured(self, shapes: Hashable = None) -> ShapeMeasurements:
-        """Where workers record the costs of microbatches with these shapes; by default those of the latest call."""
-        return self._measured(self._wish("fused", 1, None, shapes, "stage"))
-
-    def resident_layers(
-        self,
-        rounds: Sequence[Passes],
-        num_microbatches: int,
-        *,
-        shapes: Hashable = None,
-        grain: Grain = "stage",
-        taken_bytes: int = 0,
-    ) -> frozenset[int]:
-        """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
-        and for the next call. ``taken_bytes``: so much of what plans leave free is in use already."""
-        measured = self.measured(shapes)
-        shapes = shapes if shapes is not None or self._latest is None else self._latest.shapes
-        key = (tuple(map(tuple, rounds)), num_microbatches, grain, shapes, self._trains(), taken_bytes)
-        version, layers = self._resident.get(key, (None, frozenset()))
-        if version != measured.version:
-            costs, whole = self.problem("fused", num_microbatches, shapes, grain, returns=True)
-            totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
-            fullest = max(fitted_peak(passes, totals, round_).bytes.total for passes in rounds)
-            spare = round_.budget_bytes - fullest - taken_bytes if round_.budget_bytes < _UNBOUNDED else 0
-            weights = [layer.num_bytes for layer in self._store.layers]
-            # What is not frozen, so that the gaps between parameters do not count as worth keeping.
-            frozen = [
-                sum(use.parameter.nbytes for use in layer.uses if not use.parameter.requires_grad)
-                for layer in self._store.layers
-            ]
-            trained = [whole - kept for whole, kept in zip(weights, frozen, strict=True)]
-            layers = resident_layers(rounds, weights, trained, spare)
-            self._resident[key] = (measured.version, layers)
-        return layers
+    def measured(self) -> ShapeMeasurements:
+        """Where workers record the costs of microbatches with the shapes of the latest call."""
+        return self._measured(self._wish("fused", 1, None, None, "stage"))
 
     def hides_update(self, planned: Planned) -> bool:
         """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
         wish = self._latest
         if wish is None or not wish.overlaps or not planned.is_sure:
             return False
-        costs, round_ = self._problem(wish, planned.measured)
-        update_ms = round_.optimizer_ms
-        alone = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
-        return not self.rates.knows_update or update_ms < alone
-
-    def spare_bytes(self, planned: Planned) -> float:
-        """What a call leaves of a device, frozen weights staying there; 0 where nothing is known of its memory."""
-        if planned.needs.allowed >= _UNBOUNDED / 2:
-            return 0.0
-        frozen = [layer for layer in self._store.layers if len(layer.trainable) < len(layer.uses)]
-        kept = sum(layer.num_bytes for layer in frozen)
-        return max(planned.needs.allowed - planned.needs.most - kept, 0.0)
+        if not self.rates.knows_update:
+            return True
+        in_use, version = self._in_use[wish], planned.measured.version
+        if in_use.round_ms is None or in_use.round_ms[0] != version:
+            costs, round_ = self._problem(wish, planned.measured)
+            ms = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
+            in_use.round_ms = version, ms
+        return self.rates.update_ms(0.0) < in_use.round_ms[1]
 
     def _of(self, wish: _Wish) -> _InUse:
         in_use, measured = self._in_use.get(wish), self._measured(wish)
         if in_use is None or self._is_due(in_use, wish, measured):
-            self._ask_budget()
+            self.budget.ask()
         if in_use is None:
             in_use = self._in_use[wish] = self._first(wish, measured)
         return in_use
@@ -351,49 +299,42 @@ class Planner:
             shapes = self._latest.shapes
         modes = tuple(layer.training for layer in self._layers)
         overlaps = self._overlaps and run_type == "fused"
-        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, self._trains(), modes, chosen, returns)
-
-    def _trains(self) -> tuple[bool, ...]:
-        return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
+        trains = self._priors.trains()
+        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, trains, modes, chosen, returns)
 
     def _measured(self, wish: _Wish) -> ShapeMeasurements:
         # What trains decides what a backward does, so times measured otherwise say nothing.
-        return self.measurements.of((wish.shapes, wish.trains), self._profile(wish.trains).prior)
-
-    def _profile(self, trains: tuple[bool, ...]) -> _Profile:
-        if trains not in self._profiles:
-            sizes = [self._size(layer) for layer in self._store.layers]
-            first_trained = self._store.first_trainable_layer()
-            self._profiles[trains] = _Profile(
-                sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes)
-            )
-        return self._profiles[trains]
+        return self._measurements.of((wish.shapes, wish.trains), self._priors.of(wish.trains).costs)
 
     def _problem(self, wish: _Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
-        profile, costs = self._profile(wish.trains), measured.costs()
-        share = _PLANNED if measured.knows_graphs else _PLANNED_BLINDLY
+        prior, costs = self._priors.of(wish.trains), measured.costs()
         return costs.by_layer() if wish.grain == "layer" else costs, Round(
-            num_devices=self.num_devices,
+            num_devices=self._num_devices,
             num_microbatches=wish.num_microbatches,
             overlaps=wish.overlaps,
             grain=wish.grain,
-            first_trained=profile.first_trained,
-            budget_bytes=self._allowed(share, wish, measured),
+            first_trained=prior.first_trained,
+            budget_bytes=self._allowed(wish, measured, blindly=not measured.knows_graphs),
             may_share=self._shares(wish),
-            optimizer_ms=measured.rates.update_ms(profile.update_ms),
+            optimizer_ms=measured.rates.update_ms(prior.update_ms),
+            keeps_layers=self.keeps_layers and self.budget.is_known,
         )
 
-    def _allowed(self, share: float, wish: _Wish, measured: ShapeMeasurements) -> float:
-        """Bytes that a plan may fill: the rest is the caller's inputs and outputs, and temporaries inside layers."""
-        assert self._budget is not None
+    def _allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool) -> float:
+        """Bytes that a plan may fill beside the caller's inputs and outputs and what was found to be needed besides."""
+        return self._most_allowed(wish, measured, blindly=blindly) * _AFTER_SHORTAGE**measured.shortages
+
+    def _most_allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
         outputs = measured.output_bytes if wish.returns else 0
-        return max(self._budget * share - measured.caller_bytes - outputs, 0.0)
+        return self.budget.for_plans(measured.caller_bytes + outputs, blindly=blindly)
 
     def _first(self, wish: _Wish, measured: ShapeMeasurements) -> _InUse:
-        """Leaves room for activations nobody has seen yet; but no call is refused because of a guess."""
+        """Leaves room for activations nobody has seen yet, and after shortages; but no call is refused because of a
+        guess."""
         costs, round_ = self._problem(wish, measured)
+        known = costs
         if not measured.knows_graphs:
-            costs = with_guessed_graphs(costs, self._profile(wish.trains).sizes, self._tokens.get(wish.shapes, 0))
+            costs = with_guessed_graphs(costs, self._priors.of(wish.trains).sizes, self._tokens.get(wish.shapes, 0))
             given = self._input_bytes.get(wish.shapes, 0)
             costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
         if wish.chosen is not None:
@@ -403,14 +344,20 @@ class Planner:
             try:
                 plan = plan_for(wish.run_type, costs, round_)
             except PlanError:
-                if measured.knows_graphs:
+                if measured.knows_graphs and not measured.shortages:
                     raise
-                round_ = replace(round_, budget_bytes=self._allowed(_PLANNED, wish, measured))
-                plan_for(wish.run_type, measured.costs(), round_)  # raises if what is known does not fit either
+                round_ = replace(round_, budget_bytes=self._most_allowed(wish, measured))
+                plan_for(wish.run_type, known, round_)  # raises if what is known does not fit either
                 plan = smallest_plan(wish.run_type, len(self._store.layers))
         peak = plan_peak(plan, wish.run_type, costs, round_)
         return _InUse(
-            plan, peak, round_.budget_bytes, self._known(wish, measured), measured.elements, measured.knows_graphs
+            plan=plan,
+            peak=peak,
+            allowed=round_.budget_bytes,
+            known=self._known(wish, measured),
+            elements=measured.elements,
+            shortages=measured.shortages,
+            is_sure=measured.knows_graphs,
         )
 
     def _shares(self, wish: _Wish) -> bool:
@@ -423,59 +370,20 @@ class Planner:
     def _is_due(self, in_use: _InUse, wish: _Wish, measured: ShapeMeasurements) -> bool:
         return in_use.known != self._known(wish, measured) and in_use.waited + 1 >= in_use.patience
 
-    def _ask_budget(self) -> None:
-        """Of the smallest device, as it is now; while the engine does something, its own use cannot be told apart."""
-        held = self._held_bytes()
-        if self._budget is None or held is not None:
-            self._budget = min(device.budget_bytes((held or {}).get(device.name, 0)) for device in self._devices)
 
-    def _size(self, layer: LayerParameters) -> LayerSize:
-        multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]
-        trained = [use.parameter for use in layer.trainable]
-        return LayerSize(
-            weight_bytes=layer.num_bytes,
-            gradient_bytes=sum(parameter.numel() * self._dtypes(parameter)[0].itemsize for parameter in trained),
-            landed_bytes=sum(parameter.numel() * self._dtypes(parameter)[1].itemsize for parameter in trained),
-            matmul_elements=sum(parameter.numel() for parameter in multiplied),
-            trained_elements=sum(parameter.numel() for parameter in trained),
-        )
+def _better(
+    run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round, *, is_refuted: bool
+) -> ModelExecutePlan:
+    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more.
 
-    def _dtypes(self, parameter: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
-        if self._rules is None:
-            return torch.promote_types(parameter.dtype, torch.float32), parameter.dtype
-        return self._rules.dtypes(parameter)
-
-
-def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
-    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a quarter of an octave.
-
-    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few plans.
+    Args:
+        is_refuted: ``plan`` has run out of memory.
     """
-    return round(4 * log2(max(elements_of(microbatches), 1)))
-
-
-def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
-    tensors = ([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches)
-    return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
-
-
-def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids, where there are."""
-    tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return max((tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)), default=0)
-
-
-def _better(run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round) -> ModelExecutePlan:
-    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more."""
     try:
         new = plan_for(run_type, costs, round_)
     except PlanError:
-        return plan  # It has run; that the prediction says it cannot is no reason to stop.
+        # One that has run is no reason to stop, whatever the prediction says.
+        return smallest_plan(run_type, costs.num_layers) if is_refuted else plan
     does_fit = plan_peak(plan, run_type, costs, round_).bytes.total <= round_.budget_bytes
     old_ms, new_ms = (step_ms(one, run_type, costs, round_) for one in (plan, new))
     return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new
-
-
-def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
-    return [module.weight for module in layer.modules() if isinstance(module, nn.Embedding)]

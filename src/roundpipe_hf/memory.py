@@ -7,7 +7,6 @@ even the smallest footprint does not fit.
 """
 
 import logging
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.config import RecomputeGrain
-from roundpipe.errors import PlanError
+from roundpipe.errors import PlanError, clear_frames
 
 from .compat import should_reduce_batch_size
 
@@ -120,9 +119,6 @@ class EvaluationOutOfMemory(torch.OutOfMemoryError):
 
 def _release(engine: RoundPipe, error: BaseException) -> None:
     """Frees what the failed call held on devices: through the error's frames, and in the allocators' caches."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    clear_frames(error)
     for device in engine.devices:
         device.trim()

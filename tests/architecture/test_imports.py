@@ -20,7 +20,10 @@ GROUPS = [
     {
         "config",
         "forwarding",
+        "budget",
+        "priors",
         "planner",
+        "leftover",
         "profiling",
         "batches",
         "backward_round",

@@ -26,10 +26,11 @@ def test_losses_are_those_of_plain_training(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["loss_curve.py", "--tiny", "--steps", "3", "--threads", threads])
     assert loss_curve.main() == 0
-    at_steps, held_out = measure.parse_records(capsys.readouterr().out)
+    at_steps, held_out, *by_itself = measure.parse_records(capsys.readouterr().out)
     assert at_steps["losses"] == pytest.approx(at_steps["losses_plain"], rel=0.005)
     assert len(at_steps["losses"]) == 3
     assert 0 <= held_out["value"] < held_out["limit"]
+    assert [0 < record["value"] < held_out["limit"] for record in by_itself] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,18 @@ counted, and those left on the device were copied there for fear that somebody e
 room by guesses in the first call, although the size of what goes in is known. And where no guess fitted, the planner's
 error held all that its callers had on devices, until a collection came.
 
+Long sequences through a large frozen model: before anything was measured, layers stayed on the device as if there were
+no activations; slots of an earlier plan were kept, and those given back were held by replicas waiting for their next
+visit; and a plan that had run out of memory was tried again and again.
+
 The devices here count what is on them. The adversarial one copies as late as it may.
 """
 
 import copy
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +32,7 @@ from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.device import VirtualDevice
 from roundpipe.device.adversarial import AdversarialDevice
+from roundpipe.leftover import Leftover
 
 WIDTH, ROWS, MICROBATCHES = 64, 4096, 4
 INPUT = 4 * WIDTH * ROWS
@@ -178,3 +185,146 @@ def test_gradients_are_down_before_more_are_made() -> None:
                 engine.synchronize()
         peaks.append(used_at_most(device))
     assert peaks[1] <= peaks[0] + 1.1 * layers[0].weight.nbytes
+
+
+def frozen_but_the_last(length: int) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(length)))
+    model[:-1].requires_grad_(requires_grad=False)
+    return model
+
+
+@of_both_kinds
+def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    model, device = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), kind(AMPLE)
+    layers = [range(index, index + 1) for index in range(12)]
+    whole, by_layer = ModelExecutePlan([], [range(12)]), ModelExecutePlan(layers[:-1], layers[::-1])
+    with RoundPipe(model, devices=[device]) as engine:
+        for plan in (whole, by_layer, by_layer):
+            config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+            engine.forward_backward((torch.randn(4, WIDTH),), loss_fn=squared, run_config=config)
+            engine.synchronize()
+        used_at_most(device)
+        assert used_at_most(device) < 4 * sum(parameter.nbytes for parameter in model[0].parameters())
+
+
+@of_both_kinds
+def test_layers_do_not_stay_where_guesses_leave_no_room(kind: Any) -> None:
+    """Of the first call: inputs are large, and nothing is known of what layers keep."""
+    model, x = frozen_but_the_last(48), torch.randn(64, WIDTH)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    device = kind(weights + weights // 4)
+    with RoundPipe(model, devices=[device]) as engine:
+        engine.forward_backward((x,), loss_fn=squared)
+        engine.synchronize()
+        used_at_most(device)
+        assert used_at_most(device) < weights // 2
+
+
+class Wasteful(nn.Linear):
+    """Needs much more inside than is kept of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x.detach().repeat(4, 1)
+        return super().forward(x).relu()
+
+
+def wasteful_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Wasteful(WIDTH, WIDTH) for _ in range(8)), nn.Dropout(0.1))
+
+
+def forward_backward(engine: RoundPipe, x: Tensor) -> None:
+    engine.forward_backward((x,), loss_fn=squared)
+
+
+def forward_then_backward(engine: RoundPipe, x: Tensor) -> None:
+    squared(engine(x), None).backward()
+
+
+ONE_MICROBATCH = RoundPipeRunConfig(num_microbatch=1)
+
+
+def trained(call: Any, size: int) -> tuple[dict[str, Tensor], torch.Tensor]:
+    """Gradients of three calls on a device for so many inputs, and the generator's state after them."""
+    model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
+    with RoundPipe(model, devices=[VirtualDevice(0, size * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+        for _ in range(3):
+            call(engine, x)
+            engine.synchronize()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, torch.get_rng_state()
+
+
+@pytest.mark.parametrize(
+    ("call", "size"),
+    [(forward_backward, 8), (forward_backward, 10), (forward_backward, 14), (forward_then_backward, 10)],
+)
+def test_a_call_that_ran_out_of_memory_is_made_again(call: Any, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    expected, state = trained(call, 1000)
+    assert "made again" not in caplog.text
+    found, reached = trained(call, size)
+    assert "made again with less on its devices" in caplog.text
+    ONE.check(found, expected)
+    assert torch.equal(state, reached)
+
+
+def test_a_plan_whose_backward_ran_out_of_memory_is_not_tried_again() -> None:
+    model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
+    failures = 0
+    with RoundPipe(model, devices=[VirtualDevice(0, 8 * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+        for _ in range(8):
+            try:
+                forward_then_backward(engine, x)
+                engine.synchronize()
+            except torch.OutOfMemoryError:
+                failures += 1
+    assert failures == 1
+
+
+def test_what_never_fits_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
+    with RoundPipe(model, devices=[VirtualDevice(0, 3 * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            forward_backward(engine, x)
+        assert "virtual:0 is out of memory" in str(caught.value)
+        assert caplog.text.count("made again") == 3
+        assert engine.devices[0].capacity.used < 2 * INPUT  # though the error is kept
+        forward_backward(engine, x[:64])
+
+
+class Failing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("too much")
+
+
+class Unused(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x).relu()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [Failing, Unused])
+def test_a_graph_goes_that_no_backward_goes_through(layer: type[nn.Linear]) -> None:
+    model, device = nn.Sequential(Wasteful(WIDTH, WIDTH), layer(WIDTH, WIDTH)), VirtualDevice(0, AMPLE)
+    config = replace(ONE_MICROBATCH, execute_plan=ModelExecutePlan([], [range(2)]))
+    with RoundPipe(model, devices=[device], model_run_config=config) as engine:
+        with suppress(torch.OutOfMemoryError):
+            forward_backward(engine, torch.randn(ROWS, WIDTH))
+        engine.synchronize()
+        assert device.capacity is not None
+        assert device.capacity.used < INPUT
+
+
+@of_both_kinds
+def test_layers_do_not_stay_where_a_forward_keeps_inputs_for_its_backward(kind: Any) -> None:
+    """The two are calls of their own, each of which had room for layers beside what it needs itself."""
+    model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(48))), torch.randn(64, WIDTH)
+    model[1:].requires_grad_(requires_grad=False)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    device = kind(weights + weights // 2)
+    with RoundPipe(model, devices=[device], model_run_config=ONE_MICROBATCH) as engine:
+        for _ in range(6):
+            forward_then_backward(engine, x)
+            engine.synchronize()
+        assert used_at_most(device) < device.limit

@@ -6,6 +6,7 @@ Numbers are the matter of tests/transparency, which run on every GPU there is.
 import copy
 import gc
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engines import Engines, engine_gradients, run_batch
 from models import MLP, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.device.accelerator import AcceleratorDevice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,3 +165,23 @@ def test_outputs_go_to_the_device_that_was_asked_for(one: DeviceSet, engines: En
         on_host = engine(rows)
     assert (on_device.device, on_host.device) == (torch.device("cuda:0"), torch.device("cpu"))
     one.check(on_device, on_host)
+
+
+def test_a_generators_position_says_whether_something_was_drawn() -> None:
+    """As its state does: seeding and setting count too, and what is put back is as if nothing had been."""
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: torch.rand(3, device=device.torch_device),
+        lambda: device.seed(1),
+        lambda: device.seed(2),
+        lambda: torch.rand(1, device="cpu"),
+    ]
+    device.seed(1)
+    start = device.rng_state()
+    for change in changes:
+        device.set_rng_state(start)
+        before = device.rng_position()
+        change()
+        has_changed = not torch.equal(device.rng_state(), start)
+        assert (device.rng_position() != before) == has_changed

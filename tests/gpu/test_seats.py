@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from device_sets import DeviceSet
 from engines import Engines
 from roundpipe import RoundPipe, clip_grad_norm_
+from roundpipe.device.accelerator import AcceleratorDevice
+from roundpipe.memory.pinning import HostMemory
+from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES
+from roundpipe.memory.staged import Pair, StagedCopies
 from roundpipe.optim import SGD, Adam, AdamW
 from roundpipe.planner import Planner
 
@@ -92,3 +96,30 @@ def test_close_gives_the_memory_back(is_async: bool) -> None:
     assert seat_bytes > 0
     assert memory() - before < seat_bytes // 4
     assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+
+
+def test_state_passes_through_page_locked_slices_in_the_order_of_the_lane() -> None:
+    """More than all slices hold, both ways, while the lane is kept busy; what is page-locked needs none."""
+    device, host_memory = AcceleratorDevice(torch.device("cuda", 0)), HostMemory("alloc", accelerated=True)
+    copies = StagedCopies(device.compute, host_memory, 1 << 40)
+    sizes = [NUM_SLICES * SLICE_BYTES // 2 + 3, 5, 0, SLICE_BYTES]
+    hosts = [torch.randn(size) for size in sizes]
+    with device.compute.work():
+        theres = [torch.full((size,), 7.0, device=device.torch_device) for size in sizes]
+        torch.cuda._sleep(100_000_000)
+    pairs = [Pair(*pair) for pair in zip(hosts, theres, strict=True)]
+    copies.up(pairs)
+    assert all(arena.bytes.is_pinned() for arena in copies._slices)
+    assert all(torch.equal(there.cpu(), host) for host, there in pairs)
+    with device.compute.work():
+        torch.cuda._sleep(100_000_000)
+        for there in theres:
+            there.mul_(2)
+    expected = [host * 2 for host in hosts]
+    copies.down(pairs)
+    assert all(map(torch.equal, hosts, expected))
+    copies.close()
+    locked = host_memory.arena(4 * 5).tensor(0, (5,), torch.float32)
+    copies.down([Pair(locked, theres[1])])
+    assert torch.equal(locked, expected[1])
+    assert not copies._slices

@@ -57,3 +57,14 @@ def test_others_are_left_to_torch() -> None:
     assert not sum_kernel.can_add(wide.bfloat16(), wide.bfloat16().T, torch.float32)
     assert not sum_kernel.can_round(wide, torch.float32)
     assert not sum_kernel.can_round(wide.T, torch.bfloat16)
+
+
+@pytest.mark.parametrize("places", [(0, 0), (0, 1), (1, 0), (1, 1), (2, 5)], ids=str)
+def test_sums_do_not_depend_on_how_tensors_are_aligned(places: tuple[int, int]) -> None:
+    """What was compiled for one alignment is not used for another, whichever comes first."""
+    torch.manual_seed(0)
+    for first, second in (places, places[::-1], (0, 0)):
+        one = torch.randn(1 << 18 | 8, device=DEVICE)[first:][: 1 << 18].view(512, 512)
+        other = make((1 << 18 | 8,), torch.bfloat16)[second:][: 1 << 18].view(512, 512)
+        expected = one + other.float()
+        assert torch.equal(sum_kernel.add(one, other), expected)

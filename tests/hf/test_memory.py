@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
 from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe import model as engine_model
 from roundpipe.errors import PlanError
 from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
@@ -81,6 +82,12 @@ def assert_is(trainer: Any, plain: Any) -> None:
     assert not INJECTION.is_armed, "memory never ran out"
     assert_same_logs(logged(trainer), logged(plain))
     assert_same_weights(weights(trainer), weights(plain))
+
+
+@pytest.fixture(autouse=True)
+def engines_give_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they try by themselves first is not the Trainer's business."""
+    monkeypatch.setattr(engine_model, "_MADE_AGAIN", 0)
 
 
 @pytest.mark.parametrize("site", [*SITES, *(pytest.param(site, marks=pytest.mark.slow) for site in OTHER_SITES)])

@@ -353,7 +353,7 @@ def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def traced_only(function: Any, **settings: Any) -> Any:
         compiled.append(function.__qualname__)
-        return compile_(function, backend="aot_eager", **settings)
+        return compile_(function, **{**settings, "backend": "aot_eager"})
 
     monkeypatch.setattr(torch, "compile", traced_only)
     settings: dict[str, Any] = {"devices": 1, "max_steps": 2, "eval_dataset": ROWS[:2]}

@@ -1,7 +1,7 @@
 """What an engine measures while it runs, with a clock that only moves when a layer, a loss or a copy says so."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,8 @@ from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
-from roundpipe.memory.slots import SlotPool
+from roundpipe.leftover import Leftover
+from roundpipe.memory.slots import Slot, SlotPool
 from roundpipe.plan.costs import LayerCosts
 from roundpipe.plan.execute_plan import plan_for
 from roundpipe.runtime.pipeline import Pipeline
@@ -202,26 +203,40 @@ def test_only_the_first_call_of_a_shape_waits_for_its_plan(engines: Engines, mon
     assert calls.count(" start plan") > 1
 
 
-def test_slots_are_given_back_when_a_plan_replaces_another_and_only_then(
+def test_slots_are_neither_given_back_nor_made_while_a_plan_stays(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool would hold on to slots that only the other plan needed. Here layers turn out to keep too much."""
-    cleared: list[int] = []
-    clear = SlotPool.clear
-    monkeypatch.setattr(SlotPool, "clear", lambda pool: (cleared.append(1), clear(pool))[1])
+    """Both wait for lanes. Here layers turn out to keep too much, so that plans change."""
+    dropped, taken = [0], [0]
+    keep_only, take = SlotPool.keep_only, SlotPool.take
+
+    def counted_keep_only(pool: SlotPool, most: Mapping[int, int]) -> None:
+        before = pool.num_bytes
+        keep_only(pool, most)
+        dropped[0] += before - pool.num_bytes
+
+    def counted_take(pool: SlotPool, num_bytes: int) -> Slot:
+        before = pool.num_bytes
+        slot = take(pool, num_bytes)
+        taken[0] += pool.num_bytes - before
+        return slot
+
+    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    monkeypatch.setattr(SlotPool, "keep_only", counted_keep_only)
+    monkeypatch.setattr(SlotPool, "take", counted_take)
     devices = SimpleNamespace(argument=[VirtualDevice(0, 100_000)])
     config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
     engine = engines(make_mlp(), devices, model_run_config=config)  # type: ignore[arg-type]
-    plans, clears = [], []
-    for number in range(6):
+    plans, moved = [], []
+    for number in range(12):
         plans.append(engine.execute_plan)
-        cleared.clear()
+        dropped[0] = taken[0] = 0
         run_batch(engine, mlp_batch(8))
         engine.synchronize()
-        clears.append(len(cleared))
-        if number == 1:
+        moved.append(dropped[0] + taken[0] > 0)
+        if number == 3:
             for layer in range(7):
                 engine.planner.measured().record_saved_bytes(layer, 30_000)
     is_new = [number > 0 and plan != plans[number - 1] for number, plan in enumerate(plans)]
-    assert any(is_new)
-    assert clears == is_new
+    assert any(is_new[4:])
+    assert all(new for new, move in zip(is_new[1:], moved[1:], strict=True) if move)

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from engines import Engines
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice
+from roundpipe.leftover import Leftover
 from roundpipe.plan.costs import StageSums
 from roundpipe.plan.execute_plan import plan_peak
 from roundpipe.plan.memory import Peak, predicted_peak
-from roundpipe.planner import Planner
 from roundpipe.runtime.executor import Executor
 
 WIDTH, ROWS, MICROBATCHES = 128, 256, 4
@@ -95,7 +95,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, HeldBytes]]:
 @pytest.fixture
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots are given back after every visit, as on a device that has no memory to spare."""
-    monkeypatch.setattr(Planner, "resident_layers", lambda self, *_, **__: frozenset())
+    monkeypatch.setattr(Leftover, "resident_layers", lambda self, *_, **__: frozenset())
 
 
 def make_engine(
@@ -223,7 +223,8 @@ def test_slots_that_stay_are_counted(engines: Engines) -> None:
     run(engine, plan)
     (passes,) = plan.rounds("fused")
     costs, round_ = engine.planner.problem("fused", MICROBATCHES)
-    resident = engine.planner.resident_layers([passes], MICROBATCHES)
+    planned = engine.planner.plan("fused", MICROBATCHES, plan)
+    resident = engine._leftover.resident_layers(planned, [passes], MICROBATCHES)
     assert resident
     expected = predicted_peak(passes, StageSums(costs), round_, resident=resident)
     assert expected.slots == engine.statistics()["slot_bytes"]["virtual:0"]

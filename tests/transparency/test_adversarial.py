@@ -3,7 +3,9 @@
 First its rules, one by one, on a bare lane; then every wait of the engine is taken out, one by one.
 """
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -215,6 +217,16 @@ def test_the_caller_must_wait_for_what_it_is_lent(device: AdversarialDevice) -> 
     assert is_poison(bad)
 
 
+def test_what_a_device_that_is_gone_has_queued_is_forgotten() -> None:
+    """It will never be done, so it keeps neither the device nor the memory that it would copy."""
+    device = AdversarialDevice(0)
+    device.up.copy_(torch.zeros(3), torch.ones(3))
+    gone = weakref.ref(device)
+    del device
+    gc.collect()
+    assert gone() is None
+
+
 def test_the_seed_decides_the_order_of_copies_that_have_none() -> None:
     def order(seed: int) -> list[int]:
         device = AdversarialDevice(0, seed=seed)
@@ -320,8 +332,8 @@ class Removal(NamedTuple):
 ANY, ALONE, SEVERAL = (1, 2, 3), (1,), (2, 3)
 REMOVALS = {
     # With more devices, the boundaries that come up after the weights bring the same order with them.
-    "an upload waits until the slot is free": (Removal(AdversarialLane.wait, ("stage",), ("up",)), ALONE),
-    "a layer waits for its weights": (Removal(AdversarialLane.wait, ("stage",), ("compute",)), ALONE),
+    "an upload waits until the slot is free": (Removal(AdversarialLane.wait, ("loader",), ("up",)), ALONE),
+    "a layer waits for its weights": (Removal(AdversarialLane.wait, ("replicas",), ("compute",)), ALONE),
     "a layer waits for its input": (Removal(AdversarialLane.wait, ("transfer",), ("compute",)), ANY),
     "a boundary is sent when it is made": (Removal(AdversarialLane.wait, ("transfer",), ("up", "down")), SEVERAL),
     "a boundary is kept until it is sent": (Removal(AdversarialLane.borrow, ("transfer",), ("down",)), SEVERAL),

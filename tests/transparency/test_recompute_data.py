@@ -189,7 +189,7 @@ def run_and_wait(engine: RoundPipe) -> None:
 
 def test_a_compiled_layer_asks_every_time() -> None:
     """Compiled code must not remember the answer of the run it was compiled in."""
-    from roundpipe.runtime.recompute_data import LayerRun, running
+    from roundpipe.runtime.recompute_data import LayerRun, Running
 
     def layer(hidden: Tensor) -> Tensor:
         if doing_recompute():
@@ -200,10 +200,10 @@ def test_a_compiled_layer_asks_every_time() -> None:
     compiled = torch.compile(layer, backend="eager")
     hidden = torch.ones(2)
     first = LayerRun(is_recompute=False, is_kept=True)
-    with running(first):
+    with Running(first):
         assert torch.equal(compiled(hidden), hidden * 2)
     assert first.saved is not None
-    with running(LayerRun(is_recompute=True, recalled=(torch.full((2,), 3.0),))):
+    with Running(LayerRun(is_recompute=True, recalled=(torch.full((2,), 3.0),))):
         assert torch.equal(compiled(hidden), hidden * 3)
-    with running(LayerRun(is_recompute=True, recalled=(torch.full((2,), 5.0),))):
+    with Running(LayerRun(is_recompute=True, recalled=(torch.full((2,), 5.0),))):
         assert torch.equal(compiled(hidden), hidden * 5)

@@ -274,7 +274,7 @@ class Inner(nn.Module):
 def test_compiled_layers_run_hooks_that_come_later(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler takes for granted that a module without hooks gets none."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))
     model = nn.Sequential(*(Inner() for _ in range(3)))
     engine = engines(model, compile=True)
 

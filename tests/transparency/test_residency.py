@@ -4,7 +4,7 @@ A virtual device keeps nothing unless it is told how much it may hold, so these 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,8 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.params.store import LayerParameters, ParameterUse
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.residency import resident_layers
-from roundpipe.runtime.stage import Stage, StageLoader
+from roundpipe.runtime.loader import StageLoader
+from roundpipe.runtime.stage import Stage
 from roundpipe.runtime.staging import DirectSender
 
 ROOM_GB = 1.0
@@ -147,28 +148,38 @@ def test_an_update_on_its_way_to_a_weight_frozen_meanwhile_arrives(engines: Engi
     ONE.check(run_batch(engine, BATCHES[2], 2), expected.loss)
 
 
+def room_for(count: int) -> Callable[[frozenset[int]], bool]:
+    return lambda kept: len(kept) <= count
+
+
 def test_only_what_there_is_room_for_stays() -> None:
     """Frozen layers first, which save every upload; one that trains and is visited once saves none."""
     fused = [(Pass.FORWARD, range(3)), (Pass.FUSED, range(3, 4)), (Pass.BACKWARD, range(1, 3))]
     trained = [0, 0, 10, 10]
-    assert resident_layers([fused], [10] * 4, trained, 100) == {0, 1, 2}
-    assert resident_layers([fused], [10] * 4, trained, 29) == {0, 1}
-    assert resident_layers([fused], [10] * 4, trained, 19) == {1}
-    assert resident_layers([fused], [10] * 4, trained, 0) == set()
+    assert resident_layers([fused], [10] * 4, trained, room_for(10)) == {0, 1, 2}
+    assert resident_layers([fused], [10] * 4, trained, room_for(2)) == {0, 1}
+    assert resident_layers([fused], [10] * 4, trained, room_for(1)) == {1}
+    assert resident_layers([fused], [10] * 4, trained, room_for(0)) == set()
+
+
+def test_what_saves_less_stays_if_only_that_fits() -> None:
+    passes = [(Pass.FORWARD, range(2)), (Pass.FUSED, range(2, 4)), (Pass.BACKWARD, range(2))]
+    assert resident_layers([passes], [10] * 4, [0] * 4, lambda kept: kept.isdisjoint({0, 1})) == {2, 3}
 
 
 def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     """Asked before anything was measured, and so at the same state of the measurements."""
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
-    assert engine.planner.resident_layers(rounds, 2) == set()
+    planned = engine.planner.plan("fused", 2, None)
+    assert engine._leftover.resident_layers(planned, rounds, 2) == set()
     engine.model[0].requires_grad_(requires_grad=False)
-    assert engine.planner.resident_layers(rounds, 2) == {0}
+    assert engine._leftover.resident_layers(planned, rounds, 2) == {0}
 
 
 def test_one_visit_keeps_what_is_partly_frozen() -> None:
     """Its slots are held anyway; but one that is filled anew by every call had better go round."""
-    assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], 0) == {0, 1}
+    assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], room_for(0)) == {0, 1}
 
 
 def test_after_a_failure_nothing_is_taken_for_granted(sent: Counter[int], engines: Engines) -> None:

@@ -3,12 +3,15 @@
 import copy
 import gc
 import io
+import itertools
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,16 +24,22 @@ from device_sets import ONE, TWO, DeviceSet
 from engines import Engines
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice
+from roundpipe.leftover import Leftover
+from roundpipe.memory.pinning import HostMemory
+from roundpipe.memory.staged import NUM_SLICES, StagedCopies
 from roundpipe.optim import SGD, Adam, AdamW, Lion
 from roundpipe.params.copies import Masters
-from roundpipe.params.pending import free
+from roundpipe.params.pending import Held, free
 from roundpipe.params.seats import Seat, Seats, _Away
+from roundpipe.params.store import LayerParameters
 from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.planner import Planner
+from roundpipe.runtime.crew import Crew
 
 WIDTH, ROWS, STEPS = 16, 6, 8
 PLENTY = 16e6  # bytes of a device
-SPARE_BYTES = Planner.spare_bytes
+SPARE_BYTES = Leftover.left_bytes
+PAGEABLE = HostMemory("off", accelerated=False)
 Touch = Callable[[RoundPipe, torch.optim.Optimizer], Any]
 
 
@@ -56,6 +65,18 @@ class Borrower(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weight
+
+
+class AddsNothing(nn.Module):
+    """Has a weight, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.nothing = nn.Parameter(torch.empty(0, WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.scale + self.nothing.sum(0)
 
 
 def make_model(tied: type[nn.Module] | None = None) -> nn.Sequential:
@@ -118,8 +139,8 @@ class Run:
 def run(engines: Engines, room: float | None, *, tied: type[nn.Module] | None = None, **settings: Any) -> Run:
     """On a device that leaves so much room; of no size, because counting what is on one takes time."""
     engine = engines(make_model(tied), model_run_config=RoundPipeRunConfig(num_microbatch=3))
-    if room is not None and Planner.spare_bytes is SPARE_BYTES:
-        engine.planner.spare_bytes = lambda _: room  # type: ignore[method-assign, assignment]
+    if room is not None and Leftover.left_bytes is SPARE_BYTES:
+        engine._leftover.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
     return Run(engine, **settings)
 
 
@@ -298,7 +319,7 @@ def test_seats_give_way_to_what_a_call_needs(
         calls.append(None)
         return PLENTY if len(calls) < STEPS // 2 else 9e3
 
-    monkeypatch.setattr(Planner, "spare_bytes", spare_bytes)
+    monkeypatch.setattr(Leftover, "left_bytes", spare_bytes)
     expected = run(engines, None, tied=tied, is_async=is_async, touch=wait, every_step=True)
     assert not expected.seat_bytes[-1] > 9e3
     calls.clear()
@@ -320,6 +341,39 @@ def test_no_wait_is_missing(seed: int, is_async: bool, engines: Engines) -> None
     assert not devices.faults
     assert actual.seat_bytes[-1] > 0
     assert actual.agrees_with(train(ONE, None))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("slice_bytes", [100, pytest.param(1 << 16, marks=pytest.mark.slow)])
+def test_state_passes_through_slices_of_any_size(
+    slice_bytes: int, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways, and weights on the way back, on a device that copies late."""
+    monkeypatch.setattr("roundpipe.memory.staged.SLICE_BYTES", slice_bytes)
+    model = nn.Sequential(*make_model(), AddsNothing())
+    expected = Run(engines(copy.deepcopy(model)), is_async=is_async, touch=save_the_state)
+    devices = Adversaries(1, num_bytes=int(PLENTY))
+    actual = Run(engines(model, devices, pin_model="off"), is_async=is_async, touch=save_the_state)
+    assert not devices.faults
+    assert actual.seat_bytes[-1] > 0
+    assert actual.agrees_with(expected)
+
+
+def test_slices_are_there_while_layers_have_seats(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    Limits(monkeypatch, worth_from=3, none_from=6)
+    engine = engines(make_model())
+    held: list[int] = []
+
+    def count(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+        wait(engine, optimizer)
+        copies = engine._host.seats._copies
+        assert copies is not None
+        held.append(len(copies._slices))
+
+    done = Run(engine, is_async=False, touch=count, every_step=True)
+    assert [num_bytes > 0 for num_bytes in done.seat_bytes] == [num_slices > 0 for num_slices in held]
+    assert max(held) == NUM_SLICES
+    assert held[0] == held[-1] == 0
 
 
 def test_an_optimizer_state_can_be_used_when_the_engine_is_closed(engines: Engines) -> None:
@@ -407,8 +461,9 @@ def test_an_asynchronous_update_that_nobody_waits_for_stays_on_the_host(
 
 
 def test_a_limit_that_is_not_sure_takes_nothing_for_good() -> None:
-    store: Any = type("Store", (), {"seats": {}})()
-    seats = Seats(store, ONE.argument)  # type: ignore[arg-type]
+    layer = LayerParameters(0, (), 0)
+    store: Any = type("Store", (), {"seats": {}, "layers": (layer,)})()
+    seats = Seats(store, VirtualDevice(0), PAGEABLE)
     seats.let(100.0, is_sure=False, is_worth_it=True)
     assert not seats.has_room
     seats.let(100.0, is_sure=True, is_worth_it=True)
@@ -437,7 +492,7 @@ class Limits:
             self.num_calls += 1
             return PLENTY if self.num_calls < none_from else 0.0
 
-        monkeypatch.setattr(Planner, "spare_bytes", spare_bytes)
+        monkeypatch.setattr(Leftover, "left_bytes", spare_bytes)
         monkeypatch.setattr(Planner, "hides_update", lambda *_: self.num_calls < worth_from)
 
 
@@ -575,10 +630,12 @@ def test_an_interrupt_while_seats_are_left_waits_until_they_are(
     leave_seats = Masters.leave_seats
     caught: list[None] = []
 
-    def interrupted(masters: Masters, version: int) -> list[int]:
+    def interrupted(masters: Masters, version: int) -> Iterator[int]:
+        """Behind the first layer that was told of; once, because a second interrupt does not wait."""
         behind = leave_seats(masters, version)
+        yield from itertools.islice(behind, 1)
         signal.raise_signal(signal.SIGINT)
-        return behind
+        yield from behind
 
     expected = run(engines, None, is_async=is_async, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=0, none_from=4)
@@ -628,10 +685,164 @@ def test_an_interrupt_while_values_are_fetched_leaves_each_readable(
     assert actual.agrees_with(expected)
 
 
+def places_in(look: Callable[[], Any]) -> int:
+    places = Interruption(None)
+    with places.watched():
+        look()
+    return places.count
+
+
+class Interruption:
+    """Raises KeyboardInterrupt at one of the places at which the main thread can be interrupted while it fetches."""
+
+    FILES = ("seats.py", "staged.py", "pending.py", "virtual.py")
+
+    def __init__(self, place: int | None) -> None:
+        self.count = 0
+        self._place = place
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        sys.setprofile(self._come_to)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _come_to(self, frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(self.FILES):
+            self.count += 1
+            if self.count == self._place and frame.f_code.co_name != "<genexpr>":  # Python drops what is raised there
+                raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slice_bytes", [100, 1 << 20])
+def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
+    slice_bytes: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks again finds the newest values, also of what he has not written to since."""
+    monkeypatch.setattr("roundpipe.memory.staged.SLICE_BYTES", slice_bytes)
+    num_interrupted = 0
+
+    def train(room: float | None) -> Iterator[tuple[list[Tensor], Callable[[], Any]]]:
+        """After every fourth step: a master and its moments, and how to look at them."""
+        generator = torch.Generator().manual_seed(1)
+        engine = engines(make_model(), max_gpu_memory=room)
+        optimizer = AdamW(engine.optim_parameters(), lr=1e-2)
+        while True:
+            for _ in range(4):  # with fewer the layer would go back to the host for good
+                x = torch.randn(ROWS, WIDTH, generator=generator)
+                engine.forward_backward((x,), loss_fn=lambda out, _: out.square().sum())
+                engine.step(optimizer.step, is_async=False)
+            engine.synchronize()
+            master = engine.optim_parameters()[0]
+            state = [value for value in optimizer.state[master].values() if isinstance(value, Tensor)]
+            yield [master, *state], master.norm
+
+    pairs = zip(train(PLENTY), train(None), strict=True)
+    place, last = 0, 1
+    for (found, look), (expected, _) in pairs:
+        assert any(isinstance(tensor, Held) for tensor in found)
+        if place == 0:
+            last = places_in(look)
+        else:
+            try:
+                with Interruption(place).watched():
+                    look()
+            except KeyboardInterrupt:
+                num_interrupted += 1
+        held = [isinstance(tensor, Held) for tensor in found]
+        assert all(map(torch.equal, found, expected)), f"interrupted at place {place} of {last}, held: {held}"
+        place += max(1, last // 60)
+        if place > last:
+            break
+    assert num_interrupted > 20
+
+
+@pytest.mark.parametrize("tied", [None, TiedHead])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("what", ["bring_home", "fetch_all"])
+@pytest.mark.parametrize("place", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_error_while_seats_are_left_loses_no_version(
+    place: int,
+    what: str,
+    is_async: bool,
+    tied: type[nn.Module] | None,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others have left or will; every call goes on to compute with what it would have computed with."""
+    forward_backward = RoundPipe.forward_backward
+
+    def train(room: float | None) -> Run:
+        """With another step before the fourth call: where that has failed, before the seats are asked to leave again"""
+        num_calls = itertools.count(1)
+
+        def call(engine: RoundPipe, *args: Any, **kwargs: Any) -> Any:
+            if next(num_calls) == 4:
+                if room is not None:
+                    with pytest.raises(ValueError, match="injected"):
+                        forward_backward(engine, *args, **kwargs)
+                engine.step(lambda: None, is_async=is_async)
+            return forward_backward(engine, *args, **kwargs)
+
+        monkeypatch.setattr(RoundPipe, "forward_backward", call)
+        return run(engines, room, tied=tied, is_async=is_async, touch=wait, every_step=True)
+
+    expected = train(None)
+    Limits(monkeypatch, worth_from=0, none_from=4)
+    fail_once(monkeypatch, what, place)
+    actual = train(PLENTY)
+    assert max(actual.seat_bytes) > 0 == actual.seat_bytes[-1]
+    assert actual.agrees_with(expected)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, what: str, place: int) -> None:
+    """A method of seats raises at its ``place``-th call while seats are left."""
+    leave_seats, method, is_leaving, places = Masters.leave_seats, getattr(Seat, what), [False], itertools.count()
+
+    def leave(masters: Masters, version: int) -> Iterator[int]:
+        is_leaving[0] = True
+        try:
+            yield from leave_seats(masters, version)
+        finally:
+            is_leaving[0] = False
+
+    def failing(seat: Seat, *args: Any) -> Any:
+        if is_leaving[0] and next(places) == place:
+            raise ValueError("injected")
+        return method(seat, *args)
+
+    monkeypatch.setattr(Masters, "leave_seats", leave)
+    monkeypatch.setattr(Seat, what, failing)
+
+
+def test_state_comes_home_also_if_a_worker_does_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    close = Crew.close
+
+    def failing(crew: Crew) -> None:
+        close(crew)
+        raise ValueError("injected")
+
+    engine = RoundPipe(make_model(), max_gpu_memory=PLENTY)
+    optimizer = AdamW(engine.optim_parameters(), lr=1e-2)
+    for _ in range(4):
+        accumulate(engine, optimizer)
+        engine.step(optimizer.step, is_async=False)
+    assert engine.statistics()["seat_bytes"] > 0
+    monkeypatch.setattr(Crew, "close", failing)
+    with pytest.raises(ValueError, match="injected"):
+        engine.close()
+    assert engine.statistics()["seat_bytes"] == 0
+    assert not any(isinstance(master, Held) for master in engine.optim_parameters())
+
+
 def test_tensors_are_taken_back_all_at_once() -> None:
     """Else whoever touches one of them meanwhile would fetch all, and find some held by the update still."""
     store: Any = type("Store", (), {"uses": ()})()
-    seat = Seat(store, 0, ONE.argument, threading.RLock())  # type: ignore[arg-type]
+    device = VirtualDevice(0)
+    seat = Seat(store, 0, device, StagedCopies(device.compute, PAGEABLE, 1), threading.RLock())
     could_fetch: list[bool] = []
 
     class Watched:

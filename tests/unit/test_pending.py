@@ -293,9 +293,9 @@ class There:
         self.is_at_work = False
         self.seen: list[str] = []
 
-    def adopt(self, update: Any) -> Any:
+    def adopt(self, updates: Sequence[Any]) -> Any:
         self.seen.append("adopted")
-        return self
+        return [self for _ in updates]
 
     @contextmanager
     def work(self) -> Iterator[None]:

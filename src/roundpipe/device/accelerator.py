@@ -116,6 +116,10 @@ class AcceleratorDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         self._generator.set_state(state)
 
+    def rng_position(self) -> tuple[int, int]:
+        generator = self._generator
+        return generator.initial_seed(), generator.get_offset()  # which is all of its state
+
     def seed(self, seed: int) -> None:
         self._generator.manual_seed(seed)
 

@@ -18,6 +18,7 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,14 +28,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .capacity import Capacity, tensors_in
-from .ordering import Access, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison
+from .ordering import Access, Known, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison, span
 from .virtual import Moment, VirtualDevice
 
 # One for all devices, because waiting for an event of one may run copies of another. Nobody blocks while holding it.
 _lock = threading.RLock()
 _ledger = Ledger()
 _lane_numbers = itertools.count()
-_unfinished: "list[_Copy]" = []  # on any lane
+# On any lane that still exists: what a device that is gone has left in its queues will never be done.
+_unfinished: "weakref.WeakSet[_Copy]" = weakref.WeakSet()
 _over: Ticks = {}  # what some thread has waited for: whatever is queued now comes after it
 
 
@@ -91,14 +93,14 @@ class _Copy:
         self._lanes = lanes
         self.target = target.detach()
         self._source = source.detach()  # another tensor object, so that it can be told whether others still hold it
+        self._spans = span(target), span(source)
         self._fault = fault
         self._begun: torch.Tensor | None = None
 
     def follows(self, earlier: "_Copy") -> bool:
         """Whether it cannot begin before another copy has ended."""
-        return overlap(earlier.target, self._source) or any(
-            overlap(tensor, self.target) for tensor in (earlier.target, earlier._source)
-        )
+        (target, source), theirs = self._spans, earlier._spans
+        return overlap(theirs[0], source) or any(overlap(one, target) for one in theirs)
 
     def begin(self) -> None:
         """From here on the copy may be under way: the source is being read, the target is in no defined state."""
@@ -216,14 +218,12 @@ class AdversarialLane:
         """Does the first thing queued, which waits for nothing any more."""
         if isinstance(first := self._queue[0], _Copy):
             first.finish()
-            _unfinished.remove(first)
+            _unfinished.discard(first)
         self._queue.popleft()
         self.num_done += 1
 
-    def _known_now(self) -> Ticks:
-        known = {**self._known, self.number: self._tick}
-        _learn(known, _over)
-        return known
+    def _known_now(self) -> Known:
+        return {self.number: self._tick}, self._known, _over
 
     def _queue_copy(
         self, target: torch.Tensor, source: torch.Tensor, senders: "Sequence[AdversarialLane]" = ()
@@ -240,7 +240,7 @@ class AdversarialLane:
         elif not any(copy.follows(earlier) for earlier in _unfinished):
             copy.begin()
         self._queue.append(copy)
-        _unfinished.append(copy)
+        _unfinished.add(copy)
         self._note_read(read)
         self._note_written(written)
 
@@ -359,7 +359,7 @@ class AdversarialDevice(VirtualDevice):
         with _own_operations():
             memory = _ledger.of(tensor)
             memory.home = None
-            if not memory.reaches(_over):
+            if not memory.reaches((_over,)):
                 self.faults.append(f"{self.name}: the caller got {tuple(tensor.shape)} {tensor.dtype} without waiting")
                 poison(tensor)
 

@@ -8,6 +8,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 Ticks = dict[int, int]
 """By lane number: everything that lane did up to this tick is known to be done."""
+Known = tuple[Mapping[int, int], ...]
+"""Ticks from several sources, each of which counts. Not merged, because they cover every lane there ever was."""
+
+Span = tuple[int, int]
+"""The addresses from which and up to which a tensor lies."""
 
 _PURGE_ABOVE = 4096
 
@@ -18,9 +23,9 @@ class Access(NamedTuple):
     lane: int
     tick: int
 
-    def is_before(self, known: Mapping[int, int]) -> bool:
+    def is_before(self, known: Known) -> bool:
         """Whether somebody who knows so much comes after this access for certain."""
-        return known.get(self.lane, -1) >= self.tick
+        return any(ticks.get(self.lane, -1) >= self.tick for ticks in known)
 
 
 class Memory:
@@ -41,11 +46,11 @@ class Memory:
     def is_gone(self) -> bool:
         return bool(self._storage.expired())
 
-    def reaches(self, known: Mapping[int, int]) -> bool:
+    def reaches(self, known: Known) -> bool:
         """Whether what was written is there for somebody who knows so much."""
         return self.written is None or self.written.is_before(known)
 
-    def is_left(self, known: Mapping[int, int]) -> bool:
+    def is_left(self, known: Known) -> bool:
         """Whether, besides, all who read it have done so: it may be written again."""
         return self.reaches(known) and all(Access(*item).is_before(known) for item in self.read.items())
 
@@ -76,13 +81,13 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)  # the tensor and `storage`
 
 
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+def overlap(one: Span, other: Span) -> bool:
     """Whether two tensors may share bytes, also when they have a storage each over one block of memory."""
-    first, second = _span(one), _span(other)
-    return first[0] < second[1] and second[0] < first[1]
+    return one[0] < other[1] and other[0] < one[1]
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def span(tensor: torch.Tensor) -> Span:
+    """Where its bytes lie."""
     if tensor.numel() == 0:
         return 0, 0
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

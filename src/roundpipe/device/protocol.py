@@ -78,6 +78,10 @@ class Device(Protocol):
 
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
+    def rng_position(self) -> object:
+        """Equal to an earlier one if nothing was drawn or set since. Cheaper than the state where that is possible."""
+        ...
+
     def seed(self, seed: int) -> None: ...
 
     def shares_generator(self) -> bool:

@@ -127,6 +127,10 @@ class VirtualDevice:
     def set_rng_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
+    def rng_position(self) -> bytes:
+        position: bytes = self.rng_state().numpy().tobytes()
+        return position
+
     def seed(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 

@@ -77,7 +77,8 @@ class HostMemory:
         return HostArena(num_bytes, lock=self._locks_buffers)
 
     def staging(self, num_bytes: int) -> HostArena:
-        """New memory of the engine's own that weights pass through, page-locked whatever becomes of the model's."""
+        """New memory of the engine's own that weights and optimizer state pass through, page-locked whatever becomes of
+        the model's."""
         return HostArena(num_bytes, lock=self.is_accelerated)
 
     def lock_in_place(self, tensors: Iterable[torch.Tensor]) -> None:

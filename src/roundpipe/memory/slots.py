@@ -1,7 +1,7 @@
 """Reusable device buffers for weights, so that nothing is allocated while training and addresses stay the same."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -43,13 +43,13 @@ class SlotPool:
         """The buffer may be overwritten by work that waits for ``free``."""
         self._free.setdefault(buffer.numel(), deque()).append(Slot(buffer, free))
 
-    def keep_only(self, sizes: Iterable[int]) -> None:
-        """Drops free buffers that were not taken for one of ``sizes`` (in bytes) once no lane uses them any more."""
-        for size in self._free.keys() - {slot_bytes(num_bytes) for num_bytes in sizes}:
-            for slot in self._free.pop(size):
-                slot.free.wait()
-                self.num_bytes -= slot.buffer.numel()
+    def keep_only(self, most: Mapping[int, int]) -> None:
+        """Drops free buffers, once no lane uses them any more, but for so many ``most`` by size."""
+        for size, slots in self._free.items():
+            while len(slots) > most.get(size, 0):
+                slots.popleft().free.wait()  # what was given back first is free first
+                self.num_bytes -= size
 
     def clear(self) -> None:
         """Drops all free buffers once no lane uses them any more."""
-        self.keep_only(())
+        self.keep_only({})

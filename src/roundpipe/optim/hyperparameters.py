@@ -5,7 +5,6 @@ torch tells of every optimizer step through a global pre-hook, which may also re
 param groups of its own. The optimizer's own groups belong to the caller's thread alone and are never written late.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim.optimizer import (
 from ..errors import ConfigError
 from ..params.copies import Master
 from ..params.pending import PendingUpdates
+from ..runtime import interpreter
 from . import context
 
 Hyperparameters = list[dict[str, Any]]
@@ -39,12 +39,10 @@ class LearntOptimizers:
     def find(self, masters: Iterable[torch.Tensor]) -> None:
         """Learns every optimizer alive that holds one of the masters, before any has been seen to step."""
         wanted = {id(master) for master in masters}
-        for candidate in gc.get_objects():
-            # Not isinstance: it asks the object for its class, and objects such as dead proxies raise when asked.
-            if issubclass(type(candidate), Optimizer):
-                groups = candidate.__dict__.get("param_groups", [])
-                if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
-                    self.learn(candidate)
+        for candidate in interpreter.optimizers():
+            groups = candidate.__dict__.get("param_groups", [])
+            if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
+                self.learn(candidate)
 
     def learn(self, optimizer: Optimizer) -> None:
         known = self._known.get(id(optimizer))

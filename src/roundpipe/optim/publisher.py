@@ -85,11 +85,10 @@ class Publisher:
         if not self._store.spares:
             self._make_spares()
 
-    def set_back(self, layers: Sequence[int], version: int) -> None:
-        """Newer weights of these layers have yet to be published."""
+    def set_back(self, layer: int, version: int) -> None:
+        """Newer weights of the layer have yet to be published."""
         with self._condition:
-            for layer in layers:
-                self._published[layer] = version
+            self._published[layer] = version
 
     def advance(self, version: int) -> None:
         """After a failure nothing is published, yet calls that wait for the version must go on."""

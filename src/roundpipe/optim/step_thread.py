@@ -218,7 +218,8 @@ class StepThread:
         self.wait_idle()
         self.raise_late_error()
         with deferred():  # because a layer that has left must be known to be behind
-            self._publisher.set_back(self._masters.leave_seats(self.version), self.version)
+            for layer in self._masters.leave_seats(self.version):
+                self._publisher.set_back(layer, self.version)
 
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""

@@ -269,22 +269,23 @@ class Masters:
     def note_failure(self, error: BaseException) -> None:
         self._seats.note_failure(error)
 
-    def leave_seats(self, version: int) -> list[int]:
+    def leave_seats(self, version: int) -> Iterator[int]:
         """Moves to the host what its device has no room for any more. With no update and no call under way.
 
-        Returns:
-            The layers of which the user's parameters now are at ``version`` and masters ahead of that.
+        Yields:
+            Layers of which the user's parameters now are at ``version`` and masters ahead of that; each as soon as that
+            is so, because what comes after may raise.
         """
-        behind = []
-        for seat in self._seats.leaving():
-            layer = seat.layer
-            if layer.layer in self._store.spares and seat.image_at(version) is not None:  # else it may lie in the spare
-                self._store.spares[layer.layer].turn(False, version)
-            if not seat.bring_home(version):
-                behind.append(layer.layer)
-                self._is_ahead.update(id(use.parameter) for use in layer.uses)
-            self._seats.give_up(seat)
-        return behind
+        for group in self._seats.leaving():
+            for seat in group:
+                layer = seat.layer
+                spare = self._store.spares.get(layer.layer)
+                if spare is not None and seat.image_at(version) is not None:  # else it may lie in the spare
+                    spare.turn(False, version)
+                if not seat.bring_home(version):
+                    self._is_ahead.update(id(use.parameter) for use in layer.uses)
+                    yield layer.layer
+            self._seats.give_up(group)
 
     @property
     def are_ahead(self) -> bool:

@@ -69,21 +69,23 @@ class Accumulator:
 
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
-        summed, self._landed_dtypes[use.place] = self._rules.dtypes(use.parameter)
+        sums, place = self.sums, use.place
+        summed, self._landed_dtypes[place] = self._rules.dtypes(use.parameter)
         self.uses.append(use)
-        self._missing.add(use.place)
+        self._missing.add(place)
 
         def take(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            parameter.grad = None
             if gradient is None:
                 return
+            parameter.grad = None
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
             # The first is kept as it is, because with one microbatch there is nothing to sum.
-            before = self.sums.get(use.place)
-            self.sums[use.place] = gradient if before is None else _sum(before, gradient, summed)
-            self._came(use.place)
+            before = sums.get(place)
+            sums[place] = gradient if before is None else _sum(before, gradient, summed)
+            if self._land is not None:
+                self._came(place, self._land)
 
         resident.register_post_accumulate_grad_hook(take)
 
@@ -97,13 +99,11 @@ class Accumulator:
         self.landed = self.buffer = self._land = None
         self._missing = {use.place for use in self.uses}  # because the next visit may go on with it
 
-    def _came(self, place: int) -> None:
-        if self._land is None:
-            return
+    def _came(self, place: int, land: Callable[["Accumulator"], "LandedLayer"]) -> None:
         self.landed = None
         self._missing.discard(place)
         if not self._missing:
-            self.landed = self._land(self)
+            self.landed = land(self)
 
 
 class LandedLayer(NamedTuple):
@@ -227,7 +227,8 @@ def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> to
     if kernel is not None and kernel.can_add(before, gradient, dtype):
         total: torch.Tensor = kernel.add(before, gradient)
         return total
-    return before.to(dtype).add_(gradient)
+    total = before if before.dtype is dtype else before.to(dtype)
+    return total.add_(gradient)
 
 
 def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,8 +82,8 @@ class Away(Holder, Protocol):
 class Place(Protocol):
     """Where updates are computed for whatever is there."""
 
-    def adopt(self, update: Update) -> Away | None:
-        """Takes the tensors of an update there; None if that cannot be."""
+    def adopt(self, updates: Sequence[Update]) -> Sequence[Away | None]:
+        """Takes the tensors of updates there, together because that takes less time; None for which it cannot be."""
         ...
 
     def work(self) -> AbstractContextManager[None]:
@@ -186,9 +186,11 @@ class PendingUpdates:
     def _compute_where(self, chosen: Sequence[tuple[Decided, torch.Tensor | None]], place: Place | None) -> None:
         here: list[UpdateInto] = []
         there: dict[Place, list[tuple[Away, UpdateInto]]] = defaultdict(list)
+        new = [] if place is None else [decided for decided, _ in chosen if decided.away is None]
+        if place is not None and new:
+            for decided, away in zip(new, place.adopt([decided.update for decided in new]), strict=True):
+                decided.away = away
         for decided, working in chosen:
-            if decided.away is None and place is not None:
-                decided.away = place.adopt(decided.update)
             update = UpdateInto(decided.update, working)
             if decided.away is None:
                 here.append(update)

@@ -12,6 +12,8 @@ along again.
     those, whatever is written there, until the next update.
 [3] All that touches a seat's memory is queued on the compute lane, so its order is the order of queueing: a worker
     computes with a version of a layer only when that is published, and that is said when its update is queued.
+[4] Masters and moments are pageable on the host, so they go to the device and back through a few page-locked slices
+    (`memory/staged.py`), which all seats share and nobody has before the first is taken or after the last was given up.
 """
 
 import threading
@@ -22,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..device import Device
+from ..memory.pinning import HostMemory
+from ..memory.staged import Pair, StagedCopies
 from .pending import Decided, Update, free, holder_of
 from .store import LayerParameters, ParameterStore, view_of
 
@@ -43,13 +47,13 @@ class _Away:
 
     def __init__(self, seat: "Seat", host: tuple[Any, ...], there: tuple[torch.Tensor, ...]) -> None:
         self.place = seat
+        self.host = host
         self.there = there
-        self._host = host
 
     def pass_on(self, decided: Decided) -> bool:
         with self.place.lock:  # because another thread may be fetching them
             own = decided.tensors
-            are_these = len(own) == len(self._host) and all(a is b for a, b in zip(own, self._host, strict=True))
+            are_these = len(own) == len(self.host) and all(a is b for a, b in zip(own, self.host, strict=True))
             if not are_these or any(holder_of(tensor) is not self for tensor in own):
                 return False
             for tensor in own:
@@ -68,21 +72,13 @@ class _Away:
     def settle(self, tensor: torch.Tensor) -> None:
         with self.place.lock:
             if holder_of(tensor) is self:
-                self.fetch()
+                self.place.fetch([self])
                 self.place.was_touched = True
 
-    def fetch(self) -> None:
-        """Brings the values to the host, where they are used from now on."""
-        lane = self.place.device.compute
-        # Others are there already, if an interrupt has ended this half-way, and may have been written since.
-        away = [(own, there) for own, there in zip(self._host, self.there, strict=True) if holder_of(own) is self]
+    def pairs(self) -> list[Pair]:
+        """All of them, not held."""
         with torch._C.DisableTorchFunctionSubclass():
-            for own, there in away:
-                lane.copy_(own.data, there)
-        lane.record().wait()
-        for own, _ in away:
-            free(own)
-        self.place.forget(self._host[0])
+            return [Pair(own.data, there) for own, there in zip(self.host, self.there, strict=True)]
 
 
 def value_of(master: torch.Tensor) -> torch.Tensor | None:
@@ -97,12 +93,15 @@ class Seat:
     Written by the thread that publishes; workers read images.
     """
 
-    def __init__(self, layer: LayerParameters, num_bytes: int, device: Device, lock: threading.RLock) -> None:
+    def __init__(
+        self, layer: LayerParameters, num_bytes: int, device: Device, copies: StagedCopies, lock: threading.RLock
+    ) -> None:
         self.layer = layer
         self.group = [self]  # with those of layers that have weights in common with this one
         self.device = device
         self.lock = lock
         self.num_bytes = num_bytes
+        self._copies = copies
         self.was_touched = False  # since the latest update
         self.is_unwanted = False
         self.is_home = True  # the user's own parameters are as new as the newest image
@@ -116,10 +115,9 @@ class Seat:
     def work(self) -> AbstractContextManager[None]:
         return self.device.compute.work()
 
-    def give_up(self) -> None:
+    def end(self) -> None:
         """Nothing of it is on the device any more. Said because seats are part of a circle, the group: what is in here
         would stay until the circle is found."""
-        self.fetch_all()
         self._images.clear()
         self._stamps.clear()
         self.group.clear()
@@ -132,7 +130,15 @@ class Seat:
 
     # Masters and moments. On the optimizer thread.
 
-    def adopt(self, update: Update) -> _Away | None:
+    def adopt(self, updates: Sequence[Update]) -> list[_Away | None]:
+        """Blocks until the values are there, because updates there need not be operations of torch's."""
+        aways = [self._make_room(update) for update in updates]
+        made = [away for away in aways if away is not None]
+        self._copies.up([pair for away in made for pair in away.pairs()])
+        self._away.update((id(away.host[0]), away) for away in made)
+        return aways
+
+    def _make_room(self, update: Update) -> _Away | None:
         host = (update.weight, *update.moments)
         if self.is_unwanted or not update.can_move:
             return None
@@ -142,20 +148,34 @@ class Seat:
         except torch.OutOfMemoryError:
             self.is_unwanted = True
             return None
-        for target, own in zip(there, host, strict=True):
-            self.device.compute.copy_(target, own.data)
-        self.device.compute.record().wait()  # because updates there need not be operations of torch's
-        away = self._away[id(update.weight)] = _Away(self, host, there)
-        return away
+        return _Away(self, host, there)
 
-    def forget(self, master: torch.Tensor) -> None:
-        self._away.pop(id(master), None)
+    def fetch(self, aways: Sequence[_Away]) -> None:
+        """Brings their values to the host, where they are used from now on. Under the lock.
+
+        Each is let go of as soon as its value is there. An interrupt in between leaves the others held: whoever touches
+        one of them next fetches those.
+        """
+        # Others are there already, if an interrupt has ended this half-way, and may have been written since.
+        held = [
+            (away, own, pair)
+            for away in aways
+            for own, pair in zip(away.host, away.pairs(), strict=True)
+            if holder_of(own) is away
+        ]
+
+        def is_held(index: int) -> bool:
+            away, own, _ = held[index]
+            return holder_of(own) is away  # else a signal's handler has looked, and perhaps written, meanwhile
+
+        self._copies.down([pair for _, _, pair in held], is_held, lambda index: free(held[index][1]))
+        for away in aways:
+            self._away.pop(id(away.host[0]), None)
 
     def fetch_all(self) -> None:
         """Nothing is on the device any more but images. No update may be pending."""
         with self.lock:
-            for away in list(self._away.values()):
-                away.fetch()
+            self.fetch(list(self._away.values()))
 
     # Weights.
 
@@ -201,9 +221,7 @@ class Seat:
         """
         image, is_newest = self.image_at(version), version >= self._newest.since
         if image is not None and not (self.is_home and is_newest):
-            for use in self.layer.uses:
-                self.device.compute.copy_(use.parameter.data, view_of(image, use))
-            self.device.compute.record().wait()
+            self._copies.down([Pair(use.parameter.data, view_of(image, use)) for use in self.layer.uses])
         self.is_home = is_newest
         self.follow_load()  # because they may be written without a trace now, and calls are to see it
         return is_newest
@@ -220,16 +238,23 @@ def _stamps(layer: LayerParameters) -> _Stamps:
     return tuple((use.parameter.data_ptr(), use.parameter._version) for use in layer.uses)
 
 
+def _largest_state(store: ParameterStore) -> int:
+    """Bytes of the masters of one layer, of that which has most."""
+    return max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
+
+
 class Seats:
     """All seats, on one device. The optimizer thread takes some, the caller gives them up while that is idle.
 
     Args:
         device: None if there can be none, because several devices would need the same weights.
+        memory: where the slices come from that state passes through.
     """
 
-    def __init__(self, store: ParameterStore, device: Device | None) -> None:
+    def __init__(self, store: ParameterStore, device: Device | None, memory: HostMemory) -> None:
         self._store = store
         self._device = device
+        self._copies = None if device is None else StagedCopies(device.compute, memory, _largest_state(store))
         self._lock = threading.RLock()
         self._refused: set[int] = set()
         self._most = float("inf")
@@ -249,7 +274,7 @@ class Seats:
             That of the first.
         """
         refused = self._refused | self._store.written
-        if self._device is None or any(layer.layer in refused for layer in layers):
+        if self._device is None or self._copies is None or any(layer.layer in refused for layer in layers):
             return None
         with torch._C.DisableTorchFunctionSubclass():  # because the updates are pending, and only looked at
             can_move = all(update.can_move for update in updates)
@@ -258,7 +283,10 @@ class Seats:
         num_bytes[0] += sum(state) + gradient_bytes
         if not can_move:
             return None
-        group = [Seat(*given, self._device, self._lock) for given in zip(layers, num_bytes, strict=True)]
+        group = [
+            Seat(layer, own_bytes, self._device, self._copies, self._lock)
+            for layer, own_bytes in zip(layers, num_bytes, strict=True)
+        ]
         with self._lock:  # because a call may be asking for this room: it finds it taken, or this finds it gone
             if self.num_bytes + sum(num_bytes) > self._limit:
                 return None
@@ -327,8 +355,8 @@ class Seats:
             is_one_unwanted = any(seat.is_unwanted for seat in self._store.seats.values())
             return is_one_unwanted or self.num_bytes > self._limit
 
-    def leaving(self) -> Iterator[Seat]:
-        """Those to be given up now, deepest first. Each is to be before the next is asked for."""
+    def leaving(self) -> Iterator[list[Seat]]:
+        """Those to be given up now in groups, deepest first. Each is to be before the next is asked for."""
         for index in sorted(self._store.seats, reverse=True):
             seat = self._store.seats.get(index)
             if seat is None:
@@ -336,14 +364,24 @@ class Seats:
             is_unwanted = any(each.is_unwanted for each in seat.group)
             if is_unwanted or self.num_bytes > self._limit:
                 self._refused.update(each.layer.layer for each in seat.group if is_unwanted)
-                yield from list(seat.group)  # which ends with the first of them
+                yield list(seat.group)  # a copy, because the group's own ends
 
-    def give_up(self, seat: Seat) -> None:
-        """Its optimizer state is on the host from here on; its weights must be already."""
-        seat.give_up()
-        del self._store.seats[seat.layer.layer]
+    def give_up(self, group: Sequence[Seat]) -> None:
+        """Their optimizer state is on the host from here on; their weights must be already.
+
+        All of a group or, if that raises, none: a weight that they have in common is written to all of them.
+        """
+        for seat in group:
+            seat.fetch_all()
+        for seat in group:
+            self._store.seats.pop(seat.layer.layer, None)
+        for seat in group:
+            seat.end()
+        if not self._store.seats and self._copies is not None:
+            self._copies.close()
 
     def clear(self) -> None:
         """Gives up all, after a flush."""
-        for seat in list(self._store.seats.values()):
-            self.give_up(seat)
+        while self._store.seats:
+            seat = next(iter(self._store.seats.values()))
+            self.give_up(list(seat.group))

@@ -3,6 +3,8 @@
 torch's own operations on tensors of two dtypes reach half of the memory's bandwidth, and take a pass for each.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,9 @@ from torch import Tensor
 _BLOCK, _ROW_BLOCK = 4096, 2048
 _LEAST_ELEMENTS = 1 << 18  # with fewer, starting a kernel takes longer than torch's operations
 _NARROW = (torch.bfloat16, torch.float16)
+# `_add` by all that Triton compiles it for. Looked up here because Triton takes 5 us more, for each parameter of each
+# microbatch, in which no other worker's Python runs.
+_compiled: dict[tuple[object, ...], Any] = {}
 
 
 @triton.jit
@@ -55,8 +60,15 @@ def _is_large(tensor: Tensor) -> bool:
 def add(one: Tensor, other: Tensor) -> Tensor:
     """The sum in fp32, in the memory of ``one`` if that is fp32."""
     total = one if one.dtype is torch.float32 else torch.empty_like(one, dtype=torch.float32)
-    with torch.accelerator.device_index(total.device.index):  # because kernels start on the current one
-        _add[(triton.cdiv(total.numel(), _BLOCK),)](total, one, other, total.numel(), block=_BLOCK, num_warps=8)
+    count, device = total.numel(), total.device.index
+    grid = (-(-count // _BLOCK), 1, 1)
+    alignments = total.data_ptr() % 16, one.data_ptr() % 16, other.data_ptr() % 16
+    key = device, one.dtype, other.dtype, count, alignments
+    with torch.accelerator.device_index(device):  # because kernels start on the current one
+        if key in _compiled:
+            _compiled[key][grid](total, one, other, count, _BLOCK)
+        else:
+            _compiled[key] = _add[grid](total, one, other, count, block=_BLOCK, num_warps=8)
     return total
 
 

@@ -70,6 +70,7 @@ class Round:
         may_share: a stage may be visited several times, each time for a share of the microbatches. Its gradients are
             then summed in another order than on one device.
         optimizer_ms: what an update takes. After a round that stands alone; beside the next one if rounds overlap.
+        keeps_layers: weights that no step changes may stay on devices, in what a plan leaves of the budget.
     """
 
     num_devices: int
@@ -81,6 +82,7 @@ class Round:
     min_stages: int = 1
     may_share: bool = False
     optimizer_ms: float = 0.0
+    keeps_layers: bool = False
 
     def of_share(self, num_shares: int) -> "Round":
         """What is left to plan for each of ``num_shares`` groups of devices, the one with the most microbatches."""

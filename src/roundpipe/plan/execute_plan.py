@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import PlanError
@@ -10,6 +10,7 @@ from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
 from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
+from .residency import with_all_resident
 from .schedule import backward_passes, forward_passes, fused_passes, group_of
 from .search import MAX_VISITS_TIMED, plan_fused, predicted_ms
 from .together import Part, plan_together
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ..model import RoundPipe
 
 RunType = Literal["infer", "train", "fused"]
+# Of the budget, what a forward may fill whose backward comes in a round of its own: what is fastest first.
+_FORWARD_SHARES = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -155,17 +158,20 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
     # Not the error itself: raised from here it would hold this frame, which holds it, and all callers' with what they
     # have on devices.
     failure = f"a {run_type!r} plan for {round_.num_devices} devices was not found"
-    counts = _share_counts(round_)
-    for num_shares in counts:
-        if best is not None and _least_ms(run_type, costs, round_, num_shares) >= best[0]:
+    counts, resident = _share_counts(round_), with_all_resident(costs, round_)
+    problems = [(costs, round_, MAX_VISITS_TIMED)]
+    if resident is not None:
+        problems = [(costs, round_, MAX_VISITS_TIMED * 3 // 4), (*resident, MAX_VISITS_TIMED // 4)]
+    for (left, whole, max_visits), num_shares in product(problems, counts):
+        if best is not None and _least_ms(run_type, left, whole, num_shares) >= best[0]:
             continue  # because not even a round without any waiting would be shorter
         try:
-            share = round_.of_share(num_shares)
-            plan = _pipelined(run_type, costs, share, MAX_VISITS_TIMED // len(counts)).shared(num_shares)
+            share = whole.of_share(num_shares)
+            plan = _pipelined(run_type, left, share, max_visits // len(counts)).shared(num_shares)
         except PlanError as error:
-            failure = str(error)
+            failure = failure if best or left is not costs else str(error)
             continue
-        ms = step_ms(plan, run_type, costs, round_)
+        ms = _step_ms(plan, run_type, left, whole)
         if best is None or ms < best[0]:
             best = ms, plan
     if best is None:
@@ -175,14 +181,33 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
 
 def step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> float:
     """Predicted time from step to step, without what the caller's own graph takes."""
+    return _step_ms(plan, run_type, *_problem_of(plan, run_type, costs, round_))
+
+
+def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
+    """What the plan needs on one device beside layers that stay there, and what it has to keep on the host for that."""
+    return _plan_peak(plan, run_type, *_problem_of(plan, run_type, costs, round_))
+
+
+def _problem_of(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round
+) -> tuple[LayerCosts, Round]:
+    """With all layers resident, if the plan leaves room for that and is faster then."""
+    resident = with_all_resident(costs, round_)
+    if resident is None or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].budget_bytes:
+        return costs, round_
+    is_faster = _step_ms(plan, run_type, *resident) < _step_ms(plan, run_type, costs, round_)
+    return resident if is_faster else (costs, round_)
+
+
+def _step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> float:
     group = group_of(plan.rounds(run_type, round_.first_trained), round_)
     totals = StageSums(costs)
     round_ms = sum(predicted_ms(passes, totals, group.round_) for passes in group.rounds)
     return round_ms if run_type == "infer" else round_.step_ms(round_ms, group.num_groups)
 
 
-def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
-    """What the plan needs on one device, and what it has to keep on the host for that."""
+def _plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
     group = group_of(plan.rounds(run_type, round_.first_trained), round_)
     return fitted_peak([visit for passes in group.rounds for visit in passes], StageSums(costs), group.round_)
 
@@ -212,11 +237,25 @@ def _pipelined(run_type: RunType, costs: LayerCosts, round_: Round, max_visits: 
     if run_type == "fused":
         stages = plan_fused(costs, round_, max_visits)
         return ModelExecutePlan(stages.forward, stages.backward)
-    forward = plan_one_way(Pass.FORWARD, costs, round_)
     if run_type == "infer":
-        return ModelExecutePlan(forward)
-    backward = plan_one_way(Pass.BACKWARD, costs, round_, before=forward_passes(forward))
-    return ModelExecutePlan(forward, _complete(backward))
+        return ModelExecutePlan(plan_one_way(Pass.FORWARD, costs, round_))
+    return _there_and_back(costs, round_)
+
+
+def _there_and_back(costs: LayerCosts, round_: Round) -> ModelExecutePlan:
+    """The backward finds what the forward has kept, in slots too, so the forward may have to be content with less."""
+    failure = ""
+    for share in _FORWARD_SHARES:
+        try:
+            forward = plan_one_way(Pass.FORWARD, costs, replace(round_, budget_bytes=round_.budget_bytes * share))
+            backward = plan_one_way(Pass.BACKWARD, costs, round_, before=forward_passes(forward))
+            return ModelExecutePlan(forward, _complete(backward))
+        except PlanError as error:
+            failure = failure or str(error)  # not the error itself, see `plan_for`
+    smallest = smallest_plan("train", costs.num_layers)
+    if _plan_peak(smallest, "train", costs, round_).bytes.total <= round_.budget_bytes:
+        return smallest
+    raise PlanError(failure)
 
 
 def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:

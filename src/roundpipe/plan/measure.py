@@ -112,9 +112,10 @@ class GraphBytes:
             self._kept[storage.data_ptr()] = storage
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts, and lets autograd keep the tensor."""
+        """Counts, and lets autograd keep the tensor. Without its node, which may be the one that keeps it: where no
+        backward comes by, after a failure for example, that circle would never go."""
         self.count(tensor)
-        return tensor
+        return tensor.detach()
 
 
 class _Changes:
@@ -185,6 +186,7 @@ class ShapeMeasurements:
 
     ``elements``: of the largest microbatch, which bytes are measured of or scaled to. ``caller_bytes``: the most that
     all inputs of a call, or their gradients, took on devices; ``output_bytes``: that all its outputs took.
+    ``shortages``: how often a device's memory did not suffice.
     """
 
     def __init__(self, prior: LayerCosts, rates: Rates) -> None:
@@ -199,6 +201,7 @@ class ShapeMeasurements:
         self.elements = 0
         self.caller_bytes = 0
         self.output_bytes = 0
+        self.shortages = 0
 
     def __repr__(self) -> str:
         times = sum(map(len, self._ms.values()))
@@ -241,6 +244,11 @@ class ShapeMeasurements:
                 for layer, num_bytes in known.items():
                     known[layer] = num_bytes * elements // before
                     self._changes.note((kind, layer), known[layer])
+
+    def record_shortage(self) -> None:
+        """A device's memory did not suffice."""
+        with self._lock:
+            self.shortages += 1
 
     def record_caller_bytes(self, num_bytes: int) -> None:
         """Inputs of a call, all microbatches together, that somebody else holds on a device while it runs."""
@@ -324,6 +332,12 @@ class Measurements:
         self._lock = threading.Lock()  # because two threads asking first must get the same object
         self._by_shapes: dict[Hashable, ShapeMeasurements] = {}
         self.rates = Rates()
+
+    @property
+    def shortages(self) -> int:
+        """On microbatches of any shapes."""
+        with self._lock:
+            return sum(known.shortages for known in self._by_shapes.values())
 
     def of(self, shapes: Hashable, prior: LayerCosts) -> ShapeMeasurements:
         """The measurements of ``shapes``; ``prior`` is used if they are the first."""

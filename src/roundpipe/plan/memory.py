@@ -181,13 +181,22 @@ def _layers_of_size(weight_bytes: tuple[int, ...]) -> list[tuple[int, list[float
     return [(size, sums([own == size for own in sizes])) for size in sorted(set(sizes)) if size]
 
 
-def _slot_bytes(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> int:
-    total = 0
+def slot_counts(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> dict[int, int]:
+    """How many slots of each size a device holds at most: those of a visit and of its next one.
+
+    Args:
+        weight_bytes: by layer; 0 for one that takes no slot.
+    """
+    most = {}
     for size, counts in _layers_of_size(weight_bytes):
         own = [counts[visit.stop] - counts[visit.start] for visit in visits]
         following = [*own[num_devices:], *[0.0] * num_devices]
-        total += size * int(max(map(add, own, following)))
-    return total
+        most[size] = int(max(map(add, own, following)))
+    return most
+
+
+def _slot_bytes(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> int:
+    return sum(size * count for size, count in slot_counts(visits, weight_bytes, num_devices).items())
 
 
 def _boundaries(

@@ -17,12 +17,13 @@ What rounds have made counts when the pass through all of the graph has ended: i
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
@@ -182,6 +183,24 @@ def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward
         leaves = [next(remaining) if c else leaf for leaf, c in zip(boundary.leaves, boundary.carries, strict=True)]
         attached.append(pytree.tree_unflatten(leaves, boundary.spec))
     return attached
+
+
+def reaches_leaves_beside(losses: Iterable[torch.Tensor], nodes: Iterable[Node | None]) -> bool:
+    """Whether a backward of the losses writes gradients of leaves that it does not reach through ``nodes`` alone."""
+    waiting, seen = [], set(nodes)
+    for loss in losses:
+        if loss.is_leaf and loss.requires_grad:
+            return True
+        waiting.append(loss.grad_fn)
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if hasattr(node, "variable"):  # what adds to the gradient of a leaf
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def _carrying(boundary: Boundary) -> list[torch.Tensor]:

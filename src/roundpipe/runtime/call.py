@@ -69,7 +69,6 @@ class CallSettings:
     modes: Modes
     spilled_layers: frozenset[int] = frozenset()
     measured: ShapeMeasurements | None = None
-    replaces_plan: bool = False
     is_timed: bool = False
     only_loss: bool = False
 
@@ -100,6 +99,7 @@ class Call:
     attribute_updates: list[AttributeUpdate] = field(default_factory=list)
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
     is_started: bool = False  # workers have it, or are about to
+    reaches_out: bool = False  # a backward has begun that also writes gradients of the caller's own
     _devices_left: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The devices of one model and what its pipelines share there: a worker thread each, the way up, and slots."""
+"""The devices of one model and what its pipelines share there: a worker thread each, the way up, slots, and
+compiled forwards."""
 
 import threading
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
 from ..params.store import ParameterStore
+from .compiler import BlockCompiler
 from .spill import Spills
 from .staging import make_sender
 from .worker import Worker
@@ -17,11 +19,14 @@ class Crew:
     """One worker per device, in the order of ``devices``, and the round-robin position that carries on from call to
     call.
 
-    Used by the caller's thread; slots and senders belong to the workers. Holds no reference to an engine.
+    Used by the caller's thread; slots, senders and the compiler belong to the workers. Holds no reference to an engine.
     """
 
-    def __init__(self, devices: Sequence[Device], store: ParameterStore, memory: HostMemory) -> None:
+    def __init__(
+        self, devices: Sequence[Device], store: ParameterStore, memory: HostMemory, compiler: BlockCompiler
+    ) -> None:
         self.devices = list(devices)
+        self.compiler = compiler  # one, because like layers may be in many parts
         self.next_device = 0
         # Held while a call is handed out. Calls of two threads, in another order on each device, would wait for each
         # other.

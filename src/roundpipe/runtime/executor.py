@@ -15,14 +15,18 @@ from torch.utils import _pytree as pytree
 
 from .. import trace
 from ..device import Device, Event
-from ..errors import ConfigError
+from ..errors import ConfigError, clear_frames
 from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
 from ..plan.actions import Action, Op, Pass, Visit
+from .autograd import reaches_leaves_beside
 from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
+from .changes import ModuleChanges
 from .layers import LayerKnowledge, LayerRunner, detached, tracked
+from .loader import StageLoader
+from .replicas import Replicas
 from .spill import Spills
-from .stage import Stage, StageLoader
+from .stage import Stage
 from .timing import Stopwatch, Timer, timer_of
 from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
 from .uploads import Uploads
@@ -39,6 +43,8 @@ class Executor:
         self,
         device: Device,
         loader: StageLoader,
+        replicas: Replicas,
+        changes: ModuleChanges,
         buffers: GradientBuffers,
         spills: Spills,
         layer_names: Sequence[str],
@@ -47,11 +53,13 @@ class Executor:
     ) -> None:
         self.device = device
         self._loader = loader
+        self._replicas = replicas
+        self._changes = changes
         self._buffers = buffers
         self._spills = spills
         self._watch = Stopwatch()
         self._uploads = Uploads(loader, is_published)
-        self._layers = LayerRunner(device, loader, self._uploads, spills, layer_names, knowledge)
+        self._layers = LayerRunner(device, replicas, self._uploads, spills, layer_names, knowledge)
         self._stages: dict[Visit, Stage] = {}
         self._landing: deque[Event] = deque()  # when the sums of the latest visits are down
         self._do = {
@@ -72,8 +80,9 @@ class Executor:
     def run(self, call: Call, actions: Sequence[Action]) -> None:
         """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
         try:
-            self._loader.want(call.resident_layers)
-            self._loader.drop_slots_of_others()
+            visits = [action.visit.layers for action in actions if action.op is Op.UPLOAD]
+            self._loader.begin_call(visits, call.resident_layers)
+            self._replicas.begin_call()
             for action in actions:
                 call.board.check()
                 self._layers.current = None
@@ -85,6 +94,10 @@ class Executor:
                     raise
                 except BaseException as error:
                     error.add_note(describe(action.visit, action.microbatch, self._layers.current, self.device.name))
+                    if isinstance(error, torch.OutOfMemoryError):
+                        clear_frames(error)  # because a notebook keeps it, and the next call needs the memory
+                        if call.settings.measured is not None:
+                            call.settings.measured.record_shortage()
                     call.board.fail(error)
                     break
         except Cancelled:
@@ -99,6 +112,7 @@ class Executor:
 
     def close(self) -> None:
         """Frees the device's memory. Called on the worker thread after its last call."""
+        self._replicas.forget()
         self._loader.close()
         self.device.trim()
 
@@ -112,17 +126,15 @@ class Executor:
         for lane in (self.device.up, self.device.compute, self.device.down):
             lane.record().wait()
         for stage in self._stages.values():
-            self._loader.release(stage)
+            self._let_go(stage)
         self._stages.clear()
+        self._replicas.forget()
         self._loader.forget()
 
     def _upload(self, call: Call, action: Action) -> None:
         settings = call.settings
-        if settings.replaces_plan and not self._stages:
-            self._loader.slots.clear()  # because the other plan may have needed slots that this one has no use for
         timer = timer_of(action.visit, self.device, self._watch, settings.measured if settings.is_timed else None)
-        stage = self._stages[action.visit] = Stage(action.visit, settings.modes, settings.weights, timer)
-        self._loader.note_modes(stage)
+        stage = self._stages[action.visit] = self._loader.begin(action.visit, settings, timer)
         self._uploads.begin(call, stage)
 
     def _fetch(self, call: Call, action: Action) -> None:
@@ -141,7 +153,7 @@ class Executor:
 
     def _land(self, call: Call, action: Action) -> None:
         stage, share = self._stages[action.visit], action.visit.microbatches
-        for accumulator in reversed(stage.accumulators.values()):
+        for accumulator in reversed(stage.accumulators):
             if accumulator.sums:
                 landed = accumulator.landed or self._land_layer(stage.timer, accumulator)
                 call.landed.append(landed._replace(first_microbatch=share.start))
@@ -164,8 +176,12 @@ class Executor:
         )
 
     def _release(self, call: Call, action: Action) -> None:
-        self._loader.release(self._stages.pop(action.visit))
+        self._let_go(self._stages.pop(action.visit))
         self._watch.read()
+
+    def _let_go(self, stage: Stage) -> None:
+        self._replicas.release(stage)
+        self._loader.release(stage)
 
     # The three passes. Each runs one microbatch on the compute lane.
 
@@ -173,7 +189,7 @@ class Executor:
         self._spills.begin()
         boundary = self._arrive(call, stage.visit.layers.start, microbatch)
         boundary = self._layers.run_forward(call, stage, stage.visit.layers, microbatch, boundary)
-        self._note_buffers(call, stage, microbatch)
+        self._note_changes(call, stage, microbatch)
         stop = stage.visit.layers.stop
         if stop == call.settings.num_layers and call.settings.loss_fn is not None:
             _, call.losses[microbatch] = self._loss(call, stage, microbatch, boundary.value)
@@ -192,7 +208,7 @@ class Executor:
         trained = min(max(layers.start, settings.first_trained), layers.stop)
         boundary = self._layers.run_forward(call, stage, range(layers.start, trained), microbatch, boundary)
         leaves, output = self._layers.run_with_grad(call, stage, range(trained, layers.stop), microbatch, boundary)
-        self._note_buffers(call, stage, microbatch)
+        self._note_changes(call, stage, microbatch)
         if settings.keeps_outputs:
             made = stage.let_go(boundary_of(pytree.tree_map(detached, output), self.device, None))
             call.outputs[microbatch] = made._replace(ready=self.device.compute.record())
@@ -201,7 +217,9 @@ class Executor:
             call.streams.undisturbed(self.device, differentiated, microbatch),
             stage.timer.backward(differentiated, microbatch),
         ):
+            ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]  # before losses write to them
             losses, known = self._loss(call, stage, microbatch, output)
+            call.reaches_out |= not settings.only_loss and reaches_leaves_beside(losses, ends)
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradients(call, trained, microbatch, leaves)
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient only now.
@@ -246,11 +264,10 @@ class Executor:
         for layer in reversed(layers):
             yield range(layer, layer + 1), inputs.pop()
 
-    def _note_buffers(self, call: Call, stage: Stage, microbatch: int) -> None:
+    def _note_changes(self, call: Call, stage: Stage, microbatch: int) -> None:
         """Before the results are announced, because the caller writes the buffers as soon as it has those."""
         if microbatch == stage.visit.microbatches[-1]:
-            call.buffer_updates.extend(self._loader.buffer_updates(stage))
-            call.attribute_updates.extend(self._loader.attribute_updates(stage))
+            self._changes.note(call, stage)
 
     # What goes between layers.
 

@@ -3,7 +3,8 @@
 [Note: pauses]
 [1] A full garbage collection looks at every object there is and holds the interpreter meanwhile: over half a second
     once torch, transformers and compiled code are loaded. What is alive when training has settled is frozen, so that
-    collections from then on look only at what came later.
+    collections from then on look only at what came later. Nor does ``gc.get_objects`` know of it any more, so the
+    optimizers among it are noted.
 [2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by default, and a
     worker wants it back after every operation, which lets go of it.
 """
@@ -12,12 +13,16 @@ import gc
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+
+from torch.optim import Optimizer
 
 _SWITCH_INTERVAL_S = 1e-4
 # Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
+_frozen_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 
 
@@ -36,11 +41,22 @@ class QuietInterpreter:
         self._num_calls += 1
         if self._num_calls in _SETTLED:
             gc.collect()  # because frozen garbage would stay
+            _frozen_optimizers.update(_collectable_optimizers())
             gc.freeze()
 
     def close(self) -> None:
         """Everything is as it was before the first of those open, once the last is closed."""
         self._finalizer()
+
+
+def optimizers() -> list[Optimizer]:
+    """All there are, of which the user may have handed us none."""
+    return [*_frozen_optimizers, *_collectable_optimizers()]
+
+
+def _collectable_optimizers() -> Iterator[Optimizer]:
+    # Not isinstance: it asks the object for its class, and objects such as dead proxies raise when asked.
+    return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer))
 
 
 def _restore() -> None:

@@ -12,7 +12,6 @@ the user's modules, by later calls, by the user.
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,8 @@ from torch import nn
 
 from ..device import Device, Event
 from .buffers import BufferCache, BufferValue
-from .replica import STRUCTURE, Modes, is_plain
+from .replica import STRUCTURE, Modes, attributes_of, is_plain
+from .structure import Snapshot
 from .transfer import bring, copied
 
 _NOTHING = object()
@@ -125,19 +125,13 @@ class LayerWatch:
 
     def _remember(self) -> None:
         """What the replicas look like now."""
-        self._dicts = [held for _, replica in self._replicas for held in (replica.__dict__, replica._buffers)]
-        self._seen = self._look()
-
-    def _look(self) -> tuple[Any, ...]:
-        """All names and values. One tuple, because this is done for every layer and microbatch."""
-        return tuple(chain(chain.from_iterable(self._dicts), chain.from_iterable(map(dict.values, self._dicts))))
+        replicas = [replica for _, replica in self._replicas]
+        buffers = (replica._buffers for replica in replicas)
+        self._seen = Snapshot(map(attributes_of, replicas), buffers, sized=map(vars, replicas))
 
     def _is_as_left(self) -> bool:
         """Whether nobody has set anything or can have written to a tensor since ``_remember``."""
-        if not self._writers.known.isdisjoint(self._ids):
-            return False
-        now = self._look()
-        return len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
+        return self._writers.known.isdisjoint(self._ids) and self._seen.is_true
 
     def look(self) -> LayerState:
         """The state now; the same as last time if nothing has changed, which is nearly always."""

@@ -1,7 +1,7 @@
 """Runs a device's layers for one microbatch, with or without a graph, the first time or again."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,16 +10,18 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device
 from ..errors import ConfigError
-from ..plan.actions import Pass
 from ..plan.measure import GraphBytes
 from .call import Call
 from .own_draws import OwnDraws
-from .recompute_data import LayerRun, running
+from .recompute_data import LayerRun, Running
+from .replicas import Replicas
 from .spill import Spills
-from .stage import Stage, StageLoader
+from .stage import Stage
 from .transfer import Boundary, boundary_of, bring, copied
 from .uploads import Uploads
 from .wanted import wanting
+
+_NO_DRAWS = OwnDraws(())
 
 
 class LayerFacts(NamedTuple):
@@ -45,7 +47,7 @@ class LayerKnowledge:
 def _structure(stage: Stage, layer: int, boundary: Boundary) -> Any:
     """What a layer's behaviour may depend on, but for the values of tensors."""
     constants = tuple(leaf for leaf in boundary.leaves if isinstance(leaf, (bool, int, float, str, bytes, type(None))))
-    return layer, stage.modes[layer], boundary.spec, boundary.carries, constants
+    return layer, stage.layer_modes[layer], boundary.spec, boundary.carries, constants
 
 
 class LayerRunner:
@@ -54,7 +56,7 @@ class LayerRunner:
     def __init__(
         self,
         device: Device,
-        loader: StageLoader,
+        replicas: Replicas,
         uploads: Uploads,
         spills: Spills,
         layer_names: Sequence[str],
@@ -62,7 +64,7 @@ class LayerRunner:
     ) -> None:
         self.current: str | None = None
         self._device = device
-        self._loader = loader
+        self._replicas = replicas
         self._uploads = uploads
         self._spills = spills
         self._layer_names = layer_names
@@ -80,27 +82,34 @@ class LayerRunner:
         keep: bool = False,
     ) -> Boundary:
         """Layers without a graph. Learns, once, which of their outputs would carry a gradient."""
-        for layer in layers:
-            saves = keep or (not again and layer in call.settings.saved_layers)
-            if saves and not again:
-                ready = self._device.compute.record()
-                kept = stage.let_go(boundary)._replace(source=self._device, ready=ready)
-                is_spilled = layer in call.settings.spilled_layers
-                call.kept.inputs[layer, microbatch] = self._spills.send(kept) if is_spilled else kept
-            facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
-            if facts is None:
-                boundary = self._learn(call, stage, layer, microbatch, boundary, again)
-                continue
-            given = boundary.leaves
-            if facts.writes_input and (keep or call.settings.saved_layers):
-                given = tuple(map(copied, given))  # because an input kept before may be the same memory
-            with self.entered(call, grad=False):
-                value = pytree.tree_unflatten(given, boundary.spec)
-                output = self._run_layer(call, stage, layer, microbatch, value, again)
-            boundary = boundary_of(output, self._device, None, facts.carries)
-            if call.settings.needs_grad and len(boundary.carries) != len(boundary.leaves):
-                # It returned another structure this time. A gradient that turns out not to flow only costs time.
-                boundary = boundary._replace(carries=tuple(map(_is_floating, boundary.leaves)))
+        if not layers:
+            return boundary
+        with self.entered(call, grad=False), wanting(only_loss=call.settings.only_loss):
+            for layer in layers:
+                boundary = self._run_one_forward(call, stage, layer, microbatch, boundary, again, keep)
+        return boundary
+
+    def _run_one_forward(
+        self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary, again: bool, keep: bool
+    ) -> Boundary:
+        saves = keep or (not again and layer in call.settings.saved_layers)
+        if saves and not again:
+            ready = self._device.compute.record()
+            kept = stage.let_go(boundary)._replace(source=self._device, ready=ready)
+            is_spilled = layer in call.settings.spilled_layers
+            call.kept.inputs[layer, microbatch] = self._spills.send(kept) if is_spilled else kept
+        facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
+        if facts is None:
+            return self._learn(call, stage, layer, microbatch, boundary, again)
+        given = boundary.leaves
+        if facts.writes_input and (keep or call.settings.saved_layers):
+            given = tuple(map(copied, given))  # because an input kept before may be the same memory
+        value = pytree.tree_unflatten(given, boundary.spec)
+        output = self._run_layer(call, stage, layer, microbatch, value, again)
+        boundary = boundary_of(output, self._device, None, facts.carries)
+        if call.settings.needs_grad and len(boundary.carries) != len(boundary.leaves):
+            # It returned another structure this time. A gradient that turns out not to flow only costs time.
+            boundary = boundary._replace(carries=tuple(map(_is_floating, boundary.leaves)))
         return boundary
 
     def _learn(
@@ -117,7 +126,7 @@ class LayerRunner:
         self._check_output(output)
         writes = any(isinstance(t, torch.Tensor) and t._version != v for t, v in zip(given, versions, strict=True))
         carries = tuple(tracked(leaf) for leaf in pytree.tree_leaves(output))
-        if _is_settled(stage.modes[layer], given, boundary.carries, output, carries):
+        if _is_settled(stage.layer_modes[layer], given, boundary.carries, output, carries):
             self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
         self._report(call, layer, graph, boundary.leaves)
         return boundary_of(pytree.tree_map(detached, output), self._device, None, carries)
@@ -141,7 +150,7 @@ class LayerRunner:
         facts = self._knowledge.get(stage, layers.start, boundary)
         below = layers.start > call.settings.first_trained or call.settings.first_trained == 0
         carries = [carried and below for carried in boundary.carries]
-        with self.entered(call, grad=True):
+        with self.entered(call, grad=True), wanting(only_loss=call.settings.only_loss):
             flags = zip(boundary.leaves, carries, strict=True)
             leaves = [leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags]
             # Leaves of the graph are copied because this layer, or a later one handed the same memory, may write to its
@@ -161,19 +170,17 @@ class LayerRunner:
     def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
         self.current = self._layer_names[layer]
         module = self._module(call, stage, layer)
-        run = self._layer_run(call, stage.visit.pass_, layer, microbatch, again)
         is_kept = not again and call.settings.is_recomputed(stage.visit.pass_, layer)
-        draws = OwnDraws(())
+        run = self._layer_run(call, layer, microbatch, again=again, is_kept=is_kept)
+        draws = _NO_DRAWS
         if is_kept:
-            call.kept.states[layer, microbatch] = self._loader.watch(stage, layer).look()
+            call.kept.states[layer, microbatch] = self._replicas.watch(stage, layer).look()
             draws = stage.replicas[layer].draws()
         elif again:
-            self._loader.watch(stage, layer).restore(call.kept.states[layer, microbatch])
-        wanted = wanting(only_loss=call.settings.only_loss)
+            self._replicas.watch(stage, layer).restore(call.kept.states[layer, microbatch])
         with (
             call.streams.layer(self._device, layer, microbatch, again=again),
-            running(run),
-            wanted,
+            Running(run),
             stage.timer.layer("recompute" if again else "forward", layer, microbatch),
         ):
             if layer == 0:
@@ -183,7 +190,7 @@ class LayerRunner:
                 output = module(value)
         output = stage.apart(layer, value, output)
         if is_kept:
-            self._loader.watch(stage, layer).learn_writes()
+            self._replicas.watch(stage, layer).learn_writes()
         if run is not None and run.saved is None:
             draws.refuse(self.current)
         if run is not None and run.saved is not None:
@@ -192,24 +199,26 @@ class LayerRunner:
 
     def _module(self, call: Call, stage: Stage, layer: int) -> nn.Module:
         self._uploads.need(call, stage, layer)
-        return self._loader.module(stage, layer)
+        return self._replicas.module(stage, layer)
 
-    def _layer_run(self, call: Call, pass_: Pass, layer: int, microbatch: int, again: bool) -> LayerRun | None:
+    def _layer_run(self, call: Call, layer: int, microbatch: int, *, again: bool, is_kept: bool) -> LayerRun | None:
         if not call.settings.needs_grad:
             return None
         data = call.kept.data.get((layer, microbatch)) if again else None
         if data is None:
-            return LayerRun(is_recompute=again, is_kept=call.settings.is_recomputed(pass_, layer))
+            return LayerRun(is_recompute=again, is_kept=is_kept)
         leaves = bring(data.leaves, data.source, data.ready, self._device)
         # Copied, because a layer may run again twice, and may write to what it gets.
         return LayerRun(is_recompute=True, recalled=data._replace(leaves=tuple(map(copied, leaves))).value)
 
-    @contextmanager
-    def counted(self, call: Call, stage: Stage | None, layer: int, value: Any) -> Iterator[None]:
+    def counted(self, call: Call, stage: Stage | None, layer: int, value: Any) -> AbstractContextManager[None]:
         """Reports what autograd keeps of a layer (past the last one: of the loss), the first time."""
         if call.settings.measured is None or call.settings.measured.knows_graph(layer):
-            yield
-            return
+            return nullcontext()
+        return self._counting(call, stage, layer, value)
+
+    @contextmanager
+    def _counting(self, call: Call, stage: Stage | None, layer: int, value: Any) -> Iterator[None]:
         inputs = pytree.tree_leaves(value)
         graph = self._graph(call, stage, layer, inputs)
         with torch.autograd.graph.saved_tensors_hooks(graph.pack, detached):

@@ -11,15 +11,17 @@ from ..errors import InternalError
 from ..params.gradients import GradientBuffers, GradientRules
 from ..params.store import ParameterStore
 from ..plan.schedule import Passes, round_robin
-from .buffers import KnownBuffers
+from .buffers import BufferCache, KnownBuffers
 from .call import Call, CallSettings
+from .changes import ModuleChanges
 from .crew import Crew
 from .executor import Executor
 from .kept import Kept
 from .layer_state import Writers
 from .layers import LayerKnowledge
+from .loader import StageLoader
 from .recompute import RandomStreams
-from .stage import BlockCompiler, StageLoader
+from .replicas import Replicas
 from .transfer import Boundary, address_of
 
 
@@ -38,25 +40,29 @@ class Pipeline:
         buffers: GradientBuffers,
         condition: threading.Condition,
         is_published: Callable[[int, int], bool],
-        compiler: BlockCompiler | None,
     ) -> None:
         self.devices = crew.devices
         self.layer_names = [str(index) for index in range(len(layers))]
         self._condition = condition
         self._crew = crew
         knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
-        self._executors = [
-            Executor(
-                device,
-                StageLoader(device, layers, store, rules, compiler, known_buffers, writers, sender, slots),
-                buffers,
-                spills,
-                self.layer_names,
-                knowledge,
-                lambda layer, version: is_published(store.first + layer, version),
+        self._executors = []
+        for device, sender, slots, spills in zip(crew.devices, crew.senders, crew.slots, crew.spills, strict=True):
+            loader = StageLoader(device, layers, store, sender, slots)
+            copies = BufferCache(device, known_buffers)
+            self._executors.append(
+                Executor(
+                    device,
+                    loader,
+                    Replicas(device, layers, rules, crew.compiler, copies, writers, loader.residency),
+                    ModuleChanges(device, store, copies),
+                    buffers,
+                    spills,
+                    self.layer_names,
+                    knowledge,
+                    lambda layer, version: is_published(store.first + layer, version),
+                )
             )
-            for device, sender, slots, spills in zip(crew.devices, crew.senders, crew.slots, crew.spills, strict=True)
-        ]
 
     def streams(self, *, enabled: bool) -> RandomStreams:
         return RandomStreams(self.devices, enabled=enabled)

@@ -69,9 +69,12 @@ class RandomStreams:
             return
         with _cpu_generator_lock if device.shares_generator() else nullcontext():
             device.seed(_mix(self._seed, layer, microbatch))
-            before = device.rng_state()
+            if again:
+                yield
+                return
+            before = device.rng_position()
             yield
-            if not again and not torch.equal(device.rng_state(), before):
+            if device.rng_position() != before:
                 self.drawn.add(key)
 
     @contextmanager

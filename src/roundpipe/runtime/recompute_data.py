@@ -4,8 +4,6 @@ Knows one layer run at a time, that of the calling thread; who keeps the data in
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,14 +50,17 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextmanager
-def running(run: LayerRun | None) -> Iterator[None]:
+class Running:
     """The calling thread runs a layer; None: in a call without grad, which nothing is saved in."""
-    before, _here.run = _here.run, run
-    try:
-        yield
-    finally:
-        _here.run = before
+
+    def __init__(self, run: LayerRun | None) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._before, _here.run = _here.run, self._run
+
+    def __exit__(self, *error: object) -> None:
+        _here.run = self._before
 
 
 def save_for_recompute(*data: Any) -> None:

@@ -134,7 +134,7 @@ class Replica:
         owners = list(layer.modules())
         # Taken first, because the caller may be setting something while a late visit makes this.
         trees = (vars(owner)[tree] for owner in owners for tree in _TREES)
-        theirs = Snapshot(map(_attributes, owners), trees, sized=map(vars, owners))
+        theirs = Snapshot(map(attributes_of, owners), trees, sized=map(vars, owners))
         replication = _Replication(layer, parameters, place, modes)
         self.module = replication.of(layer)
         finish(self.module)
@@ -158,7 +158,7 @@ class Replica:
         self._hook_tables = [table for owner in self._owners for table in hook_tables(owner)]
         self._shared = Snapshot((), containers)
         children = (replica._modules for replica in replicas)
-        self._ours = Snapshot(map(_attributes, replicas), children, sized=map(vars, replicas))
+        self._ours = Snapshot(map(attributes_of, replicas), children, sized=map(vars, replicas))
         self._tensors = Snapshot((), (held for own in replicas for held in (own._parameters, own._buffers)))
         self._sockets = [
             _Socket(tensors, name, original)
@@ -204,9 +204,10 @@ class Replica:
         self._tensors.take()
 
     def empty(self) -> None:
-        """A visit is over that has left it as it was made."""
+        """A visit is over that has left it as it was made. It holds on to no slot, which the pool may drop."""
         for tensors, name, _ in self._sockets:
             tensors[name] = None
+        self._tensors.forget()
 
 
 def _items(container: Any) -> list[Any]:
@@ -214,8 +215,8 @@ def _items(container: Any) -> list[Any]:
     return list(container.values() if isinstance(container, dict) else container)
 
 
-def _attributes(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
-    """But for tables of hooks, which replicas share."""
+def attributes_of(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
+    """Where they are, and their names, but for tables of hooks, which replicas share."""
     own = module.__dict__
     return own, [name for name in list(own) if name not in _TABLES]
 

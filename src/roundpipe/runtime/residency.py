@@ -61,6 +61,10 @@ class Residency:
         self._wanted = layers
         self._let_go(self._held.keys() - layers)
 
+    def missing(self) -> frozenset[int]:
+        """Wanted, and not held yet."""
+        return self._wanted - self._held.keys()
+
     def claim(
         self, layer: LayerParameters, stamps: Sequence[Stamp]
     ) -> tuple[Slot, tuple[ParameterUse, ...], Sent | None]:

@@ -35,6 +35,10 @@ class Snapshot:
     def take(self) -> None:
         self._then = self._look()
 
+    def forget(self) -> None:
+        """Holds nothing of what it was taken of, until it is taken again."""
+        self._then = [], []
+
     @property
     def is_true(self) -> bool:
         """Whether all is as it was."""

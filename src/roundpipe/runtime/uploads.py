@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from .call import Call
-from .stage import Stage, StageLoader
+from .loader import StageLoader
+from .stage import Stage
 
 
 class Uploads:

@@ -1,0 +1,82 @@
+"""What plans leave of a device: slots that layers stay in between visits, and seats for their optimizer state."""
+
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+
+from .params.seats import Seats
+from .params.store import ParameterStore
+from .plan.actions import Passes
+from .plan.costs import Grain, StageSums
+from .plan.memory import predicted_peak
+from .plan.residency import resident_layers
+from .plan.schedule import group_of
+from .planner import Planned, Planner
+
+
+class Leftover:
+    """Of one engine, which has the devices for itself. Used by the caller's thread."""
+
+    def __init__(self, planner: Planner, store: ParameterStore, seats: Seats) -> None:
+        self._planner = planner
+        self._store = store
+        self._seats = seats
+        self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
+
+    def let_seats(self, planned: Planned) -> None:
+        """A call comes. Some seats may have to be given up for it."""
+        self._seats.let(
+            self.left_bytes(planned),
+            is_sure=planned.is_sure,
+            is_worth_it=self._seats.num_bytes > 0 or not self._planner.hides_update(planned),
+        )
+
+    def left_bytes(self, planned: Planned) -> float:
+        """What a call leaves of a device, frozen weights staying there; 0 where nothing is known of its memory."""
+        if not self._planner.budget.is_known:
+            return 0.0
+        frozen = [layer for layer in self._store.layers if len(layer.trainable) < len(layer.uses)]
+        kept = sum(layer.num_bytes for layer in frozen)
+        return max(planned.needs.allowed - planned.needs.most - kept, 0.0)
+
+    def resident_layers(
+        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, *, grain: Grain = "stage"
+    ) -> frozenset[int]:
+        """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
+        and for the next call, beside the seats there are."""
+        measured, taken = self._planner.measured(), self._seats.num_bytes
+        key = (tuple(map(tuple, rounds)), num_microbatches, grain, measured, taken)
+        version, layers = self._resident.get(key, (None, frozenset()))
+        if version != measured.version:
+            layers = self._find_resident(planned, rounds, num_microbatches, grain, taken)
+            self._resident[key] = (measured.version, layers)
+        return layers
+
+    def _find_resident(
+        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, grain: Grain, taken: int
+    ) -> frozenset[int]:
+        weights = [layer.num_bytes for layer in self._store.layers]
+        # What is not frozen, so that the gaps between parameters do not count as worth keeping.
+        frozen = [
+            sum(use.parameter.nbytes for use in layer.uses if not use.parameter.requires_grad)
+            for layer in self._store.layers
+        ]
+        trained = [all_ - kept for all_, kept in zip(weights, frozen, strict=True)]
+        return resident_layers(rounds, weights, trained, self._fits(planned, rounds, num_microbatches, grain, taken))
+
+    def _fits(
+        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, grain: Grain, taken: int
+    ) -> Callable[[frozenset[int]], bool]:
+        """Whether there is room for resident layers beside a plan and what is ``taken``."""
+        if not self._planner.budget.is_known:
+            return lambda _: False
+        if not planned.is_sure:  # by the guesses that its plan was made from
+            left = planned.needs.allowed - planned.needs.most - taken
+            return lambda kept: sum(self._store.layers[layer].num_bytes for layer in kept) <= left
+        costs, whole = self._planner.problem("fused", num_microbatches, grain=grain, returns=True)
+        totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
+        visits = list(chain.from_iterable(rounds))  # together, because a backward finds inputs that its forward kept
+
+        def fits(kept: frozenset[int]) -> bool:
+            return predicted_peak(visits, totals, round_, planned.spilled, kept).total + taken <= round_.budget_bytes
+
+        return fits

@@ -1,0 +1,64 @@
+"""A model in numbers before anything was measured: what planning begins with."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .params.gradients import GradientRules
+from .params.store import LayerParameters, ParameterStore
+from .plan.costs import LayerCosts
+from .plan.measure import LayerSize, prior_costs, prior_update_ms
+
+
+class Prior(NamedTuple):
+    """The model as it trains now."""
+
+    sizes: list[LayerSize]
+    first_trained: int
+    costs: LayerCosts
+    update_ms: float
+
+
+class Priors:
+    """One for each choice of what trains.
+
+    Args:
+        layers: the modules, to tell embeddings (looked up) from weights that are multiplied.
+        rules: what gradients are summed in.
+    """
+
+    def __init__(self, store: ParameterStore, layers: Sequence[nn.Module], rules: GradientRules) -> None:
+        self._store = store
+        self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
+        self._rules = rules
+        self._made: dict[tuple[bool, ...], Prior] = {}
+
+    def trains(self) -> tuple[bool, ...]:
+        """What does, now."""
+        return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
+
+    def of(self, trains: tuple[bool, ...]) -> Prior:
+        """When asked for the first time, that has to be what trains now."""
+        if trains not in self._made:
+            sizes = [self._size(layer) for layer in self._store.layers]
+            first_trained = self._store.first_trainable_layer()
+            self._made[trains] = Prior(sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes))
+        return self._made[trains]
+
+    def _size(self, layer: LayerParameters) -> LayerSize:
+        multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]
+        trained = [use.parameter for use in layer.trainable]
+        dtypes = [(parameter.numel(), self._rules.dtypes(parameter)) for parameter in trained]
+        return LayerSize(
+            weight_bytes=layer.num_bytes,
+            gradient_bytes=sum(count * summed.itemsize for count, (summed, _) in dtypes),
+            landed_bytes=sum(count * landed.itemsize for count, (_, landed) in dtypes),
+            matmul_elements=sum(parameter.numel() for parameter in multiplied),
+            trained_elements=sum(parameter.numel() for parameter in trained),
+        )
+
+
+def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
+    return [module.weight for module in layer.modules() if isinstance(module, nn.Embedding)]

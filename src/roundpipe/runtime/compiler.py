@@ -1,0 +1,101 @@
+"""Compiled forwards for layers that repeat. Knows nothing of stages: whoever makes a replica hands it over."""
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device import Device
+from .replica import Modes, hook_tables
+
+
+class BlockCompiler:
+    """Compiles each repeated layer class once a device; all its layers, and all their replicas, share the result.
+
+    The compiler counts what it has made of a code object, and stops after a few: variants for other devices, modes and
+    shapes, of every engine in the process. Hence a code object for each engine and device, and one for each choice of
+    inner modules that have hooks, because it takes for granted that modules without any get none.
+
+    [Note: compiling on several devices] A compilation patches ``nn.Module`` and sets flags for the whole process, so
+    two at a time would leave them set. Its lock lets one worker compile after the other, except that of a backward,
+    which comes with the first call: so here that is compiled along with its forward. And a compiled forward refuses to
+    be entered while another is compiled (some versions of torch do): then it is entered once that is over.
+
+    Args:
+        layers: among which classes repeat; none for a compiler that leaves all as it is.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        counts = Counter(type(layer) for layer in layers)
+        self._kinds = {kind for kind, count in counts.items() if count > 1}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def apply(self, replica: nn.Module, device: Device, modes: Modes) -> None:
+        """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the device's worker."""
+        kind = type(replica)
+        if kind not in self._kinds or "forward" in replica.__dict__:
+            return
+        key = kind, device.name, _hooked(replica) if modes.hooks else ()
+        if key not in self._compiled:
+            self._compiled[key] = _entered_alone(torch.compile(_own_code(kind.forward), backend=_compile_at_once))
+        replica.__dict__["forward"] = types.MethodType(self._compiled[key], replica)
+
+    def let_go(self, replica: nn.Module) -> None:
+        """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses it."""
+        bound = replica.__dict__.get("forward")
+        if bound is not None and getattr(bound, "__func__", None) in self._compiled.values():
+            del replica.__dict__["forward"]
+
+
+def _compile_at_once(graph: Any, inputs: Any) -> Any:
+    """Forward and backward. On the thread that has the compiler's lock."""
+    from torch._functorch import config as aot_config
+    from torch._inductor.compile_fx import compile_fx
+
+    with aot_config.patch(force_non_lazy_backward_lowering=True):
+        return compile_fx(graph, inputs)
+
+
+def _entered_alone(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """See [Note: compiling on several devices]."""
+
+    @functools.wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if not _is_refused_entry(error):
+                raise
+        from torch._dynamo.convert_frame import compile_lock
+
+        with compile_lock:  # because whoever compiles holds it
+            return compiled(*args, **kwargs)
+
+    return forward
+
+
+def _is_refused_entry(error: RuntimeError) -> bool:
+    """Whether the compiler's own first frame has raised it, so that nothing of the layer has run."""
+    entry = error.__traceback__ and error.__traceback__.tb_next
+    return entry is not None and entry.tb_next is None and "FX to symbolically trace" in str(error)
+
+
+def _hooked(module: nn.Module) -> tuple[int, ...]:
+    """Which of the inner modules have hooks, and of what kind."""
+    inner = enumerate(module.modules())
+    return tuple(
+        number for place, part in inner if place for number, table in enumerate(hook_tables(part), place << 4) if table
+    )
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    if not isinstance(function, types.FunctionType):
+        return function
+    code, parts = function.__code__.replace(), (function.__name__, function.__defaults__, function.__closure__)
+    own = types.FunctionType(code, function.__globals__, *parts)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own

@@ -1,0 +1,115 @@
+"""A visit's weights: they come up into slots and go when it is over. What computes with them is not its business."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from torch import nn
+
+from ..device import Device
+from ..memory.slots import Slot, SlotPool
+from ..params.store import LayerParameters, ParameterStore, ParameterUse
+from ..plan.actions import Visit
+from ..plan.memory import slot_counts
+from ..slot_sizes import slot_bytes
+from .call import CallSettings
+from .residency import FROZEN, Residency, Stamp
+from .stage import Stage, UploadedLayer
+from .staging import Queued, Sender
+from .timing import Timer
+
+
+class StageLoader:
+    """Brings stages onto one device and takes them off again. Used by the device's worker."""
+
+    def __init__(
+        self, device: Device, layers: Sequence[nn.Module], store: ParameterStore, sender: Sender, slots: SlotPool
+    ) -> None:
+        self._device = device
+        self._layers = layers
+        self._store = store
+        self._sender = sender
+        self.slots = slots
+        self.residency = Residency(slots)
+
+    def begin_call(self, visits: Sequence[range], wanted: frozenset[int]) -> None:
+        """Gives back what neither these visits nor ``wanted``, the layers that are to stay after them, will use.
+
+        Because earlier plans, and engines of other parts of the model, left slots, and this plan counts on all of the
+        device. Layers with a seat stay in any case.
+        """
+        wanted -= self._store.seats.keys()
+        self.residency.want(wanted)
+        sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]  # because without weights it has a slot too
+        passing = (0 if index in wanted or index in self._store.seats else size for index, size in enumerate(sizes))
+        most = Counter(slot_counts(visits, tuple(passing), num_devices=1))
+        most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
+        self.slots.keep_only(most)
+
+    def begin(self, visit: Visit, settings: CallSettings, timer: Timer) -> Stage:
+        """A stage that has nothing yet."""
+        modes = settings.modes
+        layer_modes = {}
+        for index in visit.layers:
+            module = self._layers[index]
+            trains = (id(use.parameter) in modes.trains for use in self._store.layers[index].uses)
+            layer_modes[index] = (modes.training.get(id(module), module.training), *trains)
+        return Stage(visit, modes, layer_modes, settings.weights, timer)
+
+    def upload(self, stage: Stage, index: int) -> None:
+        """Queues those of a layer's weights that are not on the device yet on the up lane; returns at once.
+
+        The working copies must not be written until the lane has read them: publishing waits for the visit's results.
+        """
+        layer = self._store.layers[index]
+        seat = self._store.seats.get(index)
+        image = seat.image_at(stage.weights.version) if seat is not None else None
+        if image is not None:
+            here = self._device.compute.record()  # it was written on that lane
+            stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_seated=True)
+            return
+        stamps = [self._stamp(stage, use) for use in layer.uses]
+        slot, missing, sent = self.residency.claim(layer, stamps)
+        # Noted before anything can fail, so that ``release`` gives the slot back in any case.
+        stage.uploaded[index] = UploadedLayer(layer, slot, sent or Queued(slot.free))
+        if sent is None:
+            self._device.up.wait(slot.free)
+            num_bytes = sum(use.parameter.nbytes for use in missing)
+            # What a helper sends is not on the lane yet when it would be marked.
+            timed = (
+                stage.timer.copies("up", self._device.up, num_bytes) if self._sender.helper is None else nullcontext()
+            )
+            with timed:
+                sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
+            self.residency.filled(layer, slot, stamps, sent)
+            stage.uploaded[index] = UploadedLayer(layer, slot, sent)
+
+    def _stamp(self, stage: Stage, use: ParameterUse) -> Stamp:
+        parameter, weights = use.parameter, stage.weights
+        version = weights.version if id(parameter) in self._store.stepped else FROZEN
+        return Stamp(parameter.data_ptr(), parameter._version, weights.num_loads, version)
+
+    def release(self, stage: Stage) -> None:
+        """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
+        over = self._device.compute.record()
+        # Layers that were done early first, in that order, because the pool hands out what came first.
+        early = {index: departure.free for index, departure in stage.departures.items() if departure.free is not None}
+        stage.departures.clear()
+        for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
+            uploaded = stage.uploaded[index]
+            if not uploaded.is_seated:
+                self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
+        stage.uploaded.clear()
+
+    def is_seated(self, layer: LayerParameters) -> bool:
+        """Whether the layer's optimizer state is on the device, so that its gradients need not leave it."""
+        return layer.layer in self._store.seats
+
+    def forget(self) -> None:
+        """Nothing is known of what slots hold any more. No visit may be under way."""
+        self.residency.clear()
+
+    def close(self) -> None:
+        """Frees what it holds on the device."""
+        self.forget()
+        self.slots.clear()

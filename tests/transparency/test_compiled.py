@@ -1,0 +1,107 @@
+"""Compiled layers on several devices: one compilation at a time, and calls of compiled code wait for its end."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import convert_frame
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+
+from device_sets import THREE, TWO, DeviceSet
+from engines import Engines, engine_gradients, run_batch
+from models import MLP_WIDTH, mlp_batch
+from reference import plain_call
+from roundpipe.runtime import compiler
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden).tanh()
+
+
+class WatchedLock:
+    """The compiler's, in tests' hands: says when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> None:
+        self.is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: Any) -> None:
+        self._lock.release()
+
+
+@pytest.fixture
+def triggers() -> Iterator[list[CallbackTrigger]]:
+    """Of each compilation while the test runs."""
+    seen: list[CallbackTrigger] = []
+
+    def note(args: CallbackArgs) -> None:
+        seen.append(args.callback_trigger)
+
+    callback_handler.register_start_callback(note)
+    yield seen
+    callback_handler.remove_start_callback(note)
+
+
+@pytest.mark.parametrize("on", [TWO, THREE], ids=str)
+def test_no_backward_is_compiled_beside_the_lock(
+    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, triggers: list[CallbackTrigger]
+) -> None:
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", aot_eager)
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Inner() for _ in range(6))), mlp_batch(rows=8)
+    expected = plain_call(model, batch.split(4), batch.loss_fn)
+    engine = engines(model, on, compile=True)
+    on.check(run_batch(engine, batch, 4), expected.loss, bitwise=False)
+    on.check(engine_gradients(engine), expected.gradients, bitwise=False)
+    assert set(triggers) == {CallbackTrigger.DYNAMO}
+
+
+def test_a_call_while_another_thread_compiles_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = WatchedLock()
+    monkeypatch.setattr(convert_frame, "compile_lock", lock)
+    double = compiler._entered_alone(torch.compile(lambda x: 2 * x, backend="eager"))
+    value, results = torch.ones(3), list[Tensor]()
+    double(value)
+    caller = threading.Thread(target=lambda: results.append(double(value)))
+    with monkeypatch.context() as tracing:
+        with lock:
+            tracing.setattr("torch.fx._symbolic_trace._is_fx_tracing_flag", True)
+            lock.is_wanted.clear()
+            caller.start()
+            assert lock.is_wanted.wait(60)
+            tracing.undo()
+        caller.join()
+    assert [result.tolist() for result in results] == [[2.0, 2.0, 2.0]]
+
+
+def test_a_call_is_refused_where_the_caller_traces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not tried for ever."""
+    double = compiler._entered_alone(torch.compile(lambda x: 2 * x, backend="eager"))
+    monkeypatch.setattr("torch.fx._symbolic_trace._is_fx_tracing_flag", True)
+    with pytest.raises(RuntimeError, match="symbolically trace"):
+        double(torch.ones(3))
+
+
+def test_what_a_layer_raises_is_not_tried_again() -> None:
+    calls = []
+
+    def refuses(value: Tensor) -> Tensor:
+        calls.append(value)
+        raise RuntimeError("Detected that you are using FX to symbolically trace")
+
+    with pytest.raises(RuntimeError, match="symbolically trace"):
+        compiler._entered_alone(torch.compile(lambda x: refuses(x), backend="eager"))(torch.ones(3))
+    assert len(calls) == 1
