@@ -27,11 +27,18 @@ _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 
 class Needs(NamedTuple):
-    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, and what may be there."""
+    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of ``slots`` among that, and
+    what may be there."""
 
     kept: int
     most: int
+    slots: int
     allowed: float
+
+    @property
+    def slot_room(self) -> float:
+        """What slots may take beside everything else."""
+        return self.allowed - self.most + self.slots
 
 
 class Planned(NamedTuple):
@@ -195,8 +202,9 @@ class Planner:
             self._look_again(wish, measured)
         in_use = self._of(wish)
         in_use.calls += 1
-        needs = Needs(in_use.peak.kept, in_use.peak.bytes.total, in_use.allowed)
-        return Planned(in_use.plan, in_use.peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
+        peak = in_use.peak
+        needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
+        return Planned(in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
 
     def next_plan(
         self,

@@ -33,6 +33,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPip
 from roundpipe.device import VirtualDevice
 from roundpipe.device.adversarial import AdversarialDevice
 from roundpipe.leftover import Leftover
+from roundpipe.memory.slots import SlotPool
 
 WIDTH, ROWS, MICROBATCHES = 64, 4096, 4
 INPUT = 4 * WIDTH * ROWS
@@ -196,7 +197,8 @@ def frozen_but_the_last(length: int) -> nn.Sequential:
 @of_both_kinds
 def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
-    model, device = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), kind(AMPLE)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    device = kind(8 * sum(parameter.nbytes for parameter in model[0].parameters()))
     layers = [range(index, index + 1) for index in range(12)]
     whole, by_layer = ModelExecutePlan([], [range(12)]), ModelExecutePlan(layers[:-1], layers[::-1])
     with RoundPipe(model, devices=[device]) as engine:
@@ -206,6 +208,24 @@ def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytes
             engine.synchronize()
         used_at_most(device)
         assert used_at_most(device) < 4 * sum(parameter.nbytes for parameter in model[0].parameters())
+
+
+@of_both_kinds
+def test_slots_of_plans_in_turn_stay_where_there_is_room(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and evaluation, or short and long batches: to give slots back is to wait for lanes."""
+    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    dropped: list[int] = []
+    keep_only = SlotPool.keep_only
+    monkeypatch.setattr(SlotPool, "keep_only", lambda *given: (dropped.append(1), keep_only(*given)))
+    model, device = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), kind(AMPLE)
+    layers = [range(index, index + 1) for index in range(12)]
+    whole, by_layer = ModelExecutePlan([], [range(12)]), ModelExecutePlan(layers[:-1], layers[::-1])
+    with RoundPipe(model, devices=[device]) as engine:
+        for plan in (whole, by_layer, whole, by_layer):
+            config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+            engine.forward_backward((torch.randn(4, WIDTH),), loss_fn=squared, run_config=config)
+            engine.synchronize()
+        assert not dropped
 
 
 @of_both_kinds

@@ -430,6 +430,24 @@ def test_after_running_out_of_memory_no_layer_has_a_seat(engines: Engines) -> No
     assert actual.agrees_with(run(engines, None, is_async=False))
 
 
+def test_running_out_of_memory_before_there_are_seats_keeps_none_away(engines: Engines) -> None:
+    """It was not they that took the memory; a call that is made again is no reason to train slowly for good."""
+    engine = engines(make_model(), max_gpu_memory=PLENTY)
+    optimizer = SGD(engine.optim_parameters(), lr=1e-2)
+    times: list[int] = []
+
+    def total(out: Tensor, _: Any) -> Tensor:
+        times.append(1)
+        if len(times) == 1:
+            raise torch.OutOfMemoryError("injected")
+        return out.square().sum()
+
+    for _ in range(5):
+        engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=total)
+        engine.step(optimizer.step, is_async=False)
+    assert engine.statistics()["seat_bytes"] > 0
+
+
 def test_several_devices_have_no_seats(engines: Engines) -> None:
     engine = engines(make_model(), TWO, max_gpu_memory=PLENTY)
     assert not any(Run(engine, is_async=False).seat_bytes)

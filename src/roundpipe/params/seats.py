@@ -337,8 +337,8 @@ class Seats:
             seat.follow_load()
 
     def note_failure(self, error: BaseException) -> None:
-        """On any thread. Where the device's memory did not suffice after all, there are to be no seats any more."""
-        if isinstance(error, torch.OutOfMemoryError):
+        """On any thread. Where the device's memory did not suffice with seats there, there are to be none any more."""
+        if isinstance(error, torch.OutOfMemoryError) and self._store.seats:
             self._most = self._limit = 0.0
 
     @contextmanager

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +54,10 @@ class AttributeUpdate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """What every visit of a call needs to know."""
+    """What every visit of a call needs to know.
+
+    ``slot_room``: bytes that slots may take on each device.
+    """
 
     num_layers: int
     num_microbatches: int
@@ -68,6 +72,7 @@ class CallSettings:
     ambient: AmbientState
     modes: Modes
     spilled_layers: frozenset[int] = frozenset()
+    slot_room: float = inf
     measured: ShapeMeasurements | None = None
     is_timed: bool = False
     only_loss: bool = False

@@ -81,7 +81,7 @@ class Executor:
         """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
         try:
             visits = [action.visit.layers for action in actions if action.op is Op.UPLOAD]
-            self._loader.begin_call(visits, call.resident_layers)
+            self._loader.begin_call(visits, call.resident_layers, call.settings.slot_room)
             self._replicas.begin_call()
             for action in actions:
                 call.board.check()

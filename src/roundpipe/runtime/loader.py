@@ -32,14 +32,16 @@ class StageLoader:
         self.slots = slots
         self.residency = Residency(slots)
 
-    def begin_call(self, visits: Sequence[range], wanted: frozenset[int]) -> None:
-        """Gives back what neither these visits nor ``wanted``, the layers that are to stay after them, will use.
+    def begin_call(self, visits: Sequence[range], wanted: frozenset[int], room: float) -> None:
+        """``wanted`` are the layers that are to stay after these visits; those with a seat stay in any case.
 
-        Because earlier plans, and engines of other parts of the model, left slots, and this plan counts on all of the
-        device. Layers with a seat stay in any case.
+        Where slots take more than ``room``, those that neither the visits nor wanted layers will use are given back:
+        earlier plans, and engines of other parts of the model, have left them.
         """
         wanted -= self._store.seats.keys()
         self.residency.want(wanted)
+        if self.slots.num_bytes <= room:
+            return
         sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]  # because without weights it has a slot too
         passing = (0 if index in wanted or index in self._store.seats else size for index, size in enumerate(sizes))
         most = Counter(slot_counts(visits, tuple(passing), num_devices=1))
