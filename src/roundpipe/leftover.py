@@ -38,6 +38,13 @@ class Leftover:
         kept = sum(layer.num_bytes for layer in frozen)
         return max(planned.needs.allowed - planned.needs.most - kept, 0.0)
 
+    def slot_room(self, planned: Planned) -> float:
+        """What slots may take of a device, a call's own among them; 0 where nothing is known of its memory."""
+        if not self._planner.budget.is_known:
+            return 0.0
+        needs = planned.needs
+        return needs.allowed - needs.most + needs.slots - self._seats.num_bytes
+
     def resident_layers(
         self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, *, grain: Grain = "stage"
     ) -> frozenset[int]:

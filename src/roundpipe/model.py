@@ -346,7 +346,7 @@ class RoundPipe(Engine):
             ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
             modes=Modes.of(self._layer_structure),
             spilled_layers=planned.spilled,
-            slot_room=planned.needs.slot_room - self._host.seats.num_bytes,
+            slot_room=self._leftover.slot_room(planned),
             measured=planned.measured,
             is_timed=planned.is_timed,
             only_loss=loss_fn is outputs_as_loss and not keeps_outputs,

@@ -20,8 +20,9 @@ from .priors import Priors
 
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
 _WORTH_CHANGING = 0.03
-# What plans may fill after each time that memory did not suffice, because what layers need inside is not known.
-_AFTER_SHORTAGE = 0.8
+# What of that plans may fill after so many times that memory did not suffice, because what layers need inside is not
+# known. With nothing left it is one layer at a time.
+_AFTER_SHORTAGES = (1.0, 0.8, 0.5, 0.25, 0.0)
 # Calls of a plan that are timed: not the first, in which things are compiled and allocated, then some, then few.
 _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
@@ -34,11 +35,6 @@ class Needs(NamedTuple):
     most: int
     slots: int
     allowed: float
-
-    @property
-    def slot_room(self) -> float:
-        """What slots may take beside everything else."""
-        return self.allowed - self.most + self.slots
 
 
 class Planned(NamedTuple):
@@ -330,7 +326,8 @@ class Planner:
 
     def _allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool) -> float:
         """Bytes that a plan may fill beside the caller's inputs and outputs and what was found to be needed besides."""
-        return self._most_allowed(wish, measured, blindly=blindly) * _AFTER_SHORTAGE**measured.shortages
+        left = _AFTER_SHORTAGES[min(measured.shortages, len(_AFTER_SHORTAGES) - 1)]
+        return self._most_allowed(wish, measured, blindly=blindly) * left
 
     def _most_allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
         outputs = measured.output_bytes if wish.returns else 0

@@ -244,9 +244,11 @@ def test_layers_do_not_stay_where_guesses_leave_no_room(kind: Any) -> None:
 class Wasteful(nn.Linear):
     """Needs much more inside than is kept of it."""
 
+    times = 4
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            x.detach().repeat(4, 1)
+            x.detach().repeat(self.times, 1)
         return super().forward(x).relu()
 
 
@@ -287,6 +289,14 @@ def test_a_call_that_ran_out_of_memory_is_made_again(call: Any, size: int, caplo
     assert "made again with less on its devices" in caplog.text
     ONE.check(found, expected)
     assert torch.equal(state, reached)
+
+
+def test_the_last_try_is_with_hardly_anything_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer needs inside may be nearly all there is."""
+    monkeypatch.setattr(Wasteful, "times", 16)
+    expected, _ = trained(forward_backward, 1000)
+    found, _ = trained(forward_backward, 20)
+    ONE.check(found, expected)
 
 
 def test_a_plan_whose_backward_ran_out_of_memory_is_not_tried_again() -> None:
