@@ -1,4 +1,4 @@
-"""Compiled layers on several devices: one compilation at a time, and calls of compiled code wait for its end."""
+"""Compiled layers: hooks that come later; on several devices one compilation at a time, and calls wait for its end."""
 
 import threading
 from collections.abc import Iterator
@@ -11,11 +11,13 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from device_sets import THREE, TWO, DeviceSet
+from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, mlp_batch
 from reference import plain_call
 from roundpipe.runtime import compiler
+
+BATCH = mlp_batch(rows=6)
 
 
 class Inner(nn.Module):
@@ -105,3 +107,34 @@ def test_what_a_layer_raises_is_not_tried_again() -> None:
     with pytest.raises(RuntimeError, match="symbolically trace"):
         compiler._entered_alone(torch.compile(lambda x: refuses(x), backend="eager"))(torch.ones(3))
     assert len(calls) == 1
+
+
+def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def test_compiled_layers_run_hooks_that_come_later(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes for granted that a module without hooks gets none."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))
+    model = nn.Sequential(*(Inner() for _ in range(3)))
+    engine = engines(model, compile=True)
+
+    def check() -> None:
+        expected = plain_call(model, BATCH.split(2), BATCH.loss_fn)
+        engine.zero_grad()
+        ONE.check(run_batch(engine, BATCH, 2), expected.loss)
+        ONE.check(engine_gradients(engine), expected.gradients)
+
+    check()
+    first = model[0].inner.register_forward_hook(double)
+    check()
+    second = model[1].inner.register_forward_pre_hook(lambda _, args: (3 * args[0],))
+    check()
+    first.remove()
+    check()
+    second.remove()
+    outer = model[1].register_forward_hook(double)
+    check()
+    outer.remove()
+    check()

@@ -262,42 +262,6 @@ def test_replicas_that_wait_hold_no_slots(room: float | None, engines: Engines) 
     assert bool(kept) == (room is not None)
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(MLP_WIDTH, MLP_WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.inner(hidden).tanh()
-
-
-def test_compiled_layers_run_hooks_that_come_later(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler takes for granted that a module without hooks gets none."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))
-    model = nn.Sequential(*(Inner() for _ in range(3)))
-    engine = engines(model, compile=True)
-
-    def check() -> None:
-        expected = plain_call(model, BATCH.split(2), BATCH.loss_fn)
-        engine.zero_grad()
-        ONE.check(run_batch(engine, BATCH, 2), expected.loss)
-        ONE.check(engine_gradients(engine), expected.gradients)
-
-    check()
-    first = model[0].inner.register_forward_hook(double)
-    check()
-    second = model[1].inner.register_forward_pre_hook(lambda _, args: (3 * args[0],))
-    check()
-    first.remove()
-    check()
-    second.remove()
-    outer = model[1].register_forward_hook(double)
-    check()
-    outer.remove()
-    check()
-
-
 @pytest.mark.parametrize("room", [None, 1.0], ids=["no room", "resident"])
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training_with_adapters(is_async: bool, room: float | None, devices: DeviceSet, engines: Engines) -> None:
