@@ -8,9 +8,12 @@ from typing import Any
 
 import loss_curve
 import measure
+import optimizer
 import pytest
 import torch
 from max_length import Attempts, longest
+
+from roundpipe.optim import native
 
 
 @pytest.fixture
@@ -31,6 +34,18 @@ def test_losses_are_those_of_plain_training(
     assert len(at_steps["losses"]) == 3
     assert 0 <= held_out["value"] < held_out["limit"]
     assert [0 < record["value"] < held_out["limit"] for record in by_itself] == [True, True]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C compiler")
+def test_the_optimizers_pass_is_timed_against_others(
+    threads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--threads", threads, "--millions", "1", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["optimizer.py", *arguments])
+    optimizer.main()
+    found = {record["what"]: record["value"] for record in measure.parse_records(capsys.readouterr().out)}
+    assert {"triad of the same mix", "torch: cast, fused AdamW, cast", "one pass"} <= found.keys()
+    assert min(found.values()) > 0
 
 
 @pytest.mark.parametrize(
