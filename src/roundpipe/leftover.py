@@ -20,7 +20,7 @@ class Leftover:
         self._planner = planner
         self._store = store
         self._seats = seats
-        self._resident: dict[Hashable, tuple[int, frozenset[int]]] = {}
+        self._resident: dict[Hashable, tuple[Hashable, frozenset[int]]] = {}
 
     def let_seats(self, planned: Planned) -> None:
         """A call comes. Some seats may have to be given up for it."""
@@ -52,10 +52,11 @@ class Leftover:
         and for the next call, beside the seats there are."""
         measured, taken = self._planner.measured(), self._seats.num_bytes
         key = (tuple(map(tuple, rounds)), num_microbatches, grain, measured, taken)
-        version, layers = self._resident.get(key, (None, frozenset()))
-        if version != measured.version:
+        known = measured.version, planned.needs.allowed, planned.spilled  # the last two change after a shortage
+        before, layers = self._resident.get(key, (None, frozenset()))
+        if before != known:
             layers = self._find_resident(planned, rounds, num_microbatches, grain, taken)
-            self._resident[key] = (measured.version, layers)
+            self._resident[key] = (known, layers)
         return layers
 
     def _find_resident(

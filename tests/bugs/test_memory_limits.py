@@ -358,3 +358,24 @@ def test_layers_do_not_stay_where_a_forward_keeps_inputs_for_its_backward(kind: 
             forward_then_backward(engine, x)
             engine.synchronize()
         assert used_at_most(device) < device.limit
+
+
+def test_layers_that_stayed_give_way_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With the user's own plan nothing else can, once inputs are on the host."""
+    monkeypatch.setattr(Wasteful, "times", 0)
+    model = nn.Sequential(*(Wasteful(WIDTH, WIDTH) for _ in range(48)))
+    model[:-1].requires_grad_(requires_grad=False)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    x, layers = torch.randn(64, WIDTH), [range(index, index + 1) for index in range(48)]
+    plan = ModelExecutePlan(layers[:-1], layers[::-1])
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
+    device = VirtualDevice(0, 2 * weights)
+    with RoundPipe(model, devices=[device], model_run_config=config) as engine:
+        for _ in range(3):
+            forward_backward(engine, x)
+            engine.synchronize()
+        assert device.capacity is not None
+        assert device.capacity.used > weights // 2  # they stay
+        monkeypatch.setattr(Wasteful, "times", 3 * weights // 2 // x.nbytes)
+        forward_backward(engine, x)
+    assert "made again with less on its devices" in caplog.text
