@@ -64,6 +64,7 @@ def settings_of(record: Record) -> str:
     """What a row was run with, beyond the shared workload."""
     shown = [f"{record['num_microbatch']} microbatches"]
     shown += [f"cap {record['cap_gb']:g} GB"] if record.get("cap_gb") is not None else []
+    shown += [f"DeepSpeed {record['deepspeed']}"] if "deepspeed" in record else []
     if record["bench"] not in ("throughput", "trainer"):
         return ", ".join(shown)
     shown += [f"plan {record['plan']} (by {record['planned_by']})"]

@@ -88,7 +88,12 @@ SUITES = {
         Row(f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 2", 120),
     ],
     "rivals": [
-        Row(f"rivals.py {FULL} --systems {system}", 240) for system in ("hf", "fsdp2", "zero2", "zero3")
+        Row(f"rivals.py {what} --systems {system}", 240)
+        for what, systems in (
+            (FULL, ("hf", "fsdp2", "fsdp2-sum", "zero2", "zero3")),
+            (LORA, ("hf", "fsdp2", "zero2", "zero3")),
+        )
+        for system in systems
     ],
 }  # fmt: skip
 

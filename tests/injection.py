@@ -4,8 +4,10 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -275,6 +277,39 @@ class Interruption:
         if not self._arrived.is_set():
             self._arrived.set()
             raise KeyboardInterrupt
+
+
+class Places:
+    """Counts where Python may raise KeyboardInterrupt in the calling thread: where a function of some files begins, or
+    a built-in one that it has called returns. Ctrl-C comes at one, or at the first after it that is in no generator
+    expression: Python drops what is raised while one is being closed.
+
+    Args:
+        files: how their paths begin.
+        place: which one; default none.
+    """
+
+    def __init__(self, files: tuple[str, ...], place: int | None = None) -> None:
+        self.count = 0
+        self.has_sent = False
+        self._files = files
+        self._place = place
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        sys.setprofile(self._come_to)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _come_to(self, frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(self._files):
+            self.count += 1
+            is_due = self._place is not None and self.count >= self._place and not self.has_sent
+            if is_due and frame.f_code.co_name != "<genexpr>":
+                self.has_sent = True
+                signal.raise_signal(signal.SIGINT)
 
 
 class State:

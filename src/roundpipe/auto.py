@@ -39,8 +39,9 @@ from .parts.find import Part, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.room import Room
 from .parts.shell import Shell, make_shell
+from .plan.actions import Passes
 from .plan.execute_plan import RunType
-from .plan.schedule import Passes, backward_passes, saved_layers
+from .plan.schedule import backward_passes, saved_layers
 from .planner import Planned
 from .presets.adapters import base_of
 from .runtime.call import Call
@@ -70,7 +71,7 @@ class AutoRoundPipe(Engine):
         settings: HostSettings | None = None,
     ) -> None:
         super().__init__()
-        refuse_what_is_for_one_engine(model_run_config, "model_run_config")
+        _refuse_what_is_for_one_engine(model_run_config, "model_run_config")
         settings = settings or HostSettings()
         losses = [LossFunction(base_of(model))] if has_loss_function(base_of(model)) else []
         modules = [*(part.module for part in parts), *losses]
@@ -149,7 +150,7 @@ class AutoRoundPipe(Engine):
         RuntimeError if ``step`` ran in between. Each part cuts the batch by itself.
         """
         self._begin("forward()")
-        refuse_what_is_for_one_engine(roundpipe_run_config, "roundpipe_run_config")
+        _refuse_what_is_for_one_engine(roundpipe_run_config, "roundpipe_run_config")
         config = roundpipe_run_config.over(self._config)
         with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
         self._backwards.drop_failed()
@@ -266,8 +267,7 @@ class _PartEngine(RoundPipe):
         self._backwards = backwards
         self._room = room
         buffers = GradientBuffers(host.memory, host.rules)  # because those of another part have another layout
-        self._set_up(module, _UNSET, buffers)
-        self._planner.keeps_layers = False
+        self._set_up(module, _UNSET, buffers, keeps_layers=False)
         self._seal()
 
     def _use_newest_weights(self) -> None:
@@ -289,12 +289,12 @@ class _PartEngine(RoundPipe):
     def _make_room(self, planned: Planned) -> None:
         """No seats, for the same reason as no residents."""
 
-    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes], batch: Batch) -> frozenset[int]:
+    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
         """None, because each part's planner believes that the devices' spare memory is its own."""
         return frozenset()
 
 
-def refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:
+def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:
     """Raises ConfigError for settings that describe inputs or layers of one engine."""
     for name in ("split_input", "split_label", "merge_output", "execute_plan"):
         if getattr(config, name) is not None:

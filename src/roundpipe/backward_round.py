@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from .optim.step_thread import StepThread
 from .params.seats import Seats
-from .plan.schedule import Passes
+from .plan.actions import Passes
 from .runtime.autograd import Gradients
 from .runtime.call import Call
 from .runtime.pipeline import Pipeline

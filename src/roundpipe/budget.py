@@ -1,4 +1,4 @@
-"""How much of its devices an engine may plan with: what was free when it was last asked, and its own share of that."""
+"""How much of its devices an engine may plan with: what was free when it was last asked, and what was its own."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -93,7 +93,7 @@ class Host:
         self.steps = StepThread(
             self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
         )
-        self.crew = Crew(devices, store, self.memory, BlockCompiler(layers if settings.compile else ()))
+        self.crew = Crew(devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices))
         self._working = WorkingWeights(store.parameters)
 
     @property

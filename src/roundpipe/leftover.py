@@ -6,7 +6,7 @@ from itertools import chain
 from .params.seats import Seats
 from .params.store import ParameterStore
 from .plan.actions import Passes
-from .plan.costs import Grain, StageSums
+from .plan.costs import StageSums
 from .plan.memory import predicted_peak
 from .plan.residency import resident_layers
 from .plan.schedule import group_of
@@ -45,42 +45,37 @@ class Leftover:
         needs = planned.needs
         return needs.allowed - needs.most + needs.slots - self._seats.num_bytes
 
-    def resident_layers(
-        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, *, grain: Grain = "stage"
-    ) -> frozenset[int]:
+    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
         """The layers that stay on devices between the visits of ``rounds`` (a call's, or its forward's and backward's),
         and for the next call, beside the seats there are."""
-        measured, taken = self._planner.measured(), self._seats.num_bytes
-        key = (tuple(map(tuple, rounds)), num_microbatches, grain, measured, taken)
-        known = measured.version, planned.needs.allowed, planned.spilled  # the last two change after a shortage
+        taken = self._seats.num_bytes
+        key = planned.wish, tuple(map(tuple, rounds)), taken
+        # The last two change after a shortage.
+        known = planned.measured.version, planned.needs.allowed, planned.spilled
         before, layers = self._resident.get(key, (None, frozenset()))
         if before != known:
-            layers = self._find_resident(planned, rounds, num_microbatches, grain, taken)
+            layers = self._find_resident(planned, rounds, taken)
             self._resident[key] = (known, layers)
         return layers
 
-    def _find_resident(
-        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, grain: Grain, taken: int
-    ) -> frozenset[int]:
+    def _find_resident(self, planned: Planned, rounds: Sequence[Passes], taken: int) -> frozenset[int]:
         weights = [layer.num_bytes for layer in self._store.layers]
-        # What is not frozen, so that the gaps between parameters do not count as worth keeping.
         frozen = [
             sum(use.parameter.nbytes for use in layer.uses if not use.parameter.requires_grad)
             for layer in self._store.layers
         ]
+        # What is not frozen, so that the gaps between parameters do not count as worth keeping.
         trained = [all_ - kept for all_, kept in zip(weights, frozen, strict=True)]
-        return resident_layers(rounds, weights, trained, self._fits(planned, rounds, num_microbatches, grain, taken))
+        return resident_layers(rounds, weights, trained, self._fits(planned, rounds, taken))
 
-    def _fits(
-        self, planned: Planned, rounds: Sequence[Passes], num_microbatches: int, grain: Grain, taken: int
-    ) -> Callable[[frozenset[int]], bool]:
+    def _fits(self, planned: Planned, rounds: Sequence[Passes], taken: int) -> Callable[[frozenset[int]], bool]:
         """Whether there is room for resident layers beside a plan and what is ``taken``."""
         if not self._planner.budget.is_known:
             return lambda _: False
         if not planned.is_sure:  # by the guesses that its plan was made from
             left = planned.needs.allowed - planned.needs.most - taken
             return lambda kept: sum(self._store.layers[layer].num_bytes for layer in kept) <= left
-        costs, whole = self._planner.problem("fused", num_microbatches, grain=grain, returns=True)
+        costs, whole = self._planner.problem_of(planned)
         totals, (_, rounds, round_) = StageSums(costs), group_of(rounds, whole)
         visits = list(chain.from_iterable(rounds))  # together, because a backward finds inputs that its forward kept
 

@@ -29,8 +29,9 @@ from .memory.pinning import PinMode
 from .params.gradients import GradientBuffers
 from .params.store import ParameterStore
 from .parts.find import layers_of
+from .plan.actions import Passes
 from .plan.execute_plan import ModelExecutePlan, RunType
-from .plan.schedule import Passes, backward_passes, forward_passes, fused_passes, saved_layers
+from .plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
 from .planner import Planned, Planner
 from .runtime.autograd import attach, commits_held, when_pass_ends
 from .runtime.call import Call, CallSettings, LossFn
@@ -116,8 +117,11 @@ class RoundPipe(Engine):
         self._set_up(model, model_run_config, host.buffers)
         self._seal()
 
-    def _set_up(self, model: nn.Module, config: RoundPipeRunConfig, buffers: GradientBuffers) -> None:
-        """Readies the pipeline for the layers of ``model``, which are those of ``_store``."""
+    def _set_up(
+        self, model: nn.Module, config: RoundPipeRunConfig, buffers: GradientBuffers, *, keeps_layers: bool = True
+    ) -> None:
+        """Readies the pipeline for the layers of ``model``, which are those of ``_store``. ``keeps_layers``: see
+        `Planner`."""
         self._config = config
         self._hold(sequence=model)
         layers, host = layers_of(model), self._host
@@ -126,7 +130,12 @@ class RoundPipe(Engine):
             layers, host.crew, self._store, host.rules, buffers, host.condition, self._steps.is_published
         )
         self._planner = Planner(
-            self._store, host.crew.devices, layers=layers, rules=host.rules, held_bytes=host.device_bytes
+            self._store,
+            host.crew.devices,
+            layers=layers,
+            rules=host.rules,
+            held_bytes=host.device_bytes,
+            keeps_layers=keeps_layers,
         )
         self._leftover = Leftover(self._planner, self._store, host.seats)
         host.steps.update_listeners.append(self._planner.rates.record_update)
@@ -363,6 +372,7 @@ class RoundPipe(Engine):
             tokens=tokens_of(inputs),
             input_bytes=max(map(num_bytes, inputs)),
             caller_bytes=bytes_with_caller(batch.boundaries),
+            wants_gradients=batch.wants_gradients,
             returns=returns,
             grain=batch.grain,
         )
@@ -387,7 +397,7 @@ class RoundPipe(Engine):
         """A call to start; ``backward``: the visits that will follow it in a call of their own."""
         streams = self._pipeline.streams(enabled=batch.config.preserve_rng_state is not False)
         posts = {("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)}
-        resident = self._resident_layers(planned, [passes, backward] if backward else [passes], batch)
+        resident = self._resident_layers(planned, [passes, backward] if backward else [passes])
         return self._pipeline.prepare(passes, settings, streams, posts=posts, resident_layers=resident)
 
     # What an engine that is part of a larger one does otherwise.
@@ -406,8 +416,8 @@ class RoundPipe(Engine):
         """A backward round is over."""
         when_pass_ends(lambda: self._steps.commit(call))
 
-    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes], batch: Batch) -> frozenset[int]:
-        return self._leftover.resident_layers(planned, rounds, batch.num_microbatches, grain=batch.grain)
+    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
+        return self._leftover.resident_layers(planned, rounds)
 
     def _backward_round(self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]) -> BackwardRound:
         return BackwardRound(

@@ -16,7 +16,7 @@ from .plan.costs import Grain, LayerCosts, Round
 from .plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
 from .plan.measure import Measurements, Rates, ShapeMeasurements, with_guessed_graphs
 from .plan.memory import Peak
-from .priors import Priors
+from .priors import Prior, Priors
 
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
 _WORTH_CHANGING = 0.03
@@ -37,34 +37,36 @@ class Needs(NamedTuple):
     allowed: float
 
 
-class Planned(NamedTuple):
-    """What a call does.
-
-    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
-    last. ``is_timed``: it is one of the few calls that are timed.
-    ``is_sure``: needs were predicted from graphs that were measured.
-    """
-
-    plan: ModelExecutePlan
-    spilled: frozenset[int]
-    needs: Needs
-    measured: ShapeMeasurements
-    is_timed: bool
-    is_sure: bool
-
-
-class _Wish(NamedTuple):
+class Wish(NamedTuple):
     """Calls that may use one plan: what makes another plan right is another wish."""
 
     run_type: RunType
     num_microbatches: int
     grain: Grain
     shapes: Hashable
+    wants_gradients: bool
     overlaps: bool
     trains: tuple[bool, ...]
     modes: tuple[bool, ...]
     chosen: ModelExecutePlan | None
     returns: bool
+
+
+class Planned(NamedTuple):
+    """What a call that was to be as in ``wish`` does.
+
+    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
+    last. ``is_timed``: it is one of the few calls that are timed.
+    ``is_sure``: needs were predicted from graphs that were measured.
+    """
+
+    wish: Wish
+    plan: ModelExecutePlan
+    spilled: frozenset[int]
+    needs: Needs
+    measured: ShapeMeasurements
+    is_timed: bool
+    is_sure: bool
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Planner:
         layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up, not multiplied.
         rules: what gradients are summed in; default fp32.
         held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
+        keeps_layers: whether layers may stay on devices between visits: not where other engines plan with that memory.
     """
 
     def __init__(
@@ -109,27 +112,23 @@ class Planner:
         layers: Sequence[nn.Module] = (),
         rules: GradientRules | None = None,
         held_bytes: Callable[[], Mapping[str, int] | None] = dict,
+        keeps_layers: bool = True,
     ) -> None:
         self._store = store
         self._num_devices = len(devices)
         self._layers = layers
         self._priors = Priors(store, layers, rules or GradientRules(torch.float32, None))
         self._measurements = Measurements()
-        self._in_use: dict[_Wish, _InUse] = {}
+        self._in_use: dict[Wish, _InUse] = {}
         self._writes: dict[Hashable, bool] = {}
         self._tokens: dict[Hashable, int] = {}
         self._input_bytes: dict[Hashable, int] = {}
-        self._latest: _Wish | None = None
+        self._latest: Wish | None = None
         self._overlaps = True
         # Sums over shares are bitwise those of one visit nowhere; accelerators do not promise that between each other.
         self._may_share = all(device.torch_device.type != "cpu" for device in devices)
+        self._keeps_layers = keeps_layers
         self.budget = MemoryBudget(devices, held_bytes)
-        self.keeps_layers = True  # whether some may stay on devices between visits
-
-    @property
-    def layer_costs(self) -> LayerCosts:
-        """Costs before anything was measured."""
-        return self._priors.of(self._priors.trains()).costs
 
     # What happens, told by the engine.
 
@@ -172,6 +171,7 @@ class Planner:
         tokens: int = 0,
         input_bytes: int = 0,
         caller_bytes: int = 0,
+        wants_gradients: bool = False,
         returns: bool = False,
     ) -> Planned:
         """The plan for a call.
@@ -182,12 +182,15 @@ class Planner:
             tokens: about how many of them are tokens, if that is known.
             input_bytes: of the largest microbatch.
             caller_bytes: of inputs that are on devices already, or whose gradients will be.
+            wants_gradients: whether the backward goes on to the inputs, whatever trains.
             returns: whether outputs stay on devices until all of them are known.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
         """
-        self._latest = wish = self._wish(run_type, num_microbatches, chosen, shapes, grain, returns)
+        self._latest = wish = self._wish(
+            run_type, num_microbatches, chosen, grain, shapes=shapes, wants_gradients=wants_gradients, returns=returns
+        )
         self._input_bytes[wish.shapes] = max(input_bytes, self._input_bytes.get(wish.shapes, 0))
         self._tokens[wish.shapes] = max(tokens, self._tokens.get(wish.shapes, 0))
         measured = self._measured(wish)
@@ -200,7 +203,7 @@ class Planner:
         in_use.calls += 1
         peak = in_use.peak
         needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
-        return Planned(in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
+        return Planned(wish, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
 
     def next_plan(
         self,
@@ -210,8 +213,8 @@ class Planner:
         *,
         grain: Grain = "stage",
     ) -> ModelExecutePlan:
-        """What ``plan`` would give for the shapes of the latest call, without there being a call."""
-        return self._of(self._wish(run_type, num_microbatches, chosen, None, grain)).plan
+        """What ``plan`` would give for inputs like those of the latest call, without there being a call."""
+        return self._of(self._wish_like_latest(run_type, num_microbatches, chosen, grain)).plan
 
     def reconsider(self) -> None:
         """Looks for a better plan for the next call like the latest one, if enough was learnt since.
@@ -230,7 +233,7 @@ class Planner:
         in_use.patience *= 2
         self._look_again(wish, measured)
 
-    def _look_again(self, wish: _Wish, measured: ShapeMeasurements) -> None:
+    def _look_again(self, wish: Wish, measured: ShapeMeasurements) -> None:
         """A better plan, if there is one, and in any case what it needs by what is known now."""
         in_use, known = self._in_use[wish], self._known(wish, measured)
         costs, round_ = self._problem(wish, measured)
@@ -240,6 +243,7 @@ class Planner:
             plan = _better(wish.run_type, plan, costs, round_, is_refuted=was_short)
         self._in_use[wish] = replace(
             in_use,
+            plan=plan,
             peak=plan_peak(plan, wish.run_type, costs, round_),
             allowed=round_.budget_bytes,
             known=known,
@@ -247,42 +251,38 @@ class Planner:
             shortages=measured.shortages,
             is_sure=measured.knows_graphs,
             waited=0,
+            calls=in_use.calls if plan == in_use.plan else 0,
             round_ms=None,
         )
-        if plan != in_use.plan:
-            self._in_use[wish] = replace(self._in_use[wish], plan=plan, calls=0)
 
-    def problem(
-        self,
-        run_type: RunType,
-        num_microbatches: int,
-        *,
-        grain: Grain = "stage",
-        returns: bool = False,
-    ) -> tuple[LayerCosts, Round]:
-        """What a plan has to solve, with the shapes of the latest call."""
-        wish = self._wish(run_type, num_microbatches, None, None, grain, returns)
+    def problem(self, run_type: RunType, num_microbatches: int, *, grain: Grain = "stage") -> tuple[LayerCosts, Round]:
+        """What a plan has to solve, with inputs like those of the latest call."""
+        wish = self._wish_like_latest(run_type, num_microbatches, None, grain)
         return self._problem(wish, self._measured(wish))
 
+    def problem_of(self, planned: Planned) -> tuple[LayerCosts, Round]:
+        """What a plan for that call has to solve, by what is known now."""
+        return self._problem(planned.wish, planned.measured)
+
     def measured(self) -> ShapeMeasurements:
-        """Where workers record the costs of microbatches with the shapes of the latest call."""
-        return self._measured(self._wish("fused", 1, None, None, "stage"))
+        """Where workers record the costs of microbatches like those of the latest call."""
+        return self._measured(self._wish_like_latest("fused", 1, None, "stage"))
 
     def hides_update(self, planned: Planned) -> bool:
         """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
-        wish = self._latest
-        if wish is None or not wish.overlaps or not planned.is_sure:
+        wish = planned.wish
+        if not wish.overlaps or not planned.is_sure:
             return False
         if not self.rates.knows_update:
             return True
         in_use, version = self._in_use[wish], planned.measured.version
         if in_use.round_ms is None or in_use.round_ms[0] != version:
-            costs, round_ = self._problem(wish, planned.measured)
+            costs, round_ = self.problem_of(planned)
             ms = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
             in_use.round_ms = version, ms
         return self.rates.update_ms(0.0) < in_use.round_ms[1]
 
-    def _of(self, wish: _Wish) -> _InUse:
+    def _of(self, wish: Wish) -> _InUse:
         in_use, measured = self._in_use.get(wish), self._measured(wish)
         if in_use is None or self._is_due(in_use, wish, measured):
             self.budget.ask()
@@ -295,51 +295,72 @@ class Planner:
         run_type: RunType,
         num_microbatches: int,
         chosen: ModelExecutePlan | None,
-        shapes: Hashable,
         grain: Grain,
+        *,
+        shapes: Hashable = None,
+        wants_gradients: bool = False,
         returns: bool = False,
-    ) -> _Wish:
+    ) -> Wish:
         if shapes is None and self._latest is not None:
             shapes = self._latest.shapes
-        modes = tuple(layer.training for layer in self._layers)
-        overlaps = self._overlaps and run_type == "fused"
-        trains = self._priors.trains()
-        return _Wish(run_type, num_microbatches, grain, shapes, overlaps, trains, modes, chosen, returns)
+        return Wish(
+            run_type=run_type,
+            num_microbatches=num_microbatches,
+            grain=grain,
+            shapes=shapes,
+            wants_gradients=wants_gradients,
+            overlaps=self._overlaps and run_type == "fused",
+            trains=self._priors.trains(),
+            modes=tuple(layer.training for layer in self._layers),
+            chosen=chosen,
+            returns=returns,
+        )
 
-    def _measured(self, wish: _Wish) -> ShapeMeasurements:
+    def _wish_like_latest(
+        self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None, grain: Grain
+    ) -> Wish:
+        wants_gradients = self._latest is not None and self._latest.wants_gradients
+        return self._wish(run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients)
+
+    def _prior(self, wish: Wish) -> Prior:
+        return self._priors.of(wish.trains, wants_gradients=wish.wants_gradients)
+
+    def _measured(self, wish: Wish) -> ShapeMeasurements:
+        prior = self._prior(wish)
         # What trains decides what a backward does, so times measured otherwise say nothing.
-        return self._measurements.of((wish.shapes, wish.trains), self._priors.of(wish.trains).costs)
+        return self._measurements.of((wish.shapes, wish.trains, prior.first_trained), prior.costs)
 
-    def _problem(self, wish: _Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
-        prior, costs = self._priors.of(wish.trains), measured.costs()
+    def _problem(self, wish: Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
+        prior, costs = self._prior(wish), measured.costs()
         return costs.by_layer() if wish.grain == "layer" else costs, Round(
             num_devices=self._num_devices,
             num_microbatches=wish.num_microbatches,
             overlaps=wish.overlaps,
             grain=wish.grain,
             first_trained=prior.first_trained,
-            budget_bytes=self._allowed(wish, measured, blindly=not measured.knows_graphs),
+            budget_bytes=self._allowed(wish, measured),
             may_share=self._shares(wish),
             optimizer_ms=measured.rates.update_ms(prior.update_ms),
-            keeps_layers=self.keeps_layers and self.budget.is_known,
+            keeps_layers=self._keeps_layers and self.budget.is_known,
         )
 
-    def _allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool) -> float:
-        """Bytes that a plan may fill beside the caller's inputs and outputs and what was found to be needed besides."""
+    def _allowed(self, wish: Wish, measured: ShapeMeasurements) -> float:
+        """Bytes that a plan may fill, as careful as guesses and shortages ask for."""
         left = _AFTER_SHORTAGES[min(measured.shortages, len(_AFTER_SHORTAGES) - 1)]
-        return self._most_allowed(wish, measured, blindly=blindly) * left
+        return self._most_allowed(wish, measured, blindly=not measured.knows_graphs) * left
 
-    def _most_allowed(self, wish: _Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
+    def _most_allowed(self, wish: Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
+        """Beside the caller's inputs and outputs."""
         outputs = measured.output_bytes if wish.returns else 0
         return self.budget.for_plans(measured.caller_bytes + outputs, blindly=blindly)
 
-    def _first(self, wish: _Wish, measured: ShapeMeasurements) -> _InUse:
+    def _first(self, wish: Wish, measured: ShapeMeasurements) -> _InUse:
         """Leaves room for activations nobody has seen yet, and after shortages; but no call is refused because of a
         guess."""
         costs, round_ = self._problem(wish, measured)
         known = costs
         if not measured.knows_graphs:
-            costs = with_guessed_graphs(costs, self._priors.of(wish.trains).sizes, self._tokens.get(wish.shapes, 0))
+            costs = with_guessed_graphs(costs, self._prior(wish).sizes, self._tokens.get(wish.shapes, 0))
             given = self._input_bytes.get(wish.shapes, 0)
             costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
         if wish.chosen is not None:
@@ -365,14 +386,14 @@ class Planner:
             is_sure=measured.knows_graphs,
         )
 
-    def _shares(self, wish: _Wish) -> bool:
+    def _shares(self, wish: Wish) -> bool:
         """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
         return self._may_share and self._writes.get((wish.run_type, wish.modes)) is False
 
-    def _known(self, wish: _Wish, measured: ShapeMeasurements) -> Hashable:
+    def _known(self, wish: Wish, measured: ShapeMeasurements) -> Hashable:
         return measured.version, self._shares(wish)
 
-    def _is_due(self, in_use: _InUse, wish: _Wish, measured: ShapeMeasurements) -> bool:
+    def _is_due(self, in_use: _InUse, wish: Wish, measured: ShapeMeasurements) -> bool:
         return in_use.known != self._known(wish, measured) and in_use.waited + 1 >= in_use.patience
 
 

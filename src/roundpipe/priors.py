@@ -13,7 +13,7 @@ from .plan.measure import LayerSize, prior_costs, prior_update_ms
 
 
 class Prior(NamedTuple):
-    """The model as it trains now."""
+    """The model as it trains now. ``first_trained``: nothing below that layer needs a backward."""
 
     sizes: list[LayerSize]
     first_trained: int
@@ -22,7 +22,7 @@ class Prior(NamedTuple):
 
 
 class Priors:
-    """One for each choice of what trains.
+    """One for each choice of what trains, with and without a backward that goes on to the inputs.
 
     Args:
         layers: the modules, to tell embeddings (looked up) from weights that are multiplied.
@@ -33,19 +33,20 @@ class Priors:
         self._store = store
         self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
         self._rules = rules
-        self._made: dict[tuple[bool, ...], Prior] = {}
+        self._made: dict[tuple[tuple[bool, ...], bool], Prior] = {}
 
     def trains(self) -> tuple[bool, ...]:
         """What does, now."""
         return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
 
-    def of(self, trains: tuple[bool, ...]) -> Prior:
+    def of(self, trains: tuple[bool, ...], *, wants_gradients: bool) -> Prior:
         """When asked for the first time, that has to be what trains now."""
-        if trains not in self._made:
+        key = trains, wants_gradients
+        if key not in self._made:
             sizes = [self._size(layer) for layer in self._store.layers]
-            first_trained = self._store.first_trainable_layer()
-            self._made[trains] = Prior(sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes))
-        return self._made[trains]
+            first_trained = 0 if wants_gradients else self._store.first_trainable_layer()
+            self._made[key] = Prior(sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes))
+        return self._made[key]
 
     def _size(self, layer: LayerParameters) -> LayerSize:
         multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]

@@ -115,8 +115,11 @@ def will_log(trainer: "RoundPipeTrainerMixin") -> bool:
 def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
     """Tells Accelerate how many rows the last batch of a data set without a length has: its loss counts once for each.
 
-    Accelerate counts them itself only where it puts batches on a device, and takes the batch for a full one else.
+    Accelerate counts them itself only where it dispatches batches, which unless told it does where it puts them on a
+    device, and takes the batch for a full one else.
     """
+    if trainer.accelerator.dispatch_batches is False:
+        return
     state: Any = trainer.accelerator.gradient_state
     # Not if the user evaluates with a loader that was not prepared, when it still is the training's.
     is_evaluated = state.active_dataloader is trainer.callback_handler.eval_dataloader

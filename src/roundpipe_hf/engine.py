@@ -5,6 +5,7 @@ makes a new one for every run.
 """
 
 import logging
+import operator
 import time
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from roundpipe import RoundPipe
+from roundpipe.errors import ConfigError
 from roundpipe.wrap import wrap_model_to_roundpipe
 
 from .arguments import engine_devices, pipeline_of
@@ -31,13 +33,34 @@ class Laid(NamedTuple):
     shape: torch.Size
 
 
+class Layout(NamedTuple):
+    """What an engine is made over."""
+
+    modules: list[nn.Module]
+    parameters: list[Laid]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Layout":
+        parameters = [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
+        return cls(list(model.modules()), parameters)
+
+    def is_same(self, now: "Layout", *, trains: bool) -> bool:
+        """``trains``: whether it matters which parameters train."""
+        if len(self.modules) != len(now.modules) or len(self.parameters) != len(now.parameters):
+            return False
+        return all(map(operator.is_, self.modules, now.modules)) and all(
+            a.parameter is b.parameter and a[2:] == b[2:] and (a.is_trained == b.is_trained or not trains)
+            for a, b in zip(self.parameters, now.parameters, strict=True)
+        )
+
+
 class EngineSlot:
     """Holds at most one engine. Used by the user's thread only."""
 
     def __init__(self, engine: RoundPipe | None = None) -> None:
         self._engine = engine
         self._owns_engine = engine is None
-        self._seen = [] if engine is None else _layout(engine.model)
+        self._seen = None if engine is None else Layout.of(engine.model)
         self._versions = [] if engine is None else _versions(engine.model)
         self.build_seconds = 0.0
 
@@ -68,8 +91,10 @@ class EngineSlot:
         when adapters were merged, say, ends with that: the next use builds another."""
         if self.current is None:
             return
-        if is_in_run or self.is_given or self._fits(model, trains=False):
+        if self.is_given or self._fits(model, trains=False):
             self.current.synchronize()
+        elif is_in_run:
+            raise changed_in_run()
         else:
             self.current.close()
 
@@ -98,7 +123,9 @@ class EngineSlot:
 
     def _fits(self, model: nn.Module, *, trains: bool = True) -> bool:
         engine = self.current
-        return engine is not None and engine.model is model and _is_same(self._seen, _layout(model), trains=trains)
+        if engine is None or engine.model is not model or self._seen is None:
+            return False
+        return self._seen.is_same(Layout.of(model), trains=trains)
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
@@ -109,7 +136,7 @@ class EngineSlot:
         self._engine = _build(model, args)
         self._owns_engine = True
         self.build_seconds = time.perf_counter() - started
-        self._seen = _layout(model)
+        self._seen = Layout.of(model)
         self._versions = _versions(model)
 
 
@@ -129,21 +156,15 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
     return cast(RoundPipe, engine)
 
 
-def _layout(model: nn.Module) -> list[Laid]:
-    return [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
+def changed_in_run() -> ConfigError:
+    return ConfigError(
+        "modules or parameters of the model were added, removed, replaced, cast, frozen or unfrozen during train(), "
+        "which the optimizer cannot follow; do it before, or between two calls of train()"
+    )
 
 
 def _versions(model: nn.Module) -> list[int]:
     return [parameter._version for parameter in model.parameters()]
-
-
-def _is_same(seen: list[Laid], now: list[Laid], *, trains: bool) -> bool:
-    if len(seen) != len(now):
-        return False
-    return all(
-        a.parameter is b.parameter and a[2:] == b[2:] and (a.is_trained == b.is_trained or not trains)
-        for a, b in zip(seen, now, strict=True)
-    )
 
 
 def runs_by_preset(engine: RoundPipe) -> bool:

@@ -16,14 +16,13 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
 from roundpipe.microbatch import batch_size_of
 
+from .loss_sample import rows_at
+
 # Relative to the loss. Below fp32 it moves where kernels add up one row in another order than two.
 TOLERANCE, TOLERANCE_BELOW_FP32 = 1e-5, 1e-4
-# How many labels each row of the sample keeps. Far apart, so that weighting by tokens and by rows cannot be confused.
-_KEPT = (3, 9)
 
 
 class MeanOver(Enum):
@@ -75,19 +74,16 @@ Measure = Callable[[Mapping[str, Any], MeanOver], float | None]
 
 
 def learn_rule(
-    batch: Mapping[str, Any],
+    sample: Mapping[str, Any],
     evaluate: Callable[[Mapping[str, Any]], Evaluated],
     measure: Measure,
     tolerance: float = TOLERANCE,
 ) -> LossRule | None:
-    """Finds the rule of a loss by evaluating it on two rows of ``batch``, together and apart.
+    """Finds the rule of a loss by evaluating it on the rows of ``sample``, together and apart.
 
-    Returns None where this batch cannot tell: a single row, no valid label, rows with equal losses.
+    Returns None where these cannot tell: no valid label, rows with equal losses.
     """
-    sample = two_rows(batch)
-    if sample is None:
-        return None
-    rows = [take_rows(sample, 0), take_rows(sample, 1)]
+    rows = [rows_at(sample, [row]) for row in range(batch_size_of((), dict(sample)) or 0)]
     whole, *parts = [evaluate(inputs) for inputs in (sample, *rows)]
     weights = {over: shares for over in MeanOver if (shares := _shares(sample, rows, over, measure)) is not None}
     return decide_rule(whole, parts, weights, tolerance)
@@ -137,43 +133,6 @@ def weighted(rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tens
         return evaluate(1) * weight
     once, twice = evaluate(1), evaluate(2)
     return 2 * (once - twice) + weight * (2 * twice - once)
-
-
-def two_rows(batch: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first two rows, their labels cut to a few of different number; None if there are not two rows."""
-    size = batch_size_of((), dict(batch))
-    if size is None or size < 2:
-        return None
-    sample = take_rows(batch, 0, 2)
-    for name in ("labels", "shift_labels"):
-        labels = sample.get(name)
-        if isinstance(labels, torch.Tensor) and labels.ndim == 2 and not labels.is_floating_point():
-            sample[name] = torch.stack([_keep(row, kept) for row, kept in zip(labels, _KEPT, strict=True)])
-    return sample
-
-
-def take_rows(batch: Mapping[str, Any], start: int, count: int = 1) -> dict[str, Any]:
-    """Rows of everything that has the batch's rows along dim 0."""
-    size = batch_size_of((), dict(batch))
-
-    def take(leaf: Any) -> Any:
-        is_cut = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == size
-        return leaf.narrow(0, start, count) if is_cut else leaf
-
-    taken: dict[str, Any] = tree_map(take, dict(batch))
-    return taken
-
-
-def _keep(labels: torch.Tensor, kept: int) -> torch.Tensor:
-    """Masks all but ``kept`` valid labels, the row's first among them: no causal model predicts that one, so counts
-    of labels and of targets differ."""
-    (valid,) = labels.ne(-100).nonzero(as_tuple=True)
-    if not len(valid):
-        return labels
-    few = torch.full_like(labels, -100)
-    few[valid[:kept]] = labels[valid[:kept]]
-    few[0] = labels[valid[0]]
-    return few
 
 
 def _shares(

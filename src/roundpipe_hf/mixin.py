@@ -19,7 +19,7 @@ from roundpipe.errors import ConfigError, PlanError
 
 from . import compat
 from .arguments import engine_settings_in, pipeline_of
-from .engine import EngineSlot, stop_checkpointing
+from .engine import EngineSlot, changed_in_run, stop_checkpointing
 from .evaluation import on_host
 from .loading import model_for_trainer
 from .optimizer import SAME_BUT_FASTER, PendingNorm, PipelineOptimizer, adopted, unwrapped
@@ -195,10 +195,7 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _run_window(self) -> list[torch.Tensor]:
         engine = self._engine()
         if self.is_in_loop and unwrapped(self.optimizer).engine is not engine:
-            raise ConfigError(
-                "parameters of the model were replaced, cast, frozen or unfrozen during train(), which the optimizer "
-                "cannot follow; do it before, or between two calls of train()"
-            )
+            raise changed_in_run()
         if self.is_in_loop and not self._window.has_run:
             self._slot.follow_writes(self.model)
         engine.train()
@@ -220,6 +217,8 @@ class RoundPipeTrainerMixin(SavingMixin):
         if isinstance(grad_norm, PendingNorm):
             # Only now, because reading it waits for the update.
             grad_norm = grad_norm.item() if compat.will_log(self) else None
+        if self.control.should_evaluate or self.control.should_save:
+            self.synchronize()  # both do, but an override may look at weights before they begin
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def _prepare_input(self, data: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .compat import base_model
 from .errors import UnknownModelCall
@@ -129,6 +129,7 @@ class Replay(ModelStandIn):
         self._answer = answer
         self._outputs = outputs
         self._expected = expected
+        self._writes = {name: _writes_to(value) for name, value in expected.items()}
         self._is_answered = False
 
     @property
@@ -149,20 +150,27 @@ class Replay(ModelStandIn):
 
     def _check(self, given: dict[str, Any]) -> None:
         for name in given.keys() | self._expected.keys():
-            if name not in given or name not in self._expected or not _is_same(given[name], self._expected[name]):
-                raise UnknownModelCall(
-                    f"compute_loss calls the model with another {name!r} than the pipeline ran with. The forward runs "
-                    "before compute_loss, which therefore must pass the batch's tensors on unchanged and call the "
-                    "model the same way each time; change the batch in the data collator instead"
-                )
+            if (
+                name not in given
+                or name not in self._expected
+                or not _is_same(given[name], self._expected[name])
+                or _writes_to(given[name]) != self._writes[name]
+            ):
+                raise _another(name)
 
 
 def record_call(compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> ModelCall:
     """Learns how ``compute_loss`` calls the model by running it up to that call ([Note: the model call])."""
+    copies = copied(inputs)
     try:
-        compute_loss(_Recorder(model), _copy(inputs), num_items_in_batch=num_items)
+        # In a shallow copy of the same type, because `compute_loss` pops what it takes out.
+        given: Any = type(inputs)(dict(copies))  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer assumes
+        compute_loss(_Recorder(model), given, num_items_in_batch=num_items)
     except _ModelCalled as call:
-        return _attribute(call.arguments, inputs, num_items)
+        for name, value in call.arguments.items():
+            if _writes_to(value) and any(value is copy for copy in copies.values()):
+                raise _another(name) from None
+        return _attribute(call.arguments, copies, num_items)
     raise UnknownModelCall(
         "compute_loss never called the model it was given; the pipeline trains through that call only. "
         "Call its `model` argument, not `self.model`"
@@ -210,6 +218,20 @@ def _is_same(given: Any, expected: Any) -> bool:
     return isinstance(expected, str | int | float | bool | None) and bool(given == expected)
 
 
-def _copy(inputs: Mapping[str, Any]) -> Any:
-    """A shallow copy of the same type, because `compute_loss` pops what it takes out."""
-    return type(inputs)(dict(inputs))  # type: ignore[call-arg]  # dict, BatchEncoding: what Trainer assumes too
+def _another(name: str) -> UnknownModelCall:
+    return UnknownModelCall(
+        f"compute_loss calls the model with another {name!r} than the pipeline ran with. The forward runs before "
+        "compute_loss, which therefore must pass the batch's tensors on unchanged and call the model the same way each "
+        "time; change the batch in the data collator instead"
+    )
+
+
+def _writes_to(value: Any) -> int:
+    """How often a tensor was written to in place."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def copied(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch for a loss that may write to it: it is called more than once for the same batch."""
+    copies: dict[str, Any] = tree_map_only(torch.Tensor, torch.clone, dict(inputs))
+    return copies

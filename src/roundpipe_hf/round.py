@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from roundpipe.microbatch import batch_size_of, split
 
 from .loss_rule import LossRule, Measure, weighted
-from .replay import ComputeLoss, ModelAnswer, ModelCall, Replay
+from .replay import ComputeLoss, ModelAnswer, ModelCall, Replay, copied
 
 # They describe all rows of a packed batch together: a batch that has them is not cut.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -62,8 +62,14 @@ def cut_window(
 
 def parts_of(inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
     """The microbatches of one batch."""
+    count = min(num_microbatch, most_parts(inputs))
+    return [kwargs for _, kwargs in split((), dict(inputs), None, count).inputs]
+
+
+def most_parts(inputs: Mapping[str, Any]) -> int:
+    """Into how many microbatches a batch can be cut."""
     is_packed = any(inputs.get(name) is not None for name in _PACKED)
-    return [kwargs for _, kwargs in split((), dict(inputs), None, 1 if is_packed else num_microbatch).inputs]
+    return 1 if is_packed else rows_of(inputs)
 
 
 def rows_of(inputs: Mapping[str, Any]) -> int:
@@ -88,6 +94,9 @@ class RoundLoss:
 
     Returns one loss per batch of the window, all but the microbatch's own zero, so that the engine's sums are the
     batches' losses.
+
+    Args:
+        writes: whether the loss may write to the batch, of which it gets a copy then.
     """
 
     def __init__(
@@ -99,6 +108,8 @@ class RoundLoss:
         rule: LossRule,
         batches: Sequence[StashedBatch],
         finish_outputs: Callable[[Any], Any],
+        *,
+        writes: bool,
     ) -> None:
         self._model = model
         self._compute_loss = compute_loss
@@ -108,6 +119,7 @@ class RoundLoss:
         self._divisors = [batch.divisor for batch in batches]
         self._container = type(batches[0].inputs)
         self._finish_outputs = finish_outputs
+        self._writes = writes
 
     def __call__(self, outputs: Any, label: MicrobatchLabel) -> list[torch.Tensor]:
         loss = self._share(outputs, label) / self._divisors[label.batch]
@@ -120,8 +132,9 @@ class RoundLoss:
 
     def _evaluate(self, outputs: Any, label: MicrobatchLabel, times: int) -> torch.Tensor:
         num_items = label.num_items if times == 1 or label.num_items is None else label.num_items * times
-        inputs: Any = self._container(label.inputs)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
-        expected = self._answer.arguments(self._call.arguments(label.inputs, num_items))
+        given = copied(label.inputs) if self._writes else label.inputs
+        inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
+        expected = self._answer.arguments(self._call.arguments(given, num_items))
         replay = Replay(self._model, self._answer, self._finish_outputs(outputs), expected, label.batch)
         loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
         return loss

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 # Callbacks of transformers read weights only while saving; some of TRL's do at every step.
 _CALLBACKS, _TRAINERS = ("transformers.",), ("transformers.", "trl.", "roundpipe_hf.")
 # What Trainer calls after the step and before the next round, besides callbacks.
-_BETWEEN = ("training_step", "get_batch_samples", "log", "_maybe_log_save_evaluate", "floating_point_ops")
+_BETWEEN = (
+    "training_step",
+    "_prepare_inputs",
+    "get_batch_samples",
+    "log",
+    "_maybe_log_save_evaluate",
+    "floating_point_ops",
+)
 
 
 def reads_weights(trainer: "RoundPipeTrainerMixin") -> bool:

@@ -1,17 +1,18 @@
 """The accumulation window: batches wait until it closes, go down as one pipeline round, and are stepped with."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from roundpipe import AutoRoundPipe, OptimizerCtx, RoundPipe, StepHandle
+from roundpipe import AutoRoundPipe, GradScaler, OptimizerCtx, RoundPipe, StepHandle
 from roundpipe.errors import ConfigError
 
 from .arguments import pipeline_of
 from .compat import tell_skipped
-from .in_parts import forward_backward, forward_loss, num_cut
+from .in_parts import LossFn, forward_backward, forward_loss, num_cut
 from .learnt_loss import LearntLoss
+from .loss_gradients import LossGradients
 from .memory import Footprint, Ladder
 from .optimizer import PipelineOptimizer
 from .round import StashedBatch
@@ -21,19 +22,22 @@ if TYPE_CHECKING:
     from .mixin import RoundPipeTrainerMixin
 
 Round = list[StashedBatch]
+T = TypeVar("T")
 
 
 class AccumulationWindow:
     """Used by the user's thread only.
 
     [Note: again] Where memory runs out, all rounds since the last step run again, because late visits of one may have
-    failed behind the others: their gradients are dropped first, so nothing is counted twice. Batches are kept until the
-    step has them. Random numbers are those of the first attempt: a call in which a layer drew has no late visits.
+    failed behind the others: their gradients are dropped first, and those of the loss's own parameters put back, so
+    nothing is counted twice. Batches are kept until the step has them. Random numbers are those of the first attempt: a
+    call in which a layer drew has no late visits.
     """
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
         self._trainer = trainer
         self._loss = LearntLoss(trainer)
+        self._loss_gradients = LossGradients()
         self._batches: Round = []
         self._since_step: list[Round] = []
         self._shown: list[Shown] = []
@@ -57,6 +61,7 @@ class AccumulationWindow:
         self._since_step.clear()
         self._shown = []
         self._loss.forget()
+        self._loss_gradients.forget()
 
     def run(self, engine: RoundPipe) -> list[torch.Tensor]:
         """Trains on the stashed batches in one round. Returns each batch's loss; the window is empty afterwards, also
@@ -70,9 +75,11 @@ class AccumulationWindow:
             attempts += 1
             return self._run(engine, batches, footprint) if attempts == 1 else self._again(engine, rounds, footprint)
 
-        losses = self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        losses = self._attempted(engine, rounds, attempt)
         if self._trainer.is_in_loop:
             self._since_step = rounds
+        else:
+            self._loss_gradients.forget()
         return losses
 
     def before_step(self) -> None:
@@ -100,8 +107,9 @@ class AccumulationWindow:
                     return error  # nothing to do with the rounds, or nothing to run again
                 raise
 
-        done = self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        done = self._attempted(engine, rounds, attempt)
         self._since_step = []
+        self._loss_gradients.forget()
         if isinstance(done, Exception):
             raise done
         return done
@@ -133,6 +141,13 @@ class AccumulationWindow:
         start = Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain="layer", is_joined=False)
         return self._evaluation.run(engine, start, most, attempt)
 
+    def _attempted(self, engine: RoundPipe, rounds: Sequence[Round], attempt: Callable[[Footprint], T]) -> T:
+        try:
+            return self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        except Exception:
+            self._loss_gradients.restore()  # because a smaller batch may be tried next
+            raise
+
     def _start(self, engine: RoundPipe) -> Footprint:
         grain: Any = pipeline_of(self._trainer.args).recompute_grain
         return Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain=grain or "stage", is_joined=True)
@@ -143,6 +158,7 @@ class AccumulationWindow:
     def _again(self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint) -> list[torch.Tensor]:
         """The losses of the last round. See [Note: again]."""
         engine.zero_grad()
+        self._loss_gradients.restore()
         losses: list[torch.Tensor] = []
         for batches in rounds:
             losses = self._run(engine, batches, footprint)
@@ -162,7 +178,7 @@ class AccumulationWindow:
             losses = forward_backward(
                 engine,
                 microbatches,
-                loss_fn if scaler is None else lambda outputs, label: scaler.scale(loss_fn(outputs, label)),
+                self._loss_gradients.noted(loss_fn if scaler is None else _scaled(loss_fn, scaler)),
                 footprint,
             )
         if not has_gradients:
@@ -178,6 +194,14 @@ class AccumulationWindow:
         if size > self._largest_landed:
             with OptimizerCtx():  # waits, and publishes nothing
                 self._largest_landed = size
+
+
+def _scaled(loss_fn: LossFn, scaler: GradScaler) -> LossFn:
+    def scaled(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
+        losses: Sequence[torch.Tensor] = scaler.scale(loss_fn(outputs, label))
+        return losses
+
+    return scaled
 
 
 def _elements(batch: StashedBatch) -> int:

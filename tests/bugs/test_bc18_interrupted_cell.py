@@ -11,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ from models import make_mlp, mlp_batch, squared_error_over
 from optimizers import PATIENCE_S
 from reference import Reference, weights_of
 from roundpipe import RoundPipe
+from roundpipe.runtime.board import Board
 
-LIMIT_S = 5.0
 NUM_STEPS = 4
 CELL = compile(
     textwrap.dedent(
@@ -54,6 +56,19 @@ CELL = compile(
 )
 
 
+@contextmanager
+def told() -> Iterator[threading.Event]:
+    """Set once a call knows that it is over."""
+    event, fail = threading.Event(), Board.fail
+
+    def noted(board: Board, error: BaseException) -> None:
+        fail(board, error)
+        event.set()
+
+    with mock.patch.object(Board, "fail", noted):
+        yield event
+
+
 class Notebook:
     """One namespace and what cells find in it."""
 
@@ -68,26 +83,39 @@ class Notebook:
             "is_async": is_async,
             "reach": self._reach,
         }
+        self._is_async, self._has_waited = is_async, False
         self._where, self._left, self._interruption = "", 0, Interruption()
+        self._end_of_hang = threading.Event()
 
     def run(self) -> list[float]:
         exec(CELL, self.namespace)
         return self.namespace["losses"]
 
     def run_interrupted(self, where: str) -> None:
-        """The fifth microbatch, or the second update, hangs until Ctrl-C comes."""
-        with Interruption() as self._interruption:
+        """The fifth microbatch, or the second update, hangs until Ctrl-C has come.
+
+        A microbatch until its call knows of it, because none is to be begun then; an asynchronous update until the cell
+        has been left, because nobody in it need wait.
+        """
+        is_left = threading.Event()
+        with Interruption() as self._interruption, told() as is_told:
+            self._end_of_hang = is_told if where == "call" else is_left
+            if where == "update" and not self._is_async:
+                is_left.set()  # because the caller waits for it
             self._where, self._left = where, 5 if where == "call" else 2
-            start = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 self.run()
-            assert time.monotonic() - start < LIMIT_S
+            num_left, has_waited = self._left, self._has_waited
+            is_left.set()
+        assert not has_waited, "the interrupt had no effect while this hung"
+        assert num_left == 0, f"{-num_left} microbatches were begun after the interrupt"
 
     def _reach(self, where: str) -> None:
         if where == self._where:
             self._left -= 1
             if self._left == 0:
                 self._interruption.hang()
+                self._has_waited = not self._end_of_hang.wait(PATIENCE_S)
 
     @property
     def engine(self) -> RoundPipe:

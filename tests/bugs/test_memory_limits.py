@@ -9,7 +9,8 @@ error held all that its callers had on devices, until a collection came.
 
 Long sequences through a large frozen model: before anything was measured, layers stayed on the device as if there were
 no activations; slots of an earlier plan were kept, and those given back were held by replicas waiting for their next
-visit; and a plan that had run out of memory was tried again and again.
+visit; and a plan that had run out of memory was tried again and again. A frozen model whose inputs train was planned
+for as if it had no backward.
 
 The devices here count what is on them. The adversarial one copies as late as it may.
 """
@@ -379,3 +380,20 @@ def test_layers_that_stayed_give_way_too(monkeypatch: pytest.MonkeyPatch, caplog
         monkeypatch.setattr(Wasteful, "times", 3 * weights // 2 // x.nbytes)
         forward_backward(engine, x)
     assert "made again with less on its devices" in caplog.text
+
+
+@of_both_kinds
+@pytest.mark.parametrize("call", [forward_backward, forward_then_backward])
+def test_a_frozen_model_hands_gradients_on_within_the_limit(call: Any, kind: Any) -> None:
+    """To a projector in front of it, for example: its backward keeps as much as if it trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(24)))
+    model.requires_grad_(requires_grad=False)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    device = kind(4 * INPUT)
+    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    with RoundPipe(model, devices=[device], model_run_config=config) as engine:
+        for _ in range(3):
+            call(engine, x)
+            engine.synchronize()
+        assert used_at_most(device) < device.limit

@@ -27,6 +27,7 @@ from injection import (
 from optimizers import PATIENCE_S
 from reference import buffers_of
 from roundpipe import RoundPipe
+from roundpipe.optim import publisher
 from roundpipe.params.copies import Masters
 from roundpipe.params.store import LayerParameters
 
@@ -157,12 +158,13 @@ def test_a_step_after_the_error_was_raised_is_not_cancelled(
 def failing_to_publish(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     publish = Masters.publish
 
-    def failing(self: Masters, parameters: LayerParameters, *rest: object) -> None:
-        if parameters.layer == layer:
+    def failing(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
+        if layers[0].layer == layer:
             INJECTION.reach("publish")
-        publish(self, parameters, *rest)
+        publish(self, layers, *rest)
 
     with monkeypatch.context() as patch:
+        patch.setattr(publisher, "_TOGETHER_BYTES", 0)
         patch.setattr(Masters, "publish", failing)
         yield
         assert not INJECTION.is_armed

@@ -23,6 +23,7 @@ from injection import (
 )
 from reference import buffers_of
 from roundpipe import RoundPipe
+from roundpipe.optim import publisher
 from roundpipe.params.copies import Masters
 from roundpipe.params.store import LayerParameters
 
@@ -178,12 +179,13 @@ def test_a_call_that_waits_for_publishing_can_be_interrupted(
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
     publish = Masters.publish
 
-    def hanging(self: Masters, parameters: LayerParameters, *rest: object) -> None:
-        if parameters.layer == layer:
+    def hanging(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
+        if layers[0].layer == layer:
             INJECTION.reach("publish")
-        publish(self, parameters, *rest)
+        publish(self, layers, *rest)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
+        patch.setattr(publisher, "_TOGETHER_BYTES", 0)
         patch.setattr(Masters, "publish", hanging)
         INJECTION.arm("publish", interruption.hang, at=1)
         with pytest.raises(KeyboardInterrupt):

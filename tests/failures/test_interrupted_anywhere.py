@@ -1,19 +1,13 @@
 """Ctrl-C at any moment of an engine call: the call counts whole or not at all, and the next one is right.
 
-Python raises KeyboardInterrupt where a function begins or a built-in one has returned. A profile function sends the
-signal at the n-th such place of the main thread, for n spread evenly over the whole call: also behind its last wait,
-where the generator is given back, buffers are written and gradients are committed one after the other.
+It comes at the n-th place of the main thread where it can, for n spread evenly over the whole call: also behind its
+last wait, where the generator is given back, buffers are written and gradients are committed one after the other.
 """
 
 import contextlib
-import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -22,40 +16,16 @@ from torch import nn
 import roundpipe
 from device_sets import ONE
 from engines import Engines, engine_gradients, engine_weights, run_batch
+from injection import Places
 from models import MLP_WIDTH, mlp_batch
 from reference import Tensors, buffers_of
 from roundpipe import ModelExecutePlan, RoundPipe
+from roundpipe.optim import publisher
 
 BATCH = mlp_batch(rows=4)
 PLAN = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 4), range(2)])
 WATCHED = (str(Path(roundpipe.__file__).parent), contextlib.__file__, threading.__file__)
 NUM_PLACES = 40
-
-
-class Places:
-    """Counts the places at which the calling thread can be interrupted inside the engine; sends SIGINT at one, or at
-    the first after it that is in no generator expression: Python drops what is raised while one is being closed."""
-
-    def __init__(self, place: int | None = None) -> None:
-        self.count = 0
-        self.has_sent = False
-        self._place = place
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        sys.setprofile(self._come_to)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def _come_to(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(WATCHED):
-            self.count += 1
-            is_due = self._place is not None and self.count >= self._place and not self.has_sent
-            if is_due and frame.f_code.co_name != "<genexpr>":
-                self.has_sent = True
-                signal.raise_signal(signal.SIGINT)
 
 
 def make_engine(engines: Engines) -> RoundPipe:
@@ -86,7 +56,7 @@ def same(one: Tensors, other: Tensors) -> bool:
 def places_in(run: Callable[[], None]) -> list[int]:
     counts = []
     for _ in range(3):  # some calls do more than others
-        places = Places()
+        places = Places(WATCHED)
         with places.watched():
             run()
         counts.append(places.count)
@@ -95,7 +65,7 @@ def places_in(run: Callable[[], None]) -> list[int]:
 
 
 def interrupted(run: Callable[[], None], place: int) -> bool:
-    places = Places(place)
+    places = Places(WATCHED, place)
     try:
         with places.watched():
             run()
@@ -179,3 +149,29 @@ def test_a_step_counts_whole_or_not_at_all(is_async: bool, engines: Engines) -> 
             ONE.check(now, {name: value - 2**-10 * gradients[name] for name, value in weights.items()}, bitwise=False)
         engine.zero_grad()
     assert 0 < num_steps < NUM_PLACES
+
+
+@pytest.mark.parametrize("kept", ["one copy", "two copies"])
+def test_a_flush_is_made_up_for_by_the_next_one(kept: str, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who saves again, because saving was interrupted, saves older weights."""
+    monkeypatch.setattr(publisher, "free_host_bytes", lambda: 1 << 60 if kept == "two copies" else 0)
+    engine = make_engine(engines)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=2**-10)
+
+    def step() -> None:
+        call(engine)
+        engine.step(optimizer.step, is_async=True)
+        engine._steps.wait_idle()
+
+    for _ in range(2):  # from the second on there may be second copies, which hold the newest weights
+        step()
+    places = Places(WATCHED)
+    with places.watched():
+        engine.synchronize()
+    num_interrupted = 0
+    for place in range(1, places.count, max(1, places.count // NUM_PLACES)):
+        step()
+        num_interrupted += interrupted(engine.synchronize, place)
+        weights = engine_weights(engine)
+        ONE.check(weights, dict(zip(weights, engine.optim_parameters(), strict=True)))
+    assert num_interrupted > NUM_PLACES * 0.8, "hardly any interrupt came through"

@@ -185,7 +185,7 @@ def test_a_loss_that_needs_more_than_two_rows(caplog: pytest.LogCaptureFixture) 
 
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
         assert_same(train_both(MODELS["full"], ROWS[:16], Quadruples, per_device_train_batch_size=8))
-    assert 'cannot be asked about one or two rows: RuntimeError("shape' in caplog.text
+    assert 'cannot be asked about a few rows: RuntimeError("shape' in caplog.text
 
 
 # --- when to ask, and what two answers make, as pure decisions ---

@@ -101,9 +101,18 @@ class Stream(IterableDataset[Any]):
         return iter(ROWS)
 
 
-@pytest.mark.parametrize("settings", [{}, {"compute_metrics": accuracy}, {"batch_eval_metrics": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"compute_metrics": accuracy},
+        {"batch_eval_metrics": True},
+        {"accelerator_config": {"dispatch_batches": False}},
+    ],
+)
 def test_a_data_set_without_a_length_counts_each_row_once(settings: dict[str, Any]) -> None:
-    """Its last batch is short, 1 row of 2, and its loss weighed as much as that of the full ones."""
+    """Its last batch is short, 1 row of 2, and its loss weighed as much as that of the full ones: Accelerate does that
+    only where it is told not to dispatch batches, as TRL tells it."""
     if "batch_eval_metrics" in settings:
         settings = settings | {"compute_metrics": lambda _, compute_result: {}}
     pair = make_both(MODELS["full"], ROWS, eval_dataset=Stream(), per_device_eval_batch_size=2, **settings)

@@ -135,7 +135,12 @@ def replace_a_parameter(trainer: Any) -> None:
     head.weight = nn.Parameter(head.weight.detach() * 0.1)
 
 
-@pytest.fixture(params=[merge_adapters, replace_a_parameter])
+def replace_a_module(trainer: Any) -> None:
+    """It has no parameters, but is another function."""
+    trainer.model.get_base_model().model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+@pytest.fixture(params=[merge_adapters, replace_a_parameter, replace_a_module])
 def changed(request: pytest.FixtureRequest) -> Pair:
     """Trainers whose models are others since their run: the engine refused whatever waits for its updates first."""
     pair = train_both(MODELS["lora"], ROWS, eval_dataset=ROWS[:3])
@@ -168,15 +173,30 @@ def test_unfreezing_between_runs_trains_what_was_frozen() -> None:
     assert "lm_head.weight" in differ(weights(trainer), before)
 
 
+def test_a_replaced_module_trains() -> None:
+    pair = train_both(MODELS["lora"], ROWS)
+    for trainer in pair:
+        replace_a_module(trainer)
+        run(trainer)
+    assert_same(pair)
+
+
 class Freezes(TrainerCallback):
     def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         model.lm_head.requires_grad_(False)
 
 
-def test_freezing_during_a_run_is_told() -> None:
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Freezes()])
+class Replaces(TrainerCallback):
+    def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        model.model.layers[0].mlp.act_fn = nn.Tanh()
+
+
+@pytest.mark.parametrize("changes", [Freezes, Replaces])
+def test_changes_of_the_model_during_a_run_are_told(changes: type) -> None:
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[changes()])
     with pytest.raises(ConfigError, match="frozen or unfrozen during train"):
         run(trainer)
+    trainer.remove_callback(changes)
     run(trainer)
     assert trainer.state.global_step == 4
 

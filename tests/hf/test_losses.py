@@ -1,6 +1,7 @@
 """The user's loss is used, whatever form it has, and batches cut into microbatches give the loss of the whole batch."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
+from preset_models import images, make_vit
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.errors import UnknownModelCall
 from roundpipe_hf.loss_rule import (
     ADDS_UP,
     KEEP_WHOLE,
@@ -106,6 +109,94 @@ def test_compute_loss_func(loss: Any, accumulation: int) -> None:
             MODELS["full"], ROWS, compute_loss_func=loss, gradient_accumulation_steps=accumulation, max_grad_norm=0
         )
     )
+
+
+WEIGHTS = torch.tensor([1.0, 10.0, 1.0, *[3.0] * 61])
+
+
+class ByClass:
+    """A mean that weighs classes, as in the documentation of `Trainer`."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**{name: value for name, value in inputs.items() if name != "weights"})
+        loss = self.loss_of(outputs.logits, inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def loss_of(self, logits: Tensor, inputs: Any) -> Tensor:
+        return cross_entropy(logits, inputs["labels"], weight=WEIGHTS[: logits.shape[-1]])
+
+
+class ByToken(ByClass):
+    def loss_of(self, logits: Tensor, inputs: Any) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten(), weight=WEIGHTS)
+
+
+class ByColumn(ByClass):
+    def loss_of(self, logits: Tensor, inputs: Any) -> Tensor:
+        losses = cross_entropy(logits, inputs["labels"], reduction="none")
+        return (losses * inputs["weights"]).sum() / inputs["weights"].sum()
+
+
+def image_rows(labels: Sequence[int], **column: Sequence[float]) -> list[dict[str, Any]]:
+    columns = {"pixel_values": images(len(labels))["pixel_values"], "labels": torch.tensor(labels)}
+    columns |= {name: torch.tensor(values) for name, values in column.items()}
+    return [{name: values[row] for name, values in columns.items()} for row in range(len(labels))]
+
+
+def token_rows_of_few_classes() -> list[dict[str, Any]]:
+    rows = token_rows(12, kept=(12,))
+    for index, row in enumerate(rows):
+        row["labels"] = torch.zeros_like(row["labels"])
+        row["labels"][10] = index % 3
+    return rows
+
+
+ALIKE: dict[str, tuple[type, Any, list[dict[str, Any]]]] = {
+    "class at the end": (ByClass, make_vit, image_rows([0, 0, 0, 1] * 3)),
+    "class in another batch": (ByClass, make_vit, image_rows([0, 2, 0, 2, 0, 0, 0, 2, 0, 0, 1, 2, 0, 1, 0, 0])),
+    "column": (ByColumn, make_vit, image_rows([0] * 12, weights=[1.0, 1.0, 1.0, 5.0] * 3)),
+    "token": (ByToken, MODELS["full"], token_rows_of_few_classes()),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_a_mean_with_weights_is_none_over_rows(case: str) -> None:
+    """The first rows have equal weights, and look like a plain mean."""
+    mixin, make, rows = ALIKE[case]
+    pair = train_both(
+        make,
+        rows,
+        mixin,
+        per_device_train_batch_size=4,
+        train_sampling_strategy="sequential",
+        remove_unused_columns=False,
+        learning_rate=0.01,
+        eval_dataset=rows[:4],
+        eval_strategy="epoch",
+    )
+    assert_same(pair)
+
+
+class Writes:
+    """Labels become those of the next class, each time that it is called."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        labels = inputs["labels"]
+        labels.copy_(torch.where(labels < 0, -100, (labels + 1) % 64))
+        outputs = model(input_ids=inputs["input_ids"])
+        loss = loss_of_both_kinds(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loss_that_writes_to_its_batch(accumulation: int) -> None:
+    """It is called several times for the same rows, which were then written to several times."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    assert_same(train_both(MODELS["full"], ROWS, Writes, **settings))
 
 
 def test_a_loss_that_cannot_be_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,6 +340,21 @@ class Edits:
         return model(input_ids=inputs["input_ids"].clone(), labels=inputs["labels"]).loss
 
 
+class Masks:
+    """The pipeline's forward has seen what was there before."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        inputs["input_ids"][:, 1] = 3
+        return model(**inputs).loss
+
+
+class MasksLater(Masks):
+    """Not when the loss is first called."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return super().compute_loss(model, inputs) if self.state.global_step else model(**inputs).loss  # type: ignore
+
+
 class CallsTwice:
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return model(**inputs).loss + model(**inputs).loss
@@ -288,6 +394,7 @@ class ChangesItsCall:
     ("mixin", "message"),
     [
         (Edits, "not in the batch"),
+        (Masks, "another 'input_ids'.*data collator"),
         (CallsTwice, "a second time"),
         (Penalises, "own parameter 'model.embed_tokens.weight'.*weight_decay"),
         (BypassesTheModel, "never called the model"),
@@ -301,6 +408,13 @@ def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer.train()
     assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+
+
+def test_a_loss_that_masks_only_later_is_refused_then() -> None:
+    trainer = make_both(MODELS["full"], ROWS, MasksLater).ours
+    with pytest.raises(UnknownModelCall, match="another 'input_ids'"):
+        trainer.train()
+    assert trainer.state.global_step == 1
 
 
 def test_a_loss_that_compares_with_the_base_is_refused() -> None:

@@ -1,6 +1,7 @@
 """What users rely on around training: their own optimizer, search, reports, the Hub, generation, single steps."""
 
 import types
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,61 @@ def test_an_overridden_method_between_steps_sees_the_update() -> None:
     norms = [[entry["norm"] for entry in logged(trainer)] for trainer in (logs, plain_logs)]
     assert norms[0] == pytest.approx(norms[1], abs=1e-6)
     assert len(set(norms[0])) > 3
+
+
+class Averages:
+    """Evaluates and saves averaged weights, put into the model meanwhile."""
+
+    flushes: Callable[[], int]
+    average: Any = None
+
+    def swapped(self, call: Callable[[], Any]) -> Any:
+        self.flushed = [*getattr(self, "flushed", []), self.flushes()]
+        current = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.average = {name: value.lerp((self.average or current)[name], 0.5) for name, value in current.items()}
+        self.model.load_state_dict(self.average)
+        result = call()
+        self.model.load_state_dict(current)
+        self.flushes()
+        return result
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.swapped(lambda: super(Averages, self).evaluate(*args, **kwargs))
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self.swapped(lambda: super(Averages, self).save_model(*args, **kwargs))
+
+
+@pytest.mark.parametrize("what", ["eval", "save"])
+def test_evaluating_and_saving_other_weights_meanwhile(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An override reads weights before evaluation or saving has begun."""
+    settings: dict[str, Any] = {f"{what}_strategy": "steps", f"{what}_steps": 1}
+    pair = make_both(MODELS["full"], ROWS, mixin=Averages, eval_dataset=ROWS[:4], **settings)
+    for trainer in pair:
+        trainer.flushes = count_flushes(monkeypatch)
+        run(trainer)
+    assert_same(pair)
+    assert_same_weights(pair.ours.average, pair.plain.average)
+    assert len(pair.ours.flushed) == len(pair.plain.flushed) == 4
+    assert all(pair.ours.flushed), "weights may be an update behind"
+
+
+class Prepares:
+    """Makes batches with the model, for example."""
+
+    flushes: Callable[[], int]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        self.flushed = [*getattr(self, "flushed", []), self.flushes()]
+        return super()._prepare_inputs(inputs)
+
+
+def test_batches_made_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_both(MODELS["full"], ROWS, mixin=Prepares).ours
+    trainer.flushes = count_flushes(monkeypatch)
+    run(trainer)
+    assert len(trainer.flushed) == 4
+    assert all(trainer.flushed[1:]), "weights may be an update behind"
 
 
 def count_flushes(monkeypatch: pytest.MonkeyPatch) -> Any:

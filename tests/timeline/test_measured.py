@@ -109,7 +109,7 @@ def test_nothing_is_timed_below_the_first_layer_that_trains(clock: Clock, engine
 
 def test_the_first_call_which_compiles_and_allocates_is_not_timed(clock: Clock, engines: Engines) -> None:
     engine = engines(nn.Sequential(*(Slow(clock) for _ in range(4))), ONE)
-    prior = engine.planner.layer_costs
+    prior = engine.planner.measured().costs()
     costs = costs_after(engine, clock, 1, execute_plan=PLAN)
     assert (costs.forward, costs.backward) == (prior.forward, prior.backward)
 

@@ -224,7 +224,7 @@ def test_slots_that_stay_are_counted(engines: Engines) -> None:
     (passes,) = plan.rounds("fused")
     costs, round_ = engine.planner.problem("fused", MICROBATCHES)
     planned = engine.planner.plan("fused", MICROBATCHES, plan)
-    resident = engine._leftover.resident_layers(planned, [passes], MICROBATCHES)
+    resident = engine._leftover.resident_layers(planned, [passes])
     assert resident
     expected = predicted_peak(passes, StageSums(costs), round_, resident=resident)
     assert expected.slots == engine.statistics()["slot_bytes"]["virtual:0"]

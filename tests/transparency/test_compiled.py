@@ -1,4 +1,5 @@
-"""Compiled layers: hooks that come later; on several devices one compilation at a time, and calls wait for its end."""
+"""Compiled layers: what cannot be compiled runs all the same; hooks that come later; on several devices one compilation
+at a time, and calls wait for its end."""
 
 import threading
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def triggers() -> Iterator[list[CallbackTrigger]]:
 def test_no_backward_is_compiled_beside_the_lock(
     on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, triggers: list[CallbackTrigger]
 ) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", aot_eager)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Inner() for _ in range(6))), mlp_batch(rows=8)
     expected = plain_call(model, batch.split(4), batch.loss_fn)
@@ -69,6 +70,44 @@ def test_no_backward_is_compiled_beside_the_lock(
     on.check(run_batch(engine, batch, 4), expected.loss, bitwise=False)
     on.check(engine_gradients(engine), expected.gradients, bitwise=False)
     assert set(triggers) == {CallbackTrigger.DYNAMO}
+
+
+@pytest.mark.parametrize("on", [ONE, TWO], ids=str)
+def test_what_cannot_be_compiled_runs_as_it_is(
+    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    model = nn.Sequential(*(Inner() for _ in range(4)))
+    expected = plain_call(model, BATCH.split(3), BATCH.loss_fn)
+    engine = engines(model, on, compile=True)
+    for _ in range(2):
+        engine.zero_grad()
+        on.check(run_batch(engine, BATCH, 3), expected.loss)
+        on.check(engine_gradients(engine), expected.gradients)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all("Inner for" in line for line in lines)
+    assert len([line for line in lines if "compiling" in line]) == on.count  # one for each device, not for each graph
+    assert [line for line in lines if "without being compiled" in line and "no space left" in line]
+
+
+def test_code_in_cpp_is_not_needed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a compiler for it what queues kernels is Python."""
+    tried = []
+
+    def compile_(graph: torch.fx.GraphModule, inputs: Any, config_patches: dict[str, Any]) -> Any:
+        tried.append(config_patches)
+        if config_patches.get("cpp_wrapper"):
+            raise OSError("no compiler")
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_)
+    double = torch.compile(lambda x: 2 * x, backend=compiler._Backend("double", in_cpp=True))
+    assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert tried == [{"cpp_wrapper": True}, {}]
+    assert not [record for record in caplog.records if "without being compiled" in record.getMessage()]
 
 
 def test_a_call_while_another_thread_compiles_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

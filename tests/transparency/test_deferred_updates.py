@@ -20,7 +20,7 @@ from engines import Engines, engine_weights, reference_steps, run_batch, train_s
 from models import make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import native
+from roundpipe.optim import native, publisher
 from roundpipe.params.pending import Held
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
@@ -267,11 +267,12 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, m
     publish, ran = Masters.publish, threading.Event()
     waited: list[bool] = []
 
-    def publish_last_late(self: Masters, layer: Any, *rest: Any) -> None:
-        if layer.layer == 6 and is_stepped:
+    def publish_last_late(self: Masters, layers: Any, *rest: Any) -> None:
+        if layers[0].layer == 6 and is_stepped:
             waited.append(ran.wait(20))
-        publish(self, layer, *rest)
+        publish(self, layers, *rest)
 
+    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", 0)
     monkeypatch.setattr(Masters, "publish", publish_last_late)
     is_stepped = False
     model, reference = make_mlp(), Reference(make_mlp(), plain_adamw)
@@ -366,14 +367,20 @@ def test_deciding_takes_no_more_operations_for_more_parameters(kind: str, engine
 
 
 @both
-def test_a_layer_is_one_call_of_the_kernel(is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("together", [0, 1 << 30])
+def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
+    together: int, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if native.library() is None:
         pytest.skip("this machine has no C compiler")
+    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", together)
     jobs: list[int] = []
     update = native.update
     monkeypatch.setattr(native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1])
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)
-    one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
-    linears = [module for module in engine.model if isinstance(module, nn.Linear)]
-    assert jobs == [2] * len(linears)
+    for _ in range(2):  # the second has another working copy to write to
+        jobs.clear()
+        one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
+        linears = [module for module in engine.model if isinstance(module, nn.Linear)]
+        assert jobs == ([2 * len(linears)] if together else [2] * len(linears))

@@ -20,6 +20,7 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.params.store import LayerParameters, ParameterUse
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.residency import resident_layers
+from roundpipe.planner import Planner
 from roundpipe.runtime.loader import StageLoader
 from roundpipe.runtime.stage import Stage
 from roundpipe.runtime.staging import DirectSender
@@ -67,6 +68,29 @@ def test_one_call_sends_a_layer_once_to_a_device_for_all_its_visits(sent: Counte
     run_batch(engine, BATCHES[0], 2, execute_plan=THREE_STAGES)
     engine.synchronize()
     assert [sent[layer] for layer in (0, 2, 4, 6)] == [2, 2, 2, 2]
+
+
+def test_outputs_take_the_room_only_of_calls_that_return_them(
+    sent: Counter[int], engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation's logits are no reason to send frozen weights to training's calls again."""
+    note_outputs = Planner.note_outputs
+    monkeypatch.setattr(Planner, "note_outputs", lambda self, num_bytes: note_outputs(self, 10**9 * num_bytes))
+    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=THREE_STAGES)
+    engine = engines(frozen_but_the_last(), max_gpu_memory=ROOM_GB, model_run_config=config)
+    for _ in range(3):  # until it is known what there is room for
+        run_batch(engine, BATCHES[0], 2)
+        with torch.no_grad():
+            engine(*BATCHES[0].args)
+    run_batch(engine, BATCHES[0], 2)
+    sent.clear()
+    run_batch(engine, BATCHES[0], 2)
+    assert [sent[layer] for layer in (0, 2, 4)] == [0, 0, 0]
+    with torch.no_grad():
+        engine(*BATCHES[0].args)
+        sent.clear()
+        engine(*BATCHES[0].args)
+    assert [sent[layer] for layer in (0, 2, 4)] == [2, 2, 2]
 
 
 def test_without_room_every_visit_sends_its_layers(sent: Counter[int], engines: Engines) -> None:
@@ -171,10 +195,9 @@ def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     """Asked before anything was measured, and so at the same state of the measurements."""
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
-    planned = engine.planner.plan("fused", 2, None)
-    assert engine._leftover.resident_layers(planned, rounds, 2) == set()
+    assert engine._leftover.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
     engine.model[0].requires_grad_(requires_grad=False)
-    assert engine._leftover.resident_layers(planned, rounds, 2) == {0}
+    assert engine._leftover.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
 
 
 def test_one_visit_keeps_what_is_partly_frozen() -> None:

@@ -465,3 +465,15 @@ def test_what_trains_and_how_steps_are_taken_have_plans_of_their_own() -> None:
     assert not planner.problem("infer", 4)[1].overlaps
     assert make_planner(frozen=3).problem("fused", 4)[1].first_trained == 3
     assert planner.measured() is not make_planner(frozen=3).measured()
+
+
+def test_a_backward_that_goes_on_to_the_inputs_is_planned_for_by_itself() -> None:
+    """Unless it goes through all layers in any case."""
+    planner = make_planner(frozen=3)
+    ends, goes_on = (planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True))
+    assert [planner.problem_of(planned)[1].first_trained for planned in (ends, goes_on)] == [3, 0]
+    assert [planner.problem_of(planned)[0].backward[0] > 0 for planned in (ends, goes_on)] == [False, True]
+    assert planner.measured() is goes_on.measured is not ends.measured
+    planner = make_planner()
+    one, other = (planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True))
+    assert one.measured is other.measured

@@ -6,15 +6,21 @@ import pytest
 
 from roundpipe import ModelExecutePlan
 from roundpipe.errors import PlanError
-from roundpipe.plan.actions import Pass
+from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
-from roundpipe.plan.memory import fitted_peak, predicted_peak_bytes
+from roundpipe.plan.memory import fitted_peak, predicted_peak
 from roundpipe.plan.one_way import plan_one_way
-from roundpipe.plan.predict import least_period_ms, period_ms, round_ms
-from roundpipe.plan.search import MAX_VISITS_TIMED, Search, plan_fused, predicted_ms
-from roundpipe.plan.stages import Sizes
+from roundpipe.plan.predict import least_period_ms, period_ms, predicted_ms, round_ms
+from roundpipe.plan.schedule import fused_passes
+from roundpipe.plan.search import MAX_VISITS_TIMED, Search, plan_fused
+from roundpipe.plan.stages import Sizes, Stages
 
 MIB = 2**20
+
+
+def visits(stages: Stages, first_trained: int = 0) -> Passes:
+    """Those of the plan that is made of them."""
+    return fused_passes(ModelExecutePlan(stages.forward, stages.backward), first_trained)
 
 
 def blocks(count: int, *, saved: int = 40 * MIB, weights: int = 10 * MIB, **more: float) -> LayerCosts:
@@ -48,7 +54,7 @@ def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
     for budget in range(2600 * MIB, 300 * MIB, -100 * MIB):
         round_ = replace(ALONE, overlaps=overlaps, budget_bytes=budget)
         stages = plan_fused(costs, round_)
-        assert fitted_peak(stages.passes(0), StageSums(costs), round_).bytes.total <= budget
+        assert fitted_peak(visits(stages), StageSums(costs), round_).bytes.total <= budget
         fused_sizes.append(len(stages.backward[0]))
     assert fused_sizes[0] == 24
     assert fused_sizes == sorted(fused_sizes, reverse=True)
@@ -58,7 +64,7 @@ def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
 
 def test_a_budget_one_byte_smaller_costs_a_layer() -> None:
     costs = blocks(8)
-    whole = predicted_peak_bytes([(Pass.FUSED, range(8))], costs, ALONE)
+    whole = predicted_peak([(Pass.FUSED, range(8))], StageSums(costs), ALONE).total
     assert len(plan_fused(costs, replace(ALONE, budget_bytes=whole)).backward[0]) == 8
     assert len(plan_fused(costs, replace(ALONE, budget_bytes=whole - 1)).backward[0]) == 7
 
@@ -86,9 +92,9 @@ def test_frozen_layers_at_the_bottom_are_only_run_forward() -> None:
     round_ = Round(num_devices=2, num_microbatches=4, first_trained=5)
     stages = plan_fused(blocks(8), round_)
     assert stages.backward[-1].start == 0
-    assert all(layers.start >= 5 for pass_, layers in stages.passes(5) if pass_ is Pass.BACKWARD)
+    assert all(layers.start >= 5 for pass_, layers in visits(stages, 5) if pass_ is Pass.BACKWARD)
     only_head = plan_fused(blocks(8), replace(round_, first_trained=7))
-    assert [pass_ for pass_, _ in only_head.passes(7)].count(Pass.BACKWARD) == 0
+    assert [pass_ for pass_, _ in visits(only_head, 7)].count(Pass.BACKWARD) == 0
 
 
 @pytest.mark.parametrize("first_trained", range(8))
@@ -101,7 +107,7 @@ def test_cuts_next_to_one_cover_what_it_covers(fused: int, first_trained: int) -
     assert {cut.fused for cut in neighbours} - {fused} == {fused - 1, fused + 1} - {0, 9}
     for cut in neighbours:
         passes = cut.passes(8, first_trained)
-        assert passes == cut.stages(8, first_trained).passes(first_trained)
+        assert passes == visits(cut.stages(8, first_trained), first_trained)
         ahead = [layer for pass_, stage in passes if pass_ is Pass.FORWARD for layer in stage]
         back = [layer for pass_, stage in passes[::-1] if pass_ is Pass.BACKWARD for layer in stage]
         assert [*ahead, *range(8 - cut.fused, 8)] == list(range(8))
@@ -142,7 +148,7 @@ def test_sync_rounds_begin_and_end_with_small_stages() -> None:
 
 def test_async_rounds_come_within_a_percent_of_no_bubble() -> None:
     costs, round_ = blocks(48), Round(num_devices=4, num_microbatches=8)
-    passes = plan_fused(costs, round_).passes(0)
+    passes = visits(plan_fused(costs, round_))
     totals = StageSums(costs)
     compute = sum(totals.compute_ms(*visit) for visit in passes) * round_.num_microbatches
     assert predicted_ms(passes, totals, round_) < 1.01 * compute / round_.num_devices

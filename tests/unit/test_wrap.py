@@ -179,8 +179,7 @@ def test_which_engine_a_model_gets(wrap: Any, caplog: pytest.LogCaptureFixture) 
         single = wrap(Scale())
         assert not caplog.records
         parts = wrap(make_branches(), name="mine", upper_threshold=100)
-    assert len(sequential.planner.layer_costs.forward) == 7
-    assert len(single.planner.layer_costs.forward) == 1
+    assert [engine.statistics()["layers"] for engine in (sequential, single)] == [7, 1]
     assert type(parts) is AutoRoundPipe
     assert parts.statistics()["engines"] == {"left": 3, "right": 2, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
     (record,) = caplog.records
@@ -430,6 +429,7 @@ def test_several_adapters(wrap: Any) -> None:
         for seed in range(steps):
             engine(**bert_batch(seed=seed).kwargs).loss.backward()
             engine.step(optimizer.step)
+        engine.synchronize()  # because asynchronous steps leave the model's own weights behind
 
     both, only_b = adapted(), adapted()
     before = {name: parameter.detach().clone() for name, parameter in both.named_parameters()}
@@ -439,7 +439,6 @@ def test_several_adapters(wrap: Any) -> None:
     only_b.set_adapter("second")
     train(wrap(only_b), 2)
     alone = dict(only_b.named_parameters())
-    wrap(both).synchronize()
     for name, parameter in both.named_parameters():
         if ".second." in name:
             assert not torch.equal(parameter, before[name])

@@ -1,7 +1,7 @@
 """Where optimizer code is allowed to run, and what it sees there. Thread-local: other threads are not affected."""
 
+import os
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -10,6 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..runtime.worker import in_worker
+from .living import Living
 
 if TYPE_CHECKING:
     from .handle import StepHandle
@@ -23,8 +24,8 @@ class StepListener(Protocol):
     def step_called(self, step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None: ...
 
 
-_threads: "weakref.WeakSet[StepThread]" = weakref.WeakSet()
-_listeners: "weakref.WeakSet[StepListener]" = weakref.WeakSet()
+_threads: "Living[StepThread]" = Living()
+_listeners: Living[StepListener] = Living()
 
 
 class _Local(threading.local):
@@ -46,7 +47,7 @@ class OptimizerCtx:
         if _local.step is None:
             if in_worker():
                 raise ConfigError("OptimizerCtx was entered inside a layer or loss_fn; enter it in your own thread")
-            for thread in list(_threads):
+            for thread in _threads:
                 thread.wait_idle()
         _local.depth += 1
         return self
@@ -88,12 +89,21 @@ def running_step(optimizers: "StepOptimizers") -> Iterator[None]:
 
 def introduce(optimizer: torch.optim.Optimizer) -> None:
     """Makes an optimizer known to the engines whose masters it holds, so that its first step is snapshotted too."""
-    for thread in list(_threads):
+    for thread in _threads:
         thread.introduce(optimizer)
 
 
 def register(thread: "StepThread") -> None:
     _threads.add(thread)
+
+
+def threads() -> "Iterator[StepThread]":
+    """Those of all engines that there are."""
+    return iter(_threads)
+
+
+if hasattr(os, "register_at_fork"):  # because none of them runs there, so that whoever waited would wait forever
+    os.register_at_fork(after_in_child=_threads.clear)
 
 
 def listen(listener: StepListener) -> None:
@@ -102,5 +112,5 @@ def listen(listener: StepListener) -> None:
 
 
 def tell_called(step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None:
-    for listener in list(_listeners):
+    for listener in _listeners:
         listener.step_called(step, handle, is_async)

@@ -7,7 +7,7 @@ param groups of its own. The optimizer's own groups belong to the caller's threa
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import (
@@ -21,12 +21,20 @@ from ..params.copies import Master
 from ..params.pending import PendingUpdates
 from ..runtime import interpreter
 from . import context
+from .living import Living
 
 Hyperparameters = list[dict[str, Any]]
 _BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step
 
 _masters: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
-_working: "weakref.WeakValueDictionary[int, WorkingWeights]" = weakref.WeakValueDictionary()
+_working: "Living[WorkingWeights]" = Living()
+
+
+class Taken(NamedTuple):
+    """Hyper-parameters as they were at a call. ``optimizer``: whose, because another may have its id by now."""
+
+    optimizer: weakref.ref[Optimizer]
+    groups: Hyperparameters
 
 
 class LearntOptimizers:
@@ -47,6 +55,7 @@ class LearntOptimizers:
     def learn(self, optimizer: Optimizer) -> None:
         known = self._known.get(id(optimizer))
         if known is None or known() is not optimizer:
+            self.self_written.pop(id(optimizer), None)  # of one that is gone and had this id
             self._known[id(optimizer)] = weakref.ref(optimizer)
 
     def forget_gone(self) -> bool:
@@ -57,7 +66,7 @@ class LearntOptimizers:
             self.self_written.pop(key, None)
         return bool(gone) or not self._known
 
-    def snapshot(self) -> dict[int, Hyperparameters]:
+    def snapshot(self) -> dict[int, Taken]:
         """Copies of all groups' hyper-parameters now."""
         taken = {}
         for key, reference in list(self._known.items()):
@@ -65,7 +74,7 @@ class LearntOptimizers:
             if optimizer is None:
                 del self._known[key]
             else:
-                taken[key] = _hyperparameters(optimizer)
+                taken[key] = Taken(reference, _hyperparameters(optimizer))
         return taken
 
 
@@ -77,17 +86,17 @@ class StepOptimizers:
 
     updates: PendingUpdates
 
-    def __init__(
-        self, learnt: LearntOptimizers, taken: dict[int, Hyperparameters], on_enter: Callable[[], None]
-    ) -> None:
+    def __init__(self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]) -> None:
         self._on_enter = on_enter
         self._learnt = learnt
         self._taken = taken
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         self._learnt.learn(optimizer)
-        taken = self._taken.get(id(optimizer))
-        if taken is None:
+        then = self._taken.get(id(optimizer))
+        if then is not None and then.optimizer() is optimizer:
+            taken = then.groups
+        else:
             taken = _hyperparameters(optimizer)
         self._on_enter()
         own = self._learnt.self_written.get(id(optimizer), set())
@@ -130,20 +139,16 @@ def know_master(master: torch.Tensor) -> None:
 
 
 class WorkingWeights:
-    """Parameters that get no gradient, for as long as an engine that trains their masters holds this and is open.
+    """Parameters that get no gradient, for as long as an engine that trains their masters holds this and is open. Other
+    engines may have the same.
 
     Does not hold them: its owner does.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.is_closed = False
-        for parameter in parameters:
-            _working[id(parameter)] = self
-
-
-def _is_working(parameter: torch.Tensor) -> bool:
-    weights = _working.get(id(parameter))
-    return weights is not None and not weights.is_closed
+        self.ids = frozenset(map(id, parameters))
+        _working.add(self)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -151,13 +156,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if step is not None and _BEFORE in optimizer.__dict__:
         return None  # a stand-in already: its step calls the step of the class above
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    working = [weights.ids for weights in _working if not weights.is_closed]
     for parameter in parameters:
-        if not isinstance(parameter, Master) and _is_working(parameter):
+        if not isinstance(parameter, Master) and any(id(parameter) in ids for ids in working):
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which get no gradient; "
                 "make it over RoundPipe.optim_parameters(), or close() the engine to train the model without it"
             )
     if step is not None:
+        masters = [parameter for parameter in parameters if isinstance(parameter, Master)]
+        if masters and not any(master.is_in_step for master in masters):
+            raise ConfigError(
+                f"this {type(optimizer).__name__} was made over another engine's copies of the weights, which get no "
+                "gradient in this step; make it again over optim_parameters() of the engine whose step() was called"
+            )
         return (step.stand_in(optimizer), *args[1:]), kwargs
     for parameter in parameters:
         if _masters.get(id(parameter)) is parameter:

@@ -1,6 +1,6 @@
 """Which version each layer's working copies hold, and the writing of newer ones. See [Note: versions]."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .. import trace
 from ..memory.free import free_host_bytes
@@ -12,6 +12,7 @@ from ..runtime.interrupts import SteadyCondition
 from .late_error import LateError
 
 _SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
+_TOGETHER_BYTES = 64 << 20  # of working copies, which are written in one call: with adapters, those of many layers
 
 
 class Publisher:
@@ -54,12 +55,12 @@ class Publisher:
     ) -> None:
         """Shallow layers first, because the next call's forward needs them first."""
         try:
-            for layer in layers:
-                with trace.span("publish", layer=layer.layer):
-                    self._masters.publish(layer, version, updates)
+            for some in self._small_ones_together(layers):
+                with trace.span("publish", layers=_numbers(some)):
+                    self._masters.publish(some, version, updates)
                 if window is not None:
-                    window.release_layer(layer.layer)  # before a call that may land there has all its weights
-                self._mark(layer, version)
+                    window.release_layers(some)  # before a call that may land there has all its weights
+                self._mark(_numbers(some), version)
             self.error = None
         except BaseException as error:
             error.add_note(f"RoundPipe: publishing the weights after step {version}")
@@ -74,16 +75,26 @@ class Publisher:
 
     def update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
         """While calls still read the version before: layers with one working copy are published by the next step."""
-        for layer in self._store.layers:
-            with trace.span("update", layer=layer.layer):
-                is_published = self._masters.publish_aside(layer, version, updates)
-                if not is_published:
-                    self._masters.update(layer, updates)
-            window.release_layer(layer.layer)
-            if is_published:
-                self._mark(layer, version)
+        for some in self._small_ones_together(self._store.layers):
+            with trace.span("update", layers=_numbers(some)):
+                published = self._masters.publish_aside(some, version, updates)
+                self._masters.update((layer for layer in some if layer.layer not in published), updates)
+            window.release_layers(some)
+            self._mark(published, version)
         if not self._store.spares:
             self._make_spares()
+
+    def _small_ones_together(self, layers: Sequence[LayerParameters]) -> Iterator[list[LayerParameters]]:
+        """Neighbours, until they are enough for all threads of an update."""
+        some, num_bytes = list[LayerParameters](), 0
+        for layer in layers:
+            some.append(layer)
+            num_bytes += self._masters.bytes_ahead(layer)
+            if num_bytes >= _TOGETHER_BYTES:
+                yield some
+                some, num_bytes = [], 0
+        if some:
+            yield some
 
     def set_back(self, layer: int, version: int) -> None:
         """Newer weights of the layer have yet to be published."""
@@ -102,7 +113,12 @@ class Publisher:
         if num_bytes and 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
             self._store.make_spares()
 
-    def _mark(self, layer: LayerParameters, version: int) -> None:
+    def _mark(self, layers: Iterable[int], version: int) -> None:
         with self._condition:
-            self._published[layer.layer] = max(self._published[layer.layer], version)
+            for layer in layers:
+                self._published[layer] = max(self._published[layer], version)
             self._condition.notify_all()
+
+
+def _numbers(layers: Iterable[LayerParameters]) -> list[int]:
+    return [layer.layer for layer in layers]

@@ -6,7 +6,9 @@ write working copies because every call that read older ones was committed by a 
 second working copy are published by their own step; see [Note: two working copies].
 """
 
+import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,10 @@ from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .late_error import LateError
 from .publisher import Publisher
+from .turns import Turns
 from .updates import pending_updates
+
+_log = logging.getLogger("roundpipe")
 
 
 class Backward(Protocol):
@@ -91,6 +96,9 @@ class StepThread:
         self.num_steps = 0
         self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
         self.num_loads = 0
+        # Because a forgotten engine publishes on its own thread, while the caller may have it give way.
+        self._bringing_home = threading.Lock()
+        self.turns = Turns(self, store.uses.keys())
         hook_optimizers()
         context.register(self)
 
@@ -141,16 +149,64 @@ class StepThread:
 
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
+        self._raise_kept()
+        with self._condition:
+            # After an interrupted flush too, when all layers hold ``version`` but not all the newest one.
+            is_behind = self._publisher.error is not None or self._publisher.version < self.version
+            is_idle = self._jobs_left == 0
+        if is_behind and is_idle:
+            self._publish_all()  # because publishing failed, which the caller was told
+
+    def _raise_kept(self) -> None:
         with self._condition:
             error = self._late.take()
             if error is not None:
                 # The caller knows now that these gradients are gone: what it steps next is not to be cancelled.
                 self._window.error = None
-            is_behind = self._jobs_left == 0 and self._publisher.version < self.version
         if error is not None:
             raise error
-        if is_behind:
-            self._publish_all()  # because publishing failed, which the caller was told
+
+    def note_load(self) -> None:
+        """The user's parameters are about to hold other weights, or do so already. With no job left."""
+        self.num_loads += 1
+        self.turns.tell_others()
+
+    # Where other engines have the same weights. See [Note: turns].
+
+    def take_turn(self) -> None:
+        """Before an engine call: goes on from what the others have made of the weights."""
+        self.turns.take(self._follow_others)
+
+    def _follow_others(self) -> None:
+        self.num_loads += 1
+        self._masters.follow_others()
+
+    def give_way(self) -> None:
+        """Another engine is to be used: what is under way ends, and the user's parameters hold the newest weights.
+
+        What they have been written since the update stays, as it does if an engine loads it. Raises what failed behind
+        the caller's back.
+        """
+        self.wait_idle()
+        self._bring_home()
+        self._raise_kept()
+
+    def end_forgotten(self) -> None:
+        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so it never waits."""
+        self._worker.submit(self._end_forgotten)
+
+    def _end_forgotten(self) -> None:
+        try:
+            self._bring_home()
+            self._raise_kept()
+        except BaseException:
+            _log.exception("an engine was forgotten before what had failed could be raised")
+
+    def _bring_home(self) -> None:
+        with self._bringing_home:
+            if self._masters.are_ahead and self._publisher.error is None:
+                self._masters.leave_written()
+                self._publish_all()
 
     def wait_published(self, layer: int) -> None:
         """Blocks the caller, who computes with the layer himself, until its working copies hold ``version``.
@@ -179,6 +235,7 @@ class StepThread:
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
+        self.turns.tell_others()
         is_first = self._learnt.forget_gone()
         if is_first:
             self._learnt.find(master for _, master in self._masters.existing())

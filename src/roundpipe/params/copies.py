@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..memory import bulk
 from .gradients import GradientRules
 from .pending import Held, PendingUpdates, hold_as
 from .seats import Seat, Seats, value_of
+from .spares import SpareCopy
 from .store import LayerParameters, ParameterStore, ParameterUse
 from .window import GradientWindow, Landed
 
@@ -36,6 +37,11 @@ class Master(nn.Parameter):
 
     def close(self) -> None:
         self._landed = self._made = self._thread = None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the calling thread runs a step of this master's engine."""
+        return self._thread == threading.get_ident()
 
     @property
     def _is_elsewhere(self) -> bool:
@@ -107,6 +113,7 @@ class Masters:
         self._seats = seats
         self._masters: dict[int, Master] = {}
         self._is_ahead: set[int] = set()
+        self._writes: dict[int, int] = {}  # torch's counts of in-place writes to parameters, when masters last followed
 
     def of(self, parameter: nn.Parameter) -> Master:
         """The master of a trainable parameter, made from its working copy on first use."""
@@ -116,6 +123,7 @@ class Masters:
             master = Master(bulk.empty(parameter.shape, dtype).copy_(parameter.detach()))
             self._masters[id(parameter)] = master
             self._store.stepped.add(id(parameter))
+            self._writes[id(parameter)] = parameter._version
         return master
 
     def existing(self) -> Iterator[tuple[nn.Parameter, Master]]:
@@ -154,70 +162,89 @@ class Masters:
         """Masters were (or may have been) updated: working copies are behind until published."""
         self._is_ahead = set(self._masters)
 
-    def publish(self, layer: LayerParameters, version: int, pending: PendingUpdates | None = None) -> None:
-        """Writes the layer's newest weights into the user's parameters, pending updates in the same pass.
+    def publish(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates | None = None) -> None:
+        """Writes the layers' newest weights into the user's parameters, pending updates in the same pass.
 
         No upload of the user's parameters may be in flight. A layer with a seat has its weights written there, and into
         the user's parameters only if no update is ``pending``: when somebody may look.
         """
-        spare = self._store.spares.get(layer.layer)
-        seat = self._seat(layer, pending, aside=False)
-        if seat is not None:
-            self._write_there(layer, seat, version, pending, aside=False)
-            if pending is None:
-                seat.bring_home(version)
-                if spare is not None:
-                    spare.turn(False, version)
-            return
-        if spare is not None and spare.is_newest and not self._ahead(layer):
-            with torch.no_grad():
-                for use in layer.uses:
-                    if use.place in spare.tensors:
-                        use.parameter.data.copy_(spare.tensors[use.place])
-        self._write(layer, [use.parameter for use in layer.uses], pending)
-        if spare is not None:
+        targets: dict[int, torch.Tensor] = {}
+        turned: list[SpareCopy] = []
+        for layer in layers:
+            spare = self._store.spares.get(layer.layer)
+            seat = self._seat(layer, pending, aside=False)
+            if seat is not None:
+                self._write_there(layer, seat, version, pending, aside=False)
+                if pending is None:
+                    seat.bring_home(version)
+                    if spare is not None:
+                        spare.turn(False, version)
+                continue
+            ahead = self._ahead(layer)
+            if spare is not None and spare.is_newest and not ahead:
+                with torch.no_grad():
+                    for use in layer.uses:
+                        if use.place in spare.tensors:
+                            use.parameter.data.copy_(spare.tensors[use.place])
+            targets |= {id(use.parameter): use.parameter for use in ahead}
+            if spare is not None:
+                turned.append(spare)
+        self._write(targets, pending)
+        for spare in turned:
             spare.turn(False, version)
 
-    def publish_aside(self, layer: LayerParameters, version: int, pending: PendingUpdates) -> bool:
-        """The same into whichever of two working copies is idle. Nothing, and False, if what is to be written has but
-        one; nothing where there is nothing to write.
+    def publish_aside(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates) -> set[int]:
+        """The same, each layer into whichever of two working copies is idle.
 
         See [Note: two working copies]. Those of a layer with a seat are both on the device.
+
+        Returns:
+            The layers that hold ``version`` now. To the others, which have but one working copy of what is to be
+            written, nothing was done.
         """
-        seat = self._seat(layer, pending, aside=True)
-        if seat is not None:
-            return self._write_there(layer, seat, version, pending, aside=True)
-        spare, ahead = self._store.spares.get(layer.layer), self._ahead(layer)
-        if not ahead and spare is None:
-            return True
-        if spare is None or any(use.place not in spare.tensors for use in ahead):
-            return False
-        is_spare = not spare.is_newest
-        places = spare.tensors if is_spare else {}
-        self._write(layer, [places.get(use.place, use.parameter) for use in layer.uses], pending)
-        spare.turn(is_spare, version)
-        return True
+        done: set[int] = set()
+        targets: dict[int, torch.Tensor] = {}
+        turned: list[tuple[SpareCopy, bool]] = []
+        for layer in layers:
+            seat = self._seat(layer, pending, aside=True)
+            spare = self._store.spares.get(layer.layer)
+            ahead = [use for use in self._ahead(layer) if id(use.parameter) not in targets]
+            if seat is not None:
+                is_done = self._write_there(layer, seat, version, pending, aside=True)
+            elif spare is None:
+                is_done = not ahead  # there is nothing to write
+            elif is_done := all(use.place in spare.tensors for use in ahead):
+                is_spare = not spare.is_newest
+                for use in ahead:
+                    targets[id(use.parameter)] = spare.tensors[use.place] if is_spare else use.parameter
+                turned.append((spare, is_spare))
+            if is_done:
+                done.add(layer.layer)
+        self._write(targets, pending)
+        for spare, is_spare in turned:
+            spare.turn(is_spare, version)
+        return done
+
+    def bytes_ahead(self, layer: LayerParameters) -> int:
+        """Of working copies that publishing the layer is to write."""
+        return sum(use.parameter.nbytes for use in self._ahead(layer))
 
     def _ahead(self, layer: LayerParameters) -> list[ParameterUse]:
         return [use for use in layer.uses if id(use.parameter) in self._is_ahead]
 
-    def _write(
-        self, layer: LayerParameters, working: Sequence[torch.Tensor], pending: PendingUpdates | None = None
-    ) -> None:
-        """Masters that are ahead into ``working``, a tensor for each use."""
-        updated, ahead = [], []
-        for use in layer.uses:
-            key = id(use.parameter)
-            if key in self._is_ahead:
-                master, target = self._masters[key], working[use.place]
-                ahead.append(key)
-                if pending is not None and master in pending:
-                    updated.append((master, target))
-                else:
-                    target.data.copy_(master.data)
+    def _write(self, targets: Mapping[int, torch.Tensor], pending: PendingUpdates | None) -> None:
+        """Masters that are ahead into working copies, by the ``id`` of the parameter. All updates at once, because
+        small ones share their threads."""
+        updated = []
+        for key, target in targets.items():
+            master = self._masters[key]
+            if pending is not None and master in pending:
+                updated.append((master, target))
+            else:
+                target.data.copy_(master.data)
         if pending is not None:
             pending.compute(updated)
-        self._is_ahead.difference_update(ahead)  # only now, as an interrupt may come before
+        self._is_ahead.difference_update(targets)  # only now, as an interrupt may come before
 
     def _seat(self, layer: LayerParameters, pending: PendingUpdates | None, *, aside: bool) -> Seat | None:
         """The layer's seat. Taken when an update is to come that makes all of its weights, if there is room."""
@@ -261,9 +288,10 @@ class Masters:
         self._is_ahead.difference_update(id(use.parameter) for use in last)
         return True
 
-    def update(self, layer: LayerParameters, pending: PendingUpdates) -> None:
-        """Computes the layer's pending updates and publishes nothing."""
-        masters = [self._masters[id(use.parameter)] for use in layer.uses if id(use.parameter) in self._masters]
+    def update(self, layers: Iterable[LayerParameters], pending: PendingUpdates) -> None:
+        """Computes the layers' pending updates and publishes nothing."""
+        keys = dict.fromkeys(id(use.parameter) for layer in layers for use in layer.uses)
+        masters = [self._masters[key] for key in keys if key in self._masters]
         pending.compute((master, None) for master in masters if master in pending)
 
     def note_failure(self, error: BaseException) -> None:
@@ -299,6 +327,7 @@ class Masters:
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
         else whatever the weight is now, if that is not what the master has published."""
+        self._writes[id(parameter)] = parameter._version
         if not parameter.requires_grad and id(parameter) not in self._masters:
             return
         working = parameter.detach()
@@ -318,6 +347,25 @@ class Masters:
             with torch.no_grad():
                 master.copy_(parameter.data if value is None else value)
             self._is_ahead.discard(id(parameter))
+
+    def follow_others(self) -> None:
+        """Another engine has written to the user's parameters, through ``.data``. With nothing ahead."""
+        self._seats.follow_load()
+        for parameter, _ in self.existing():
+            self.follow_load(parameter, None)
+
+    def leave_written(self) -> None:
+        """What somebody else has written to the user's parameters in place is not to be overwritten by older updates:
+        masters, and second working copies, take it over."""
+        for parameter, _ in self.existing():
+            if parameter._version == self._writes[id(parameter)]:
+                continue
+            self._writes[id(parameter)] = parameter._version
+            self.follow(parameter)
+            home = self._store.uses[id(parameter)][0]
+            spare = self._store.spares.get(home.layer)
+            if spare is not None and home.place in spare.tensors:
+                spare.tensors[home.place].copy_(parameter.data)
 
     def statistics(self) -> dict[str, Any]:
         return {

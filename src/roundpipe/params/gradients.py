@@ -4,15 +4,16 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..device import Device, Event
+from ..device import Device, Event, Lane
 from ..memory.pinning import HostMemory
 from ..slot_sizes import ALIGNMENT
 from .store import LayerParameters, ParameterUse
@@ -109,7 +110,7 @@ class Accumulator:
 class LandedLayer(NamedTuple):
     """A layer's gradients on the host, or on the device if it has a seat there; complete once ``ready`` is reached.
 
-    ``gradients`` maps a use's index to them, ``norms`` to the 2-norms of their rows. ``first_microbatch`` tells apart
+    ``gradients`` maps a use's index to them, ``norms`` to what `norms_of` them is. ``first_microbatch`` tells apart
     what several visits of a layer, each for a share of the microbatches, have sent.
     """
 
@@ -122,6 +123,16 @@ class LandedLayer(NamedTuple):
 
 
 Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
+# Elements. Smaller gradients go down together, because queueing a copy of each takes longer than copying: adapters,
+# norms and biases.
+_LEAST_ALONE = 1 << 20
+
+
+class Pack(NamedTuple):
+    """Host memory for the small gradients of one dtype, which lie there one behind the other."""
+
+    places: tuple[int, ...]
+    tensor: torch.Tensor
 
 
 class GradientBuffer:
@@ -134,16 +145,27 @@ class GradientBuffer:
         self.layout = layout
         self.num_rows = num_rows
         self.home = home
-        offsets, num_bytes = [], 0
-        for _, shape, dtype in layout:
-            offsets.append(num_bytes)
-            num_bytes += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        arena = memory.arena(num_bytes + num_rows * torch.float64.itemsize)
+        small: dict[torch.dtype, list[tuple[int, torch.Size]]] = {}
+        alone = []
+        for place, shape, dtype in layout:
+            if _is_small(shape):
+                small.setdefault(dtype, []).append((place, shape))
+            else:
+                alone.append((place, shape, dtype))
+        counts = [(sum(shape.numel() for _, shape in pieces), dtype) for dtype, pieces in small.items()]
+        sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in alone]
+        offsets = _aligned([*sizes, *(count * dtype.itemsize for count, dtype in counts)])
+        arena = memory.arena(offsets[-1] + num_rows * torch.float64.itemsize)
+        self.norms = arena.tensor(offsets[-1], (num_rows,), torch.float64)
         self.tensors = {
             place: arena.tensor(offset, shape, dtype)
-            for offset, (place, shape, dtype) in zip(offsets, layout, strict=True)
+            for offset, (place, shape, dtype) in zip(offsets, alone, strict=False)
         }
-        self.norms = arena.tensor(num_bytes, (num_rows,), torch.float64)
+        self.packs: dict[torch.dtype, Pack] = {}
+        for offset, (count, dtype) in zip(offsets[len(alone) :], counts, strict=False):
+            places, shapes = zip(*small[dtype], strict=True)
+            self.packs[dtype] = Pack(places, arena.tensor(offset, (count,), dtype))
+            self.tensors |= zip(places, _unpacked(self.packs[dtype].tensor, shapes), strict=True)
 
 
 class GradientBuffers:
@@ -200,9 +222,30 @@ def _num_rows(uses: Iterable[ParameterUse]) -> int:
     return sum(num_norms(use.parameter.shape) for use in uses)
 
 
+def _is_small(shape: torch.Size) -> bool:
+    return shape.numel() < _LEAST_ALONE
+
+
+def _aligned(sizes: Iterable[int]) -> list[int]:
+    """Where pieces of so many bytes begin, and where the last one ends."""
+    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+
+
+def _unpacked(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
 def num_norms(shape: torch.Size) -> int:
-    """How many rows a gradient is taken norms of."""
-    return shape[0] if len(shape) > 1 else 1
+    """How many norms are taken of a gradient."""
+    return 1 if _is_small(shape) or len(shape) < 2 else shape[0]
+
+
+def norms_of(gradient: torch.Tensor) -> torch.Tensor:
+    """2-norms whose own 2-norm is the gradient's: of a large one each row's, of a small one its own."""
+    if num_norms(gradient.shape) > 1:
+        return row_norms(gradient)
+    return _norms_of_all([gradient])
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
@@ -211,6 +254,11 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
     inner = tuple(range(1, gradient.ndim)) or None
     norms: torch.Tensor = torch.linalg.vector_norm(gradient, dim=inner, dtype=dtype)
     return norms.reshape(-1)
+
+
+def _norms_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each. They have one dtype."""
+    return torch.stack(torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float64)))
 
 
 @functools.cache
@@ -241,6 +289,53 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     return result, row_norms(result)
 
 
+class _Rounded(NamedTuple):
+    """Gradients as they land: ``gradients`` by place, and the norms of them in that order. ``whole``: all of them in
+    one, as they lie in a pack, if they are small."""
+
+    gradients: dict[int, torch.Tensor]
+    norms: torch.Tensor
+    whole: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self.gradients.values())
+
+
+def _all_rounded(accumulator: Accumulator) -> list[_Rounded]:
+    sums, alone = accumulator.sums, list[_Rounded]()
+    small: dict[torch.dtype, list[int]] = {}
+    for place in sorted(sums):
+        dtype = accumulator.landed_dtype(place)
+        if _is_small(sums[place].shape):
+            small.setdefault(dtype, []).append(place)
+        else:
+            gradient, norms = _rounded(sums[place], dtype)
+            alone.append(_Rounded({place: gradient}, norms))
+    return [*alone, *(_together({place: sums[place] for place in places}, dtype) for dtype, places in small.items())]
+
+
+def _together(sums: dict[int, torch.Tensor], dtype: torch.dtype) -> _Rounded:
+    totals = list(sums.values())
+    whole = torch.empty(sum(map(torch.Tensor.numel, totals)), dtype=dtype, device=totals[0].device)
+    gradients = _unpacked(whole, [total.shape for total in totals])
+    torch._foreach_copy_(gradients, totals)  # not one behind the other first, which in fp32 takes twice that memory
+    return _Rounded(dict(zip(sums, gradients, strict=True)), _norms_of_all(gradients), whole)
+
+
+def _send(rounded: _Rounded, buffer: GradientBuffer, lane: Lane) -> None:
+    """Small ones at once, if all that the buffer has room for are there."""
+    if rounded.whole is not None:
+        pack = buffer.packs[rounded.whole.dtype]
+        if pack.places == tuple(rounded.gradients):
+            lane.copy_(pack.tensor, rounded.whole)
+            lane.borrow(rounded.whole)
+            return
+    for place, gradient in rounded.gradients.items():
+        lane.copy_(buffer.tensors[place], gradient)
+        lane.borrow(gradient)
+
+
 def land(
     accumulator: Accumulator,
     buffers: GradientBuffers,
@@ -261,21 +356,16 @@ def land(
     buffer = accumulator.buffer
     stays = not buffer.tensors  # as when it landed before, if this is to replace that
     with device.compute.work(), torch.no_grad():
-        both = {place: _rounded(total, accumulator.landed_dtype(place)) for place, total in accumulator.sums.items()}
-        landed = {place: gradient for place, (gradient, _) in both.items()}
-        all_norms = torch.cat([norms for _, norms in both.values()]).double()
+        all_rounded = _all_rounded(accumulator)
+        all_norms = torch.cat([rounded.norms for rounded in all_rounded]).double()
     device.down.wait(device.compute.record())
-    gradients, norms, first = {}, {}, 0
-    with nullcontext() if stays else copies(sum(gradient.nbytes for gradient in landed.values())):
-        for place, gradient in landed.items():
-            if stays:
-                gradients[place] = gradient
-            else:
-                gradients[place] = buffer.tensors[place]
-                device.down.copy_(gradients[place], gradient)
-                device.down.borrow(gradient)
-            norms[place] = buffer.norms[first : first + num_norms(gradient.shape)]
-            first += norms[place].numel()
-    device.down.copy_(buffer.norms[:first], all_norms)
+    with nullcontext() if stays else copies(sum(rounded.nbytes for rounded in all_rounded)):
+        for rounded in () if stays else all_rounded:
+            _send(rounded, buffer, device.down)
+    device.down.copy_(buffer.norms[: len(all_norms)], all_norms)
     device.down.borrow(all_norms)
+    made = {place: gradient for rounded in all_rounded for place, gradient in rounded.gradients.items()}
+    counts = [num_norms(gradient.shape) for gradient in made.values()]
+    norms = dict(zip(made, buffer.norms[: len(all_norms)].split(counts), strict=True))
+    gradients = made if stays else {place: buffer.tensors[place] for place in made}
     return LandedLayer(accumulator.layer, buffer, gradients, norms, device.down.record())

@@ -35,6 +35,13 @@ _PATIENCE = 3  # steps in a row between which somebody looked at a layer's state
 _Stamps = tuple[tuple[int, int], ...]
 
 
+class Link(NamedTuple):
+    """The device that seats are on, and how values get there and back."""
+
+    device: Device
+    copies: StagedCopies
+
+
 class _Newest(NamedTuple):
     """Which image holds the newest version, and since which."""
 
@@ -93,15 +100,13 @@ class Seat:
     Written by the thread that publishes; workers read images.
     """
 
-    def __init__(
-        self, layer: LayerParameters, num_bytes: int, device: Device, copies: StagedCopies, lock: threading.RLock
-    ) -> None:
+    def __init__(self, layer: LayerParameters, num_bytes: int, link: Link, lock: threading.RLock) -> None:
         self.layer = layer
         self.group = [self]  # with those of layers that have weights in common with this one
-        self.device = device
+        self.device = link.device
         self.lock = lock
         self.num_bytes = num_bytes
-        self._copies = copies
+        self._copies = link.copies
         self.was_touched = False  # since the latest update
         self.is_unwanted = False
         self.is_home = True  # the user's own parameters are as new as the newest image
@@ -253,8 +258,9 @@ class Seats:
 
     def __init__(self, store: ParameterStore, device: Device | None, memory: HostMemory) -> None:
         self._store = store
-        self._device = device
-        self._copies = None if device is None else StagedCopies(device.compute, memory, _largest_state(store))
+        self._link = (
+            None if device is None else Link(device, StagedCopies(device.compute, memory, _largest_state(store)))
+        )
         self._lock = threading.RLock()
         self._refused: set[int] = set()
         self._most = float("inf")
@@ -274,7 +280,7 @@ class Seats:
             That of the first.
         """
         refused = self._refused | self._store.written
-        if self._device is None or self._copies is None or any(layer.layer in refused for layer in layers):
+        if self._link is None or any(layer.layer in refused for layer in layers):
             return None
         with torch._C.DisableTorchFunctionSubclass():  # because the updates are pending, and only looked at
             can_move = all(update.can_move for update in updates)
@@ -284,8 +290,7 @@ class Seats:
         if not can_move:
             return None
         group = [
-            Seat(layer, own_bytes, self._device, self._copies, self._lock)
-            for layer, own_bytes in zip(layers, num_bytes, strict=True)
+            Seat(layer, own_bytes, self._link, self._lock) for layer, own_bytes in zip(layers, num_bytes, strict=True)
         ]
         with self._lock:  # because a call may be asking for this room: it finds it taken, or this finds it gone
             if self.num_bytes + sum(num_bytes) > self._limit:
@@ -377,8 +382,8 @@ class Seats:
             self._store.seats.pop(seat.layer.layer, None)
         for seat in group:
             seat.end()
-        if not self._store.seats and self._copies is not None:
-            self._copies.close()
+        if not self._store.seats and self._link is not None:
+            self._link.copies.close()
 
     def clear(self) -> None:
         """Gives up all, after a flush."""

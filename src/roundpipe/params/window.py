@@ -78,10 +78,14 @@ class GradientWindow:
     def release(self) -> None:
         """Forgets all sums and gives the memory back for the next call."""
         for layer in list(self._layers):
-            self.release_layer(layer)
+            self._release(layer)
 
-    def release_layer(self, layer: int) -> None:
-        """Gives one layer's memory back. No update that reads it is to come any more."""
+    def release_layers(self, layers: Iterable[LayerParameters]) -> None:
+        """Gives some layers' memory back. No update that reads it is to come any more."""
+        for layer in layers:
+            self._release(layer.layer)
+
+    def _release(self, layer: int) -> None:
         for sums in self._layers.pop(layer, ()):
             sums.give_back()
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..host import Host
-from ..params.gradients import LandedLayer, row_norms
+from ..params.gradients import LandedLayer, norms_of
 from ..params.store import LayerParameters, ParameterStore
 from ..runtime.autograd import when_pass_ends
 from ..runtime.call import Call
@@ -41,7 +41,7 @@ class BackwardPass:
             layer = host.store.layers[index]
             buffer = host.buffers.take(layer, layer.uses)
             landed = buffer.tensors[0].copy_(gradient)
-            buffer.norms.copy_(row_norms(landed))
+            buffer.norms.copy_(norms_of(landed))
             self._on_host.append(LandedLayer(layer, buffer, {0: landed}, {0: buffer.norms}, _Reached()))
         self._sums.clear()
 

@@ -10,10 +10,11 @@ from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
 from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
+from .predict import predicted_ms
 from .residency import with_all_resident
 from .schedule import backward_passes, forward_passes, fused_passes, group_of
-from .search import MAX_VISITS_TIMED, plan_fused, predicted_ms
-from .together import Part, plan_together
+from .search import MAX_VISITS_TIMED, plan_fused
+from .together import Member, plan_together
 
 if TYPE_CHECKING:
     from ..model import RoundPipe
@@ -157,7 +158,7 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
     best: tuple[float, ModelExecutePlan] | None = None
     # Not the error itself: raised from here it would hold this frame, which holds it, and all callers' with what they
     # have on devices.
-    failure = f"a {run_type!r} plan for {round_.num_devices} devices was not found"
+    failure = ""
     counts, resident = _share_counts(round_), with_all_resident(costs, round_)
     problems = [(costs, round_, MAX_VISITS_TIMED)]
     if resident is not None:
@@ -269,7 +270,7 @@ def plans_for(
 ) -> list[ModelExecutePlan]:
     """Plans for models that run one after another, see ``plan_together``."""
     together = plan_together(
-        [Part(costs, round_, run_type != "infer", run_type == "fused") for costs, round_ in parts],
+        [Member(costs, round_, run_type != "infer", run_type == "fused") for costs, round_ in parts],
         min_stages=min_stages,
         upper_threshold=upper_threshold,
     )

@@ -71,11 +71,6 @@ def readable(num_bytes: float) -> str:
     return f"{num_bytes:.4g} GiB"
 
 
-def predicted_peak_bytes(passes: Passes, costs: LayerCosts, round_: Round) -> int:
-    """The most that one device holds at once, see [Note: device memory]."""
-    return predicted_peak(passes, StageSums(costs), round_).total
-
-
 def predicted_peak(
     passes: Passes,
     stages: StageSums,
@@ -83,7 +78,7 @@ def predicted_peak(
     spilled: frozenset[int] = frozenset(),
     resident: frozenset[int] = frozenset(),
 ) -> PeakBytes:
-    """``predicted_peak_bytes`` by kind, over sums that the caller already has.
+    """The most that one device holds at once, see [Note: device memory].
 
     Args:
         spilled: layers whose kept inputs wait on the host.
@@ -115,7 +110,7 @@ def _peak(
         if pass_ is not Pass.FORWARD:
             if round_.grain == "stage" and kept[layers.stop] - kept[layers.start] + most_passing + rest <= most:
                 continue  # a search asks for thousands of visits; what follows would be most of the work
-            graph = graph_bytes(pass_, layers, stages, round_)
+            graph = _graph_bytes(pass_, layers, stages, round_)
         if graph + rest > most:
             fullest, most = (graph, landed, boundaries[visit]), graph + rest
     return PeakBytes(slots, *fullest)
@@ -162,7 +157,7 @@ def nothing_fits(
     )
 
 
-def graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) -> int:
+def _graph_bytes(pass_: Pass, layers: range, stages: StageSums, round_: Round) -> int:
     """What autograd keeps of one microbatch in a visit."""
     start = max(layers.start, min(round_.first_trained, layers.stop))
     if pass_ is Pass.FORWARD or start == layers.stop:
@@ -191,7 +186,7 @@ def slot_counts(visits: Sequence[range], weight_bytes: tuple[int, ...], num_devi
     for size, counts in _layers_of_size(weight_bytes):
         own = [counts[visit.stop] - counts[visit.start] for visit in visits]
         following = [*own[num_devices:], *[0.0] * num_devices]
-        most[size] = int(max(map(add, own, following)))
+        most[size] = int(max(map(add, own, following), default=0))  # a device may have no visit
     return most
 
 

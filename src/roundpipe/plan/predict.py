@@ -13,7 +13,8 @@ its two outermost microbatches can hold visit k up. simulate.py runs every actio
 from collections.abc import Sequence
 from math import gcd
 
-from .costs import Round
+from .actions import Pass, Passes
+from .costs import Round, StageSums
 
 # Visits to each device until rounds are near their rhythm, and rotations until they are in it.
 _NEAR, _SETTLED = 3, 4
@@ -42,6 +43,15 @@ class _Pipeline:
                 known = last
         self.position = position
         return known, max(free)
+
+
+def predicted_ms(passes: Passes, stages: StageSums, round_: Round) -> float:
+    """Time from round to round."""
+    visits_ms = [stages.visit_ms(*visit, round_.num_microbatches) for visit in passes]
+    if not round_.overlaps:
+        return round_ms(visits_ms, round_)
+    announced = next((i for i, (pass_, _) in enumerate(passes) if pass_ is not Pass.FORWARD), len(passes) - 1)
+    return period_ms(visits_ms, announced, round_)
 
 
 def round_ms(visits_ms: Sequence[float], round_: Round) -> float:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
-from .actions import Action, Op, Pass, Visit
-from .actions import Passes as Passes
+from .actions import Action, Op, Pass, Passes, Visit
 from .costs import Round
 
 if TYPE_CHECKING:

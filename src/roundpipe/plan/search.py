@@ -18,7 +18,7 @@ from math import inf
 from operator import sub
 from typing import Any, NamedTuple
 
-from .actions import Pass, Passes
+from .actions import Pass
 from .costs import LayerCosts, Round, StageSums
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import cuts_within, even_limits
@@ -47,15 +47,6 @@ def plan_fused(costs: LayerCosts, round_: Round, max_visits: int = MAX_VISITS_TI
     search = Search(costs, round_, max_visits)
     search.run()
     return search.best
-
-
-def predicted_ms(passes: Passes, stages: StageSums, round_: Round) -> float:
-    """Time from round to round."""
-    visits_ms = [stages.visit_ms(*visit, round_.num_microbatches) for visit in passes]
-    if not round_.overlaps:
-        return round_ms(visits_ms, round_)
-    announced = next((i for i, (pass_, _) in enumerate(passes) if pass_ is not Pass.FORWARD), len(passes) - 1)
-    return period_ms(visits_ms, announced, round_)
 
 
 class _Shape(NamedTuple):

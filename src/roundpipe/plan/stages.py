@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from .actions import Pass, Passes
-from .schedule import backward_passes, forward_passes
+from .schedule import forward_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +15,6 @@ class Stages:
 
     forward: tuple[range, ...]
     backward: tuple[range, ...]
-
-    def passes(self, first_trained: int) -> Passes:
-        fused, *rest = self.backward
-        return [*forward_passes(self.forward), (Pass.FUSED, fused), *backward_passes(rest, first_trained)]
 
 
 class Sizes(NamedTuple):
@@ -43,7 +39,7 @@ class Sizes(NamedTuple):
         return Stages(forward=tuple(forward), backward=(fused, *reversed(backward)))
 
     def passes(self, num_layers: int, first_trained: int) -> Passes:
-        """``stages(...).passes(first_trained)``."""
+        """The visits of those stages, without making them."""
         return [
             *forward_passes(_ranges(self.forward, 0)),
             (Pass.FUSED, range(num_layers - self.fused, num_layers)),

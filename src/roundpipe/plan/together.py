@@ -11,7 +11,7 @@ from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_nee
 from .partition import even_limits, pack_within, partition_layers
 
 
-class Part(NamedTuple):
+class Member(NamedTuple):
     """One of the models. ``has_backward``: it is visited backward too; ``is_fused``: its last layers in one visit."""
 
     costs: LayerCosts
@@ -33,7 +33,7 @@ class _Cut(NamedTuple):
         return [*((Pass.FORWARD, stage) for stage in self.forward), *fused, *backward]
 
 
-def plan_together(parts: Sequence[Part], *, min_stages: int, upper_threshold: float) -> list[Passes]:
+def plan_together(members: Sequence[Member], *, min_stages: int, upper_threshold: float) -> list[Passes]:
     """Every model's visits.
 
     The target is the slowest stage that makes ``(M * S + N * (N - 1)) * slowest`` smallest, S counting the stages of
@@ -43,59 +43,59 @@ def plan_together(parts: Sequence[Part], *, min_stages: int, upper_threshold: fl
     Raises:
         PlanError: a model does not fit into its budget.
     """
-    totals = [StageSums(part.costs) for part in parts]
+    totals = [StageSums(member.costs) for member in members]
     limits = {limit for total in totals for times in (total.forward, total.again) for limit in even_limits(times)}
-    _, target, limit = min((*_together_ms(parts, totals, limit, min_stages), limit) for limit in {*limits, 0.0})
-    evened = _all_evened(parts, totals, target * upper_threshold)
-    return evened if sum(map(len, evened)) >= min_stages else _all_evened(parts, totals, limit)
+    _, target, limit = min((*_together_ms(members, totals, limit, min_stages), limit) for limit in {*limits, 0.0})
+    evened = _all_evened(members, totals, target * upper_threshold)
+    return evened if sum(map(len, evened)) >= min_stages else _all_evened(members, totals, limit)
 
 
-def _all_evened(parts: Sequence[Part], totals: Sequence[StageSums], limit: float) -> list[Passes]:
+def _all_evened(members: Sequence[Member], totals: Sequence[StageSums], limit: float) -> list[Passes]:
     return [
-        _evened(part, total, limit, f"model {number} of {len(parts)}: ")
-        for number, (part, total) in enumerate(zip(parts, totals, strict=True), 1)
+        _evened(member, total, limit, f"model {number} of {len(members)}: ")
+        for number, (member, total) in enumerate(zip(members, totals, strict=True), 1)
     ]
 
 
 def _together_ms(
-    parts: Sequence[Part], totals: Sequence[StageSums], limit: float, min_stages: int
+    members: Sequence[Member], totals: Sequence[StageSums], limit: float, min_stages: int
 ) -> tuple[float, float]:
     """The predicted time, infinite with too few stages, and the slowest stage."""
     work, slowest, num_visits, num_devices = 0, 0.0, 0, 1
-    for part, total in zip(parts, totals, strict=True):
-        visits = _cut(part, total, limit).passes(part.costs.num_layers)
+    for member, total in zip(members, totals, strict=True):
+        visits = _cut(member, total, limit).passes(member.costs.num_layers)
         num_visits += len(visits)
-        num_devices = max(num_devices, part.round_.num_devices)
-        work += part.round_.num_microbatches * len(visits)
-        slowest = max(slowest, *(total.visit_ms(*visit, part.round_.num_microbatches) for visit in visits))
+        num_devices = max(num_devices, member.round_.num_devices)
+        work += member.round_.num_microbatches * len(visits)
+        slowest = max(slowest, *(total.visit_ms(*visit, member.round_.num_microbatches) for visit in visits))
     is_enough = num_visits >= min_stages or limit == 0
     return ((work + num_devices * (num_devices - 1)) * slowest if is_enough else inf), slowest
 
 
-def _cut(part: Part, total: StageSums, limit: float) -> _Cut:
-    num_layers = part.costs.num_layers
+def _cut(member: Member, total: StageSums, limit: float) -> _Cut:
+    num_layers = member.costs.num_layers
     fused = 0
-    if part.is_fused:
+    if member.is_fused:
         whole = total.fused[num_layers]
         fused = max(n for n in range(1, num_layers + 1) if n == 1 or whole - total.fused[num_layers - n] <= limit)
-    start = min(part.round_.first_trained, num_layers - 1)
+    start = min(member.round_.first_trained, num_layers - 1)
     return _Cut(
         forward=pack_within([(total.forward, limit)], 0, num_layers - fused),
         fused=fused,
-        backward=pack_within([(total.again, limit)], start, num_layers - fused) if part.has_backward else [],
+        backward=pack_within([(total.again, limit)], start, num_layers - fused) if member.has_backward else [],
     )
 
 
-def _evened(part: Part, total: StageSums, limit: float, name: str) -> Passes:
+def _evened(member: Member, total: StageSums, limit: float, name: str) -> Passes:
     """As many stages as ``limit`` asks for, evened out, and cut further as far as memory asks for it."""
-    cut, round_, num_layers = _cut(part, total, limit), part.round_, part.costs.num_layers
+    cut, round_, num_layers = _cut(member, total, limit), member.round_, member.costs.num_layers
     start = min(round_.first_trained, num_layers - 1)
-    again = [r + b for r, b in zip(part.costs.recompute, part.costs.backward, strict=True)]
-    needs = stage_needs(part.costs, round_)
+    again = [r + b for r, b in zip(member.costs.recompute, member.costs.backward, strict=True)]
+    needs = stage_needs(member.costs, round_)
     smallest: PeakBytes | None = None
     for fused, stage_bytes in product(range(cut.fused, min(cut.fused, 1) - 1, -1), stage_limits(round_)):
-        forward = _even(part.costs.forward, 0, num_layers - fused, len(cut.forward))
-        backward = _even(again, start, num_layers - fused, len(cut.backward)) if part.has_backward else []
+        forward = _even(member.costs.forward, 0, num_layers - fused, len(cut.forward))
+        backward = _even(again, start, num_layers - fused, len(cut.backward)) if member.has_backward else []
         passes = _Cut(
             forward=_within(needs[Pass.FORWARD], stage_bytes, forward),
             fused=fused,
@@ -105,7 +105,7 @@ def _evened(part: Part, total: StageSums, limit: float, name: str) -> Passes:
         smallest = peak if smallest is None or peak.total < smallest.total else smallest
         if peak.total <= round_.budget_bytes:
             return passes
-    raise nothing_fits(part.costs, round_, smallest, has_backward=part.has_backward, model=name)
+    raise nothing_fits(member.costs, round_, smallest, has_backward=member.has_backward, model=name)
 
 
 def _even(costs: Sequence[float], start: int, stop: int, num_stages: int) -> list[range]:

@@ -10,7 +10,8 @@ from torch import nn
 from ..errors import InternalError
 from ..params.gradients import GradientBuffers, GradientRules
 from ..params.store import ParameterStore
-from ..plan.schedule import Passes, round_robin
+from ..plan.actions import Passes
+from ..plan.schedule import round_robin
 from .buffers import BufferCache, KnownBuffers
 from .call import Call, CallSettings
 from .changes import ModuleChanges

@@ -1,0 +1,57 @@
+"""Compiled layers on GPUs: plain numbers, also for other lengths; on several, code that lets go of the interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor import compile_fx
+
+from device_sets import ACCELERATORS, DeviceSet
+from engines import Engines, engine_gradients, run_batch
+from models import Batch
+from reference import plain_call
+
+pytestmark = pytest.mark.gpu
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(nn.functional.silu(self.up(self.norm(hidden))))
+
+
+def batch_of(length: int) -> Batch:
+    return Batch((torch.randn(8, length, WIDTH),), {}, torch.randn(8, length, WIDTH), nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("on", ACCELERATORS, ids=str)
+def test_compiled_layers_give_plain_numbers(
+    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_, ways = compile_fx.compile_fx, []
+
+    def note(*args: Any, **settings: Any) -> Any:
+        if "config_patches" in settings:  # the compiler calls itself too
+            ways.append(settings["config_patches"])
+        return compile_(*args, **settings)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", note)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    engine = engines(model, on, compile=True)
+    for length in (32, 48, 80):
+        batch = batch_of(length)
+        expected = plain_call(model, batch.split(4), batch.loss_fn)
+        engine.zero_grad()
+        on.check(run_batch(engine, batch, 4), expected.loss)
+        on.check(engine_gradients(engine), expected.gradients)
+    assert ways
+    assert all(way.get("cpp_wrapper", False) == (on.count > 1) for way in ways)
+    assert "without being compiled" not in caplog.text
