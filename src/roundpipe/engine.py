@@ -14,6 +14,7 @@ from .host import Host
 from .optim import context
 from .optim.handle import StepHandle
 from .optim.hyperparameters import know_master
+from .optim.step_thread import StepThread
 from .runtime.structure import Structure
 from .runtime.worker import Worker
 
@@ -69,7 +70,7 @@ class Engine(ForwardingModule):
         self._is_closed = False
         self._process = os.getpid()
         # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
-        self._finalizer = weakref.finalize(self, _stop, host.workers)
+        self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
 
     def _seal(self) -> None:
         """From here on attributes set go to the original model."""
@@ -134,7 +135,7 @@ class Engine(ForwardingModule):
             raise ConfigError("load_state_dict(assign=True) would replace the engine's weights; use assign=False")
         self._flush("load_state_dict()")
         self._steps.zero_grad()
-        self._steps.num_loads += 1
+        self._steps.note_load()
         self._host.seats.follow_load()
         try:
             return self.model.load_state_dict(state_dict, strict=strict)
@@ -157,7 +158,7 @@ class Engine(ForwardingModule):
                 "changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
-        self._steps.num_loads += 1
+        self._steps.note_load()
         self._host.seats.follow_load()
         for parameter, _ in self._masters.existing():
             self._masters.follow_load(parameter, None)
@@ -208,6 +209,7 @@ class Engine(ForwardingModule):
                 f"{self._name}: {what} was called in a forked process, which has none of the engine's threads; call it "
                 "in the process that made the engine"
             )
+        self._steps.take_turn()
         self._steps.raise_late_error()
         self._host.begin_call()
         if self._structure.has_changed():
@@ -281,6 +283,7 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
 
 
-def _stop(workers: list[Worker]) -> None:
+def _stop(steps: StepThread, workers: list[Worker]) -> None:
+    steps.end_forgotten()
     for worker in workers:
         worker.stop()

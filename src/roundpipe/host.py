@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .memory.pinning import HostMemory, PinMode
 from .optim.hyperparameters import WorkingWeights
 from .optim.step_thread import StepThread, leave_cores_for
+from .optim.turns import make_way
 from .params.copies import Masters
 from .params.gradients import GradientBuffers, GradientRules
 from .params.seats import Seats
@@ -77,6 +78,8 @@ class Host:
         settings: HostSettings,
         on_host: Sequence[nn.Parameter] = (),
     ) -> None:
+        # Before the store, which moves weights that another engine's thread may be writing to.
+        make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
         self.condition = SteadyCondition()
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)

@@ -35,7 +35,8 @@ def wrap_model_to_roundpipe(
 
     A Hugging Face model with a preset (also under PEFT) becomes embeddings, blocks and head, an ``nn.Sequential`` its
     children. Of anything else the parts that are worth it run on devices, the rest on the CPU; see [Note: parts]. If
-    that one part is the whole model, it is an engine of a single layer.
+    that one part is the whole model, it is an engine of a single layer. A model that has an engine may be wrapped
+    again: the new one goes on from the newest weights; its optimizer is to be made anew. See [Note: turns].
 
     Args:
         use_sequential_preset: None uses a preset if there is one; True insists on it; False does not look for one.

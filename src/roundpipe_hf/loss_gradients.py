@@ -38,18 +38,28 @@ class LossGradients:
 
         return noting
 
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether a loss computes with it."""
+        return parameter in self._before
+
     def restore(self) -> None:
         """No worker may be in a backward."""
+        self._wait_for_devices()  # because what failed may still be queued there, on a worker's stream
         for leaf, before in self._before.items():
             if before is None or leaf.grad is None:
                 leaf.grad = before
             else:
                 leaf.grad.copy_(before)  # in place, because somebody may hold it
+        self._wait_for_devices()  # because the copies' memory is a worker's stream's again once they are gone
         self._before.clear()
 
     def forget(self) -> None:
         """They count."""
         self._before.clear()
+
+    def _wait_for_devices(self) -> None:
+        for device in {leaf.device for leaf in self._before} - {torch.device("cpu")}:
+            torch.get_device_module(device).synchronize(device)
 
 
 class _Outputs:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from roundpipe import AutoRoundPipe, GradScaler, OptimizerCtx, RoundPipe, StepHandle
+from roundpipe import GradScaler, OptimizerCtx, RoundPipe, StepHandle
 from roundpipe.errors import ConfigError
 
 from .arguments import pipeline_of
@@ -172,8 +172,6 @@ class AccumulationWindow:
         trainer = self._trainer
         microbatches, loss_fn = self._loss.cut(engine, batches, num_cut(engine, footprint))
         scaler = trainer.scaler
-        # What of a model in parts runs on the host has its gradients there.
-        has_gradients = isinstance(engine, AutoRoundPipe) or any(p.grad is not None for p in engine.model.parameters())
         with trainer.precision().in_model():
             losses = forward_backward(
                 engine,
@@ -181,9 +179,18 @@ class AccumulationWindow:
                 self._loss_gradients.noted(loss_fn if scaler is None else _scaled(loss_fn, scaler)),
                 footprint,
             )
-        if not has_gradients:
-            _refuse_gradients_of_the_model(engine)
+        self._refuse_gradients_of_the_model(engine)
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
+
+    def _refuse_gradients_of_the_model(self, engine: RoundPipe) -> None:
+        """The engine computes with copies of the weights; a gradient of the model's own would silently be lost."""
+        for name, parameter in engine.model.named_parameters():
+            if parameter in self._loss_gradients:
+                engine.zero_grad()
+                raise ConfigError(
+                    f"compute_loss computes with the model's own parameter {name!r}, whose gradient would be lost: the "
+                    "pipeline works on copies. Take a penalty on weights into the optimizer, as weight_decay is"
+                )
 
     def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
         """Waits for late visits of a round larger than all before, which are those that may run out of memory.
@@ -206,14 +213,3 @@ def _scaled(loss_fn: LossFn, scaler: GradScaler) -> LossFn:
 
 def _elements(batch: StashedBatch) -> int:
     return sum(value.numel() for value in batch.inputs.values() if isinstance(value, torch.Tensor))
-
-
-def _refuse_gradients_of_the_model(engine: RoundPipe) -> None:
-    """Devices compute with copies of the weights; a gradient of the model's own would silently be lost."""
-    for name, parameter in engine.model.named_parameters():
-        if parameter.grad is not None:
-            engine.zero_grad()
-            raise ConfigError(
-                f"compute_loss computes with the model's own parameter {name!r}, whose gradient would be lost: the "
-                "pipeline's devices work on copies. Take a penalty on weights into the optimizer, as weight_decay is"
-            )

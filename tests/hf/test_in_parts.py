@@ -22,6 +22,7 @@ from hf.trainers import (
 )
 from models import make_llama
 from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 
 
@@ -99,3 +100,15 @@ def test_a_model_with_a_preset_that_is_wanted_in_parts() -> None:
     ours_loss, plain_loss = (trainer.evaluate()["eval_loss"] for trainer in pair)
     assert ours_loss == pytest.approx(plain_loss, abs=1e-6)
     engine.close()
+
+
+class Penalises:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def test_a_penalty_on_weights_is_refused() -> None:
+    """Its gradient went to the model's own weights, which nobody steps, and nothing was said."""
+    trainer = make_both(make_bert, rows_of(bert_batch), Penalises).ours
+    with pytest.raises(ConfigError, match="model's own parameter '.*weight_decay"):
+        run(trainer)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from hf.trainers import (
     MODELS,
     Pair,
+    assert_same,
     assert_same_logs,
     assert_same_weights,
     differ,

@@ -6,7 +6,7 @@ import pytest
 
 from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
-from roundpipe.plan.memory import PeakBytes, predicted_peak, readable
+from roundpipe.plan.memory import PeakBytes, predicted_peak, readable, slot_counts
 from roundpipe.slot_sizes import ALIGNMENT, slot_bytes
 
 F, X, B = Pass.FORWARD, Pass.FUSED, Pass.BACKWARD
@@ -115,3 +115,8 @@ def test_numbers_for_people() -> None:
         "3 GiB",
     ]
     assert str(PeakBytes(2**20, 0, 0, 2**20)) == "2 MiB (slots 1 MiB, graph 0 B, sums 0 B, boundaries 1 MiB)"
+
+
+def test_a_device_without_a_visit_needs_no_slots() -> None:
+    """A round has fewer visits than there are devices."""
+    assert slot_counts([], COSTS.weight_bytes, num_devices=1) == {slot_bytes(ALIGNMENT): 0}

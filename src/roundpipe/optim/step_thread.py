@@ -204,7 +204,7 @@ class StepThread:
 
     def _bring_home(self) -> None:
         with self._bringing_home:
-            if self._masters.are_ahead and self._publisher.error is None:
+            if self._masters.are_ahead:
                 self._masters.leave_written()
                 self._publish_all()
 
