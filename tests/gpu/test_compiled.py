@@ -12,7 +12,7 @@ from engines import Engines, engine_gradients, run_batch
 from models import Batch
 from reference import plain_call
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # because C++ takes a quarter of a minute for each graph
 WIDTH = 64
 
 

@@ -154,15 +154,15 @@ class GradientBuffer:
                 alone.append((place, shape, dtype))
         counts = [(sum(shape.numel() for _, shape in pieces), dtype) for dtype, pieces in small.items()]
         sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in alone]
-        offsets = _aligned([*sizes, *(count * dtype.itemsize for count, dtype in counts)])
-        arena = memory.arena(offsets[-1] + num_rows * torch.float64.itemsize)
-        self.norms = arena.tensor(offsets[-1], (num_rows,), torch.float64)
+        *offsets, end = _aligned([*sizes, *(count * dtype.itemsize for count, dtype in counts)])
+        arena = memory.arena(end + num_rows * torch.float64.itemsize)
+        self.norms = arena.tensor(end, (num_rows,), torch.float64)
         self.tensors = {
             place: arena.tensor(offset, shape, dtype)
-            for offset, (place, shape, dtype) in zip(offsets, alone, strict=False)
+            for offset, (place, shape, dtype) in zip(offsets[: len(alone)], alone, strict=True)
         }
         self.packs: dict[torch.dtype, Pack] = {}
-        for offset, (count, dtype) in zip(offsets[len(alone) :], counts, strict=False):
+        for offset, (count, dtype) in zip(offsets[len(alone) :], counts, strict=True):
             places, shapes = zip(*small[dtype], strict=True)
             self.packs[dtype] = Pack(places, arena.tensor(offset, (count,), dtype))
             self.tensors |= zip(places, _unpacked(self.packs[dtype].tensor, shapes), strict=True)
