@@ -85,7 +85,7 @@ class Publisher:
             self._make_spares()
 
     def _small_ones_together(self, layers: Sequence[LayerParameters]) -> Iterator[list[LayerParameters]]:
-        """Neighbours, until they are enough for all threads of an update."""
+        """Neighbours, until they are enough for all threads of an update. What has nothing to write joins any group."""
         some, num_bytes = list[LayerParameters](), 0
         for layer in layers:
             some.append(layer)

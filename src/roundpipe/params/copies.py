@@ -63,7 +63,7 @@ class Master(nn.Parameter):
 
     @property
     def row_norms(self) -> torch.Tensor | None:
-        """The 2-norms of the rows of ``landed``, where the device has sent them along."""
+        """Of ``landed`` what `gradients.norms_of` gives, where the device has sent it along."""
         return None if self._landed is None else self._landed.norms
 
     @property

@@ -15,7 +15,7 @@ class Landed(NamedTuple):
     """What reached one parameter: memory of the window, not to be written, valid until the window lets go of it.
 
     ``parts`` has one tensor for each use and share, in the order of layers, then of microbatches, to be added in
-    ``summed``. ``norms`` are the 2-norms of the rows, if it is one use in one call.
+    ``summed``. ``norms``: what `norms_of` it is, if it is one use in one call.
     """
 
     parts: tuple[torch.Tensor, ...]
