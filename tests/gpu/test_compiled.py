@@ -1,5 +1,7 @@
 """Compiled layers on GPUs: plain numbers, also for other lengths; on several, code that lets go of the interpreter."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -55,3 +57,36 @@ def test_compiled_layers_give_plain_numbers(
     assert ways
     assert all(way.get("cpp_wrapper", False) == (on.count > 1) for way in ways)
     assert "without being compiled" not in caplog.text
+
+
+FIRST_OF_ITS_THREADS = """
+import threading
+import torch
+from roundpipe.device import AcceleratorDevice
+from roundpipe.runtime.compiler import _Backend
+
+def scaled(hidden, weight):
+    return torch.nn.functional.silu(hidden * weight).sin()
+
+device = AcceleratorDevice(torch.device("cuda", 0))
+compiled = torch.compile(scaled, backend=_Backend("scaled", in_cpp=True))
+hidden = torch.randn(512, 512, device="cuda", requires_grad=True)
+weight, gradient = (torch.randn(512, 512, device="cuda") for _ in range(2))
+compiled(hidden, weight)
+gradients = []
+
+def work():
+    device.enter_thread()
+    gradients.extend(torch.autograd.grad(compiled(hidden, weight), hidden, gradient))
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+torch.testing.assert_close(gradients, list(torch.autograd.grad(scaled(hidden, weight), hidden, gradient)))
+"""
+
+
+@pytest.mark.skipif(not ACCELERATORS, reason="no CUDA device")
+def test_compiled_code_may_be_the_first_that_a_thread_does() -> None:
+    """See [Note: threads without a context]: the worker's forward, and its backward on autograd's thread."""
+    subprocess.run([sys.executable, "-c", FIRST_OF_ITS_THREADS], check=True)

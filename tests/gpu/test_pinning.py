@@ -1,5 +1,6 @@
 """Memory that the system does not page-lock: everything goes on, and nobody else is told of an error."""
 
+import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -59,19 +60,49 @@ def test_pages_that_are_locked_already_are_no_refusal() -> None:
     assert HostArena(1 << 20, lock=True).bytes.is_pinned()
 
 
+def is_locked(weight: torch.Tensor) -> bool:
+    """In its midst."""
+    middle = (ctypes.c_byte * 1).from_address(weight.data_ptr() + weight.nbytes // 2)
+    return torch.frombuffer(middle, dtype=torch.uint8).is_pinned()
+
+
 def test_two_engines_may_lock_one_models_pages(engines: Engines) -> None:
     """The second finds them locked, computes with them, and leaves them to the first."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    inputs = torch.randn(8, 64)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    weights = [layer.weight for layer in model]
+    inputs = torch.randn(8, 256)
     with torch.no_grad():
         expected = model(inputs)
         first = engines(model, ACCELERATORS[0], pin_model="register")
         second = engines(model, ACCELERATORS[0], pin_model="register")
         ACCELERATORS[0].check(second(inputs), expected)
         second.close()
-        assert all(parameter.is_pinned() for parameter in model.parameters())
+        assert all(map(is_locked, weights))
         ACCELERATORS[0].check(first(inputs), expected)
+        first.close()
+        assert not any(map(is_locked, weights))
     assert not pinning._refused
+
+
+def test_neighbours_of_weights_that_are_locked_in_place_can_still_be_copied(engines: Engines) -> None:
+    """CUDA refuses what begins in locked pages and ends outside, as a batch beside a weight may."""
+    width, margin = 256, 3000
+    memory = torch.randn(3 * (width * width + margin))
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2)))
+    starts = [margin, 2 * margin + width * width]
+    for layer, start in zip(model, starts, strict=True):
+        layer.weight.data = memory[start : start + width * width].view(width, width)
+    inputs = torch.randn(8, width)
+    with torch.no_grad():
+        expected = model(inputs)
+    engine = engines(model, ACCELERATORS[0], pin_model="register")
+    assert all(is_locked(layer.weight) for layer in model)
+    with torch.no_grad():
+        ACCELERATORS[0].check(engine(inputs), expected)
+    ends = [start + width * width for start in starts]
+    between = [memory[: starts[0]], memory[ends[0] : starts[1]], memory[ends[1] :]]
+    for tensor in (memory, *between, *(layer.weight.detach() for layer in model)):
+        assert torch.equal(tensor.cuda(non_blocking=True).cpu(), tensor)
 
 
 def test_an_engine_without_page_locked_memory_trains_as_one_with(engines: Engines) -> None:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -73,6 +74,20 @@ def _lanes(index: int) -> tuple[StreamLane, StreamLane, StreamLane]:
     return StreamLane(device), StreamLane(device, priority=-1), StreamLane(device, priority=-1)
 
 
+class _Entered(torch.autograd.Function):
+    """The identity. Its backward has autograd's thread touch a lane, which gives it the device's context."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, lane: StreamLane) -> torch.Tensor:
+        ctx.lane = lane
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.lane.record()
+        return gradient, None
+
+
 class AcceleratorDevice:
     """One accelerator.
 
@@ -97,6 +112,14 @@ class AcceleratorDevice:
 
     def __repr__(self) -> str:
         return self.name
+
+    def enter_thread(self) -> None:
+        """[Note: threads without a context] Kernels that torch launches give a thread its device's context if it has
+        none; those that compiled C++ launches find it missing, for instance where such code is the first that a thread
+        does on device 0, which torch need not switch to. That goes for the worker and for autograd's own thread."""
+        self.compute.record()
+        nothing = torch.empty(0, device=self.torch_device, requires_grad=True)
+        torch.autograd.backward(_Entered.apply(nothing, self.compute), torch.empty_like(nothing))
 
     def budget_bytes(self, held: int = 0) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)

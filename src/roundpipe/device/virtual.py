@@ -115,6 +115,9 @@ class VirtualDevice:
     def __repr__(self) -> str:
         return self.name
 
+    def enter_thread(self) -> None:
+        return
+
     def budget_bytes(self, held: int = 0) -> int:
         return self.capacity.num_bytes if self.capacity is not None else 1 << 62
 

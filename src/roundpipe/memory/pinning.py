@@ -5,7 +5,7 @@ import logging
 import math
 import mmap
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from ..errors import ConfigError
 
 PinMode = Literal["alloc", "register", "off"]
 _PAGE = mmap.PAGESIZE
+_LEAST_BYTES = 64 << 10  # CUDA sends what is smaller along with the command, so locking it gains nothing
 _log = logging.getLogger("roundpipe")
 
 
@@ -82,12 +83,30 @@ class HostMemory:
         return HostArena(num_bytes, lock=self.is_accelerated)
 
     def lock_in_place(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Page-locks the memory under ``tensors``; pages that several share are locked once."""
+        """Page-locks the memory under ``tensors``, but for edges that they may share with others.
+
+        [Note: locked in place] CUDA refuses to copy what begins in locked pages and ends outside, and copies as
+        pageable what begins outside. So whatever else lies in the first or last page of a weight, a batch perhaps,
+        could not be copied any more if that page were locked. Hence only pages after the first that are the tensor's
+        alone are locked; the tensor as a whole can then still be copied by anybody, and `copies` has its locked part
+        copied on its own. Who copies a slice from the midst of a weight to its end has to clone it first.
+        """
         if not self._locks_in_place:
             return
-        for pages in _pages_of(tensors):
-            if _lock_pages(pages.start, pages.end - pages.start):
-                self._locked.append(pages)
+        for tensor in tensors:
+            first, last = _own_pages(tensor)
+            if last > first and _lock_pages(tensor.data_ptr() + first, last - first):
+                self._locked.append(_Pages(tensor.data_ptr() + first, tensor))
+
+    def copies(self, target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy to have ``source``, on the host, in ``target``: see [Note: locked in place]."""
+        first, last = _own_pages(source) if self._locks_in_place and target.is_contiguous() else (0, 0)
+        if first == last:
+            yield target, source
+            return
+        there, here = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+        for part in (slice(first), slice(first, last), slice(last, None)):
+            yield there[part], here[part]
 
     def close(self) -> None:
         """Unlocks what was locked in place. The memory itself is its owner's."""
@@ -95,11 +114,10 @@ class HostMemory:
 
 
 class _Pages(NamedTuple):
-    """Whole pages. ``inside``: the tensors there, which keep the pages from being freed while they are locked."""
+    """``inside``: the tensor there, which keeps the pages from being freed while they are locked."""
 
     start: int
-    end: int
-    inside: list[torch.Tensor]
+    inside: torch.Tensor
 
 
 def _unlock(locked: list[_Pages]) -> None:
@@ -108,18 +126,12 @@ def _unlock(locked: list[_Pages]) -> None:
         torch.cuda.cudart().cudaHostUnregister(pages.start)
 
 
-def _pages_of(tensors: Iterable[torch.Tensor]) -> list[_Pages]:
-    """Without gaps, and none twice."""
-    found: list[_Pages] = []
-    for tensor in sorted((t for t in tensors if t.nbytes), key=torch.Tensor.data_ptr):
-        start = tensor.data_ptr() // _PAGE * _PAGE
-        end = -(-(tensor.data_ptr() + tensor.nbytes) // _PAGE) * _PAGE
-        if found and start <= found[-1].end:
-            found[-1].inside.append(tensor)
-            found[-1] = found[-1]._replace(end=max(end, found[-1].end))
-        else:
-            found.append(_Pages(start, end, [tensor]))
-    return found
+def _own_pages(tensor: torch.Tensor) -> tuple[int, int]:
+    """From which byte of the tensor to which its pages are locked in place: (0, 0) for none."""
+    if tensor.nbytes < _LEAST_BYTES or not tensor.is_contiguous():
+        return 0, 0
+    address = tensor.data_ptr()
+    return _PAGE - address % _PAGE, tensor.nbytes - (address + tensor.nbytes) % _PAGE
 
 
 _refused = False

@@ -39,6 +39,8 @@ class Crew:
             Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)
             for device, sender in zip(devices, self.senders, strict=True)
         ]
+        for worker, device in zip(self.workers, devices, strict=True):
+            worker.submit(device.enter_thread)
 
     def close(self) -> None:
         """Ends the workers after the jobs already submitted, among them the ends of all pipelines, and waits for it."""

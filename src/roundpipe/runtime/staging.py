@@ -67,12 +67,13 @@ class Queued(NamedTuple):
 
 
 class DirectSender:
-    """Queues copies on the up lane itself: one for a layer that lies in one block, else one per parameter."""
+    """Queues copies on the up lane itself: one for a layer that lies in one block, else some per parameter."""
 
-    def __init__(self, device: Device, store: ParameterStore) -> None:
+    def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
         self.helper: Worker | None = None
         self._lane = device.up
         self._store = store
+        self._memory = memory
 
     def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
         spare, image = self._store.spare_of(layer, version), self._store.image_of(layer)
@@ -88,7 +89,8 @@ class DirectSender:
                 self._lane.copy_(slot[start:stop], image[start:stop])
         else:
             for use in others:
-                self._lane.copy_(view_of(slot, use), self._store.working(use, version))
+                for target, source in self._memory.copies(view_of(slot, use), self._store.working(use, version)):
+                    self._lane.copy_(target, source)
         return Queued(self._lane.record())
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class _Shipment:
 
 def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Sender:
     """What suits how the working copies lie in host memory."""
-    return RingSender(device, store, memory) if memory.needs_staging else DirectSender(device, store)
+    return RingSender(device, store, memory) if memory.needs_staging else DirectSender(device, store, memory)
 
 
 def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
