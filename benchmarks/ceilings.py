@@ -1,13 +1,14 @@
 """What this machine can do at most, in the four things a step is made of: matmul, transfer, host copy, host AdamW."""
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 
 import measure
 import torch
+
+from roundpipe.optim.cores import usable_cores
 
 GB = 1e9
 COLUMNS = ["what", "value", "unit", "setting"]
@@ -88,7 +89,7 @@ def host_adamw(num_params: int, repeats: int) -> measure.Record:
 
 
 def main() -> int:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="repeats in each of three rounds (default 10)")
     parser.add_argument(

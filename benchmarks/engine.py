@@ -4,7 +4,6 @@ Knows nothing of what is measured.
 """
 
 import argparse
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from workload import LEARNING_RATE, MAX_NORM, Workload, make_model
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW, clip_grad_norm_
+from roundpipe.optim.cores import usable_cores
 
 
 class Training(NamedTuple):
@@ -42,7 +42,7 @@ def inputs_of(tokens: Tensor) -> dict[str, Tensor]:
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)")
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")

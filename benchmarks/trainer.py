@@ -11,7 +11,6 @@ before that, so that what libraries allocate once is there. The folder of the fi
 import argparse
 import gc
 import json
-import os
 import sys
 import tempfile
 import time
@@ -37,6 +36,7 @@ from workload import (
     workload_of,
 )
 
+from roundpipe.optim.cores import usable_cores
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
 
 COLUMNS = [
@@ -206,7 +206,7 @@ def run(options: argparse.Namespace) -> measure.Record:
 
 
 def main() -> int:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measure.add_common_options(parser)
     add_workload_options(parser)

@@ -7,7 +7,6 @@ second working copy are published by their own step; see [Note: two working copi
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from ..params.window import GradientWindow
 from ..runtime.interrupts import SteadyCondition, deferred
 from ..runtime.worker import Job, Worker
 from . import context
+from .cores import usable_cores
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .late_error import LateError
@@ -60,7 +60,7 @@ def leave_cores_for(num_devices: int) -> Job:
     Each device's worker issues work from a core of its own and the caller needs one; an update that takes all cores
     is several times slower than one that leaves a quarter of them, because its threads then wait for each other.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
 
     def limit() -> None:
