@@ -13,7 +13,7 @@ SRC = Path(__file__).parents[2] / "src"
 
 # Left to right: a part imports from its own group and from those left of it.
 GROUPS = [
-    {"errors", "trace", "slot_sizes"},
+    {"errors", "trace", "slot_sizes", "control_groups"},
     {"device", "memory"},
     {"params", "plan", "microbatch", "packed", "chunked_loss", "loss_kernel"},
     {"runtime", "optim"},

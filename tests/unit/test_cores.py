@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe.optim import cores
+from roundpipe import control_groups
+from roundpipe.optim.cores import usable_cores
 
 V2, V1 = "0::{}\n", "4:memory:/elsewhere\n3:cpu,cpuacct:{}\n"
 
@@ -14,14 +15,14 @@ def usable(
     monkeypatch: pytest.MonkeyPatch, root: Path, own_groups: str, files: dict[str, str], bound: int = 128
 ) -> int:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)), raising=False)
-    monkeypatch.setattr(cores, "_GROUPS", root / "groups")
-    monkeypatch.setattr(cores, "_OWN_GROUPS", root / "own")
+    monkeypatch.setattr(control_groups, "_ALL", root / "groups")
+    monkeypatch.setattr(control_groups, "_OWN", root / "own")
     (root / "own").write_text(own_groups)
     for name, text in files.items():
         file = root / "groups" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return cores.usable_cores()
+    return usable_cores()
 
 
 @pytest.mark.parametrize(
@@ -56,5 +57,5 @@ def test_a_system_without_control_groups_has_the_cores_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
-    monkeypatch.setattr(cores, "_OWN_GROUPS", tmp_path / "none")
-    assert cores.usable_cores() == 3
+    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "none")
+    assert usable_cores() == 3

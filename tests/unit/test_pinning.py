@@ -1,4 +1,4 @@
-"""Page-locking in place, as CUDA is told of it: pages that are a weight's alone, unlocked before others can have them."""
+"""Page-locking in place, as CUDA is told of it: pages of a weight alone, unlocked before others can have them."""
 
 import gc
 import random

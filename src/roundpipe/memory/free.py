@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from ..control_groups import own_groups
+
 _SYSTEM = Path("/proc/meminfo")
-_GROUP = Path("/proc/self/cgroup")
-_GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_host_bytes() -> int:
@@ -14,22 +14,7 @@ def free_host_bytes() -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
-    return min([free, *(group_free for folder in _own_groups() if (group_free := _free_in(folder)) is not None)])
-
-
-def _own_groups() -> list[Path]:
-    """The folders of the group and of all it is part of; of the two versions of the interface."""
-    try:
-        lines = _GROUP.read_text().splitlines()
-    except OSError:
-        return []
-    own = [line.split(":", 2) for line in lines]
-    roots = [(_GROUPS if not kinds else _GROUPS / "memory", path) for _, kinds, path in own if kinds in ("", "memory")]
-    folders = []
-    for root, path in roots:
-        folder = root / path.lstrip("/")
-        folders += [folder, *(parent for parent in folder.parents if parent.is_relative_to(root))]
-    return folders
+    return min([free, *(group_free for folder in own_groups("memory") if (group_free := _free_in(folder)) is not None)])
 
 
 def _free_in(folder: Path) -> int | None:

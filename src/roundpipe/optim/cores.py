@@ -2,43 +2,24 @@
 
 import math
 import os
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+from ..control_groups import own_groups
 
 
 def usable_cores() -> int:
     """Those that this thread is bound to, or as many as make up its container's quota of time if these are fewer."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([bound, *map(math.ceil, _quotas())]))
+    quotas = (quota for group in own_groups("cpu") if (quota := _quota(group)) is not None)
+    return max(1, min([bound, *map(math.ceil, quotas)]))
 
 
-def _quotas() -> Iterator[float]:
-    """In cores, of the control groups that this process is in, as far as they have any and it may see them."""
-    for line in _lines(_OWN_GROUPS):
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy != "0" and "cpu" not in controllers.split(","):
+def _quota(group: Path) -> float | None:
+    """In cores. One file tells time and period in version 2 of control groups, two files in version 1."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            time, period = " ".join((group / name).read_text() for name in names).split()
+        except (OSError, ValueError):
             continue
-        top = _GROUPS if hierarchy == "0" else _GROUPS / "cpu"
-        inside = PurePosixPath(path.strip()).relative_to("/")
-        for group in (inside, *inside.parents):  # because a group is held to the quotas of those it is in, too
-            yield from _quota(top / group)
-
-
-def _quota(group: Path) -> Iterator[float]:
-    # A file for both numbers in version 2 of control groups, one for each in version 1.
-    words = " ".join(_lines(group / "cpu.max")).split() or [
-        *_lines(group / "cpu.cfs_quota_us"),
-        *_lines(group / "cpu.cfs_period_us"),
-    ]
-    if len(words) == 2 and words[0] not in ("max", "-1"):
-        yield int(words[0]) / int(words[1])
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
+        return None if time in ("max", "-1") else int(time) / int(period)
+    return None
