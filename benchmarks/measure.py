@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from roundpipe.optim.cores import usable_cores
+
 Record = dict[str, Any]
 Comment = Callable[[Record], str]
 
@@ -32,7 +34,7 @@ def environment() -> Record:
     return {
         "card": torch.cuda.get_device_name() if on_gpu else "none (CPU)",
         "num_gpus": torch.cuda.device_count(),
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "host": platform.machine(),
         "python": platform.python_version(),

@@ -67,6 +67,7 @@ class Engine(ForwardingModule):
         self._store = host.store
         self._masters = host.masters
         self._steps = host.steps
+        self._steps.name = self._steps.name or name  # the whole's, which comes before its parts
         self._is_closed = False
         self._process = os.getpid()
         # The finalizer only signals: it may run on any thread, also on one of those it would have to join.

@@ -118,7 +118,7 @@ class Host:
 
     def close(self) -> None:
         """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
-        self._working.is_closed = True
+        self._working.is_closed = self.steps.is_closed = True
         self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
         try:
             try:

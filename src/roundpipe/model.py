@@ -33,6 +33,7 @@ from .plan.actions import Passes
 from .plan.execute_plan import ModelExecutePlan, RunType
 from .plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
 from .planner import Planned, Planner
+from .priors import first_trained
 from .runtime.autograd import attach, commits_held, when_pass_ends
 from .runtime.call import Call, CallSettings, LossFn
 from .runtime.pipeline import Pipeline
@@ -328,8 +329,7 @@ class RoundPipe(Engine):
                 _log.warning("%s: %s is made again with less on its devices, because of: %s", self._name, what, error)
 
     def _first_trained(self, batch: Batch) -> int:
-        """Nothing below that layer needs a backward."""
-        return 0 if batch.wants_gradients else self._store.first_trainable_layer()
+        return first_trained(self._store, wants_gradients=batch.wants_gradients)
 
     def _settings(
         self,

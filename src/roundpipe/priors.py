@@ -12,6 +12,11 @@ from .plan.costs import LayerCosts
 from .plan.measure import LayerSize, prior_costs, prior_update_ms
 
 
+def first_trained(store: ParameterStore, *, wants_gradients: bool) -> int:
+    """The shallowest layer that needs a backward: the first of all if inputs want gradients."""
+    return 0 if wants_gradients else store.first_trainable_layer()
+
+
 class Prior(NamedTuple):
     """The model as it trains now. ``first_trained``: nothing below that layer needs a backward."""
 
@@ -44,8 +49,8 @@ class Priors:
         key = trains, wants_gradients
         if key not in self._made:
             sizes = [self._size(layer) for layer in self._store.layers]
-            first_trained = 0 if wants_gradients else self._store.first_trainable_layer()
-            self._made[key] = Prior(sizes, first_trained, prior_costs(sizes, first_trained), prior_update_ms(sizes))
+            first = first_trained(self._store, wants_gradients=wants_gradients)
+            self._made[key] = Prior(sizes, first, prior_costs(sizes, first), prior_update_ms(sizes))
         return self._made[key]
 
     def _size(self, layer: LayerParameters) -> LayerSize:

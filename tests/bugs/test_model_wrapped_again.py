@@ -255,6 +255,65 @@ def test_what_failed_in_the_first_engine_is_raised_once(wrap: Wrap) -> None:
     assert_same(model, plain)
 
 
+def test_an_engine_that_cannot_publish_stops_the_others_until_it_is_closed(
+    case: Case, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of its weights may be in the model. They say whose they are, and go on from what is there."""
+    model = case.make_model()
+    first, second = wrap_for(model, case._replace(settings={**case.settings, "name": "first"})), wrap(model, case)
+    optimizer = sgd(second.optim_parameters(), case)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    num_failed = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first._masters, "publish", fail)
+        train(first, sgd(first.optim_parameters(), case), 0, is_async=False)
+        for use in (second, second, lambda _: wrap(model, case)):
+            with pytest.raises(OSError, match="no room") as raised:
+                use(INPUTS[0])
+            notes = "\n".join(raised.value.__notes__)
+            assert "from the engine first, which has the same weights" in notes
+            assert "close() that engine" in notes
+        with pytest.raises(OSError, match="no room"):
+            first.close()
+        second(INPUTS[0])
+        num_failed_before = num_failed
+        second.load_state_dict(start)
+        train(second, optimizer, 1)
+    second.synchronize()
+    assert num_failed == num_failed_before
+    plain = case.make_model()
+    train_plain(plain, sgd(plain.parameters()), 1)
+    assert_same(model, plain)
+
+
+def test_what_was_not_published_at_the_close_is_published_when_others_go_on(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The close raised it, and what was in the way is gone."""
+    model, plain = make_mlp(), make_mlp()
+    first, second = wrap_for(model, SEQUENCE), wrap(model)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first._masters, "publish", fail)
+        train(first, sgd(first.optim_parameters()), 0, is_async=False)
+        with pytest.raises(OSError, match="no room"):
+            first.close()
+    train(second, sgd(second.optim_parameters()), 1)
+    second.synchronize()
+    for step in range(2):
+        train_plain(plain, sgd(plain.parameters()), step)
+    assert_same(model, plain)
+
+
 def test_in_its_own_step_a_model_is_not_wrapped(wrap: Wrap) -> None:
     """That would wait for itself."""
     model = make_mlp()

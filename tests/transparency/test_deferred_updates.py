@@ -6,7 +6,7 @@ whole vectors, which torch's kernels and the engine's compute alike.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,7 +21,9 @@ from models import make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.optim import native, publisher
+from roundpipe.optim.publisher import Publisher
 from roundpipe.params.pending import Held
+from roundpipe.planner import Planner
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
 ONE_STAGE = ModelExecutePlan([], [range(7)])
@@ -384,3 +386,57 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
         one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
         linears = [module for module in engine.model if isinstance(module, nn.Linear)]
         assert jobs == ([2 * len(linears)] if together else [2] * len(linears))
+
+
+@both
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_an_update_that_cannot_be_computed_keeps_no_other_from_being_done(
+    place: str, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small layers are updated together. Hyper-parameters of a group of its own are checked by nobody."""
+    monkeypatch.setattr(Planner, "hides_update", lambda *_: False)  # because then there are no seats
+    settings = {"max_gpu_memory": 1.0} if place == "device" else {}
+
+    def make(**of_two_layers: Any) -> tuple[RoundPipe, Optimizer]:
+        engine = engines(make_mlp(), ONE, **settings)
+        named = engine.optim_named_parameters()
+        two, others = ([master for name, master in named if (name[0] in "24") is own] for own in (True, False))
+        optimizer = roundpipe.optim.AdamW([{"params": two}, {"params": others}], **SETTINGS)
+        for _ in range(3):
+            one_step(engine, optimizer.step, is_async=is_async)
+        engine.synchronize()
+        optimizer.param_groups[0] |= of_two_layers
+        return engine, optimizer
+
+    (engine, optimizer), (twin, twins) = make(betas=(1.0, 0.999)), make(lr=0.0)
+    assert bool(engine.statistics()["seat_bytes"]) is (place == "device")
+    for _ in range(2):  # the second has another working copy to write to
+        with pytest.raises(ZeroDivisionError):
+            one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
+        one_step_and_synchronize(twin, twins.step, is_async=is_async)
+        ONE.check(engine_weights(engine), engine_weights(twin))
+        ONE.check(dict(engine.optim_named_parameters()), dict(twin.optim_named_parameters()))
+
+
+@both
+def test_small_layers_do_not_wait_for_the_update_of_a_large_one_behind_them(
+    is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what the next forward needs first."""
+    marked: list[list[int]] = []
+    mark = Publisher._mark
+
+    def listening(self: Publisher, layers: Iterable[int], version: int) -> None:
+        marked.append(sorted(layers))
+        mark(self, marked[-1], version)
+
+    widths = [(16, 16), (16, 16), (16, 256), (256, 16), (16, 16)]
+    engine = engines(nn.Sequential(*(nn.Linear(*each) for each in widths)), ONE)
+    optimizer = adamw(engine)
+    for _ in range(2):  # the second has another working copy to write to
+        one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
+    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", 3 * 4 * 16 * 17)
+    monkeypatch.setattr(Publisher, "_mark", listening)
+    one_step(engine, optimizer.step, is_async=is_async)
+    engine._steps.wait_idle()
+    assert [layers for layers in marked if layers] == [[0, 1], [2], [3], [4]]

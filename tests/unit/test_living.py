@@ -11,7 +11,7 @@ import pytest
 
 from optimizers import PATIENCE_S
 from roundpipe.optim import context
-from roundpipe.optim.living import Living
+from roundpipe.runtime.living import Living
 
 
 def test_what_is_alive_is_found_in_the_order_in_which_it_came() -> None:

@@ -13,10 +13,10 @@ from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.store import ParameterStore
 from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
 from roundpipe.plan.measure import (
+    Computation,
     GraphBytes,
     LayerSize,
     Measurements,
-    Part,
     Rates,
     ShapeMeasurements,
     prior_costs,
@@ -95,10 +95,10 @@ def test_prior_update_moves_28_bytes_for_each_parameter_that_trains() -> None:
 
 def test_a_layer_that_was_timed_has_its_own_times() -> None:
     measured = measurements(100 * MIB, 300 * MIB)
-    parts: tuple[Part, ...] = ("forward", "recompute", "backward")
-    for number, part in enumerate(parts):
+    computations: tuple[Computation, ...] = ("forward", "recompute", "backward")
+    for number, computation in enumerate(computations):
         for layer in range(2):
-            measured.record_time(part, layer, 10.0 + number + layer / 2)
+            measured.record_time(computation, layer, 10.0 + number + layer / 2)
     costs = measured.costs()
     assert (costs.forward, costs.recompute, costs.backward) == ((10, 10.5), (11, 11.5), (12, 12.5))
 

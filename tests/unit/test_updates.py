@@ -1,12 +1,13 @@
 """Updates on a device, a batch of tensors in each operation; here with the CPU for a device."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.optim import updates
+from roundpipe.optim import native, updates
 from roundpipe.optim.optimizers import AdamRule
 from roundpipe.optim.updates import RuleUpdate
 from roundpipe.params.pending import UpdateInto
@@ -81,3 +82,18 @@ def test_without_memory_for_the_smallest_piece_it_says_so(monkeypatch: pytest.Mo
     short_of_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError, match="the update of 21 elements"):
         updates._on_accelerator(make(1.0, 1))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_one_that_raises_keeps_no_other_from_being_done(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its master is left as it was, so that what is published is what masters hold."""
+    if not has_kernel:
+        monkeypatch.setattr(native, "library", lambda: None)
+    made, expected, unchanged = make(0.3, 1), one_by_one(make(0.3, 1)), tensors_of(make(0.3, 1))
+    bad = range(4, 8)  # the tensors of the second
+    made[1] = made[1]._replace(update=made[1].update._replace(rule=replace(RULE, beta1=1.0)))
+    with pytest.raises(ZeroDivisionError):
+        updates.compute(made)
+    for place, tensor in enumerate(tensors_of(made)):
+        wanted = unchanged if place in bad else expected
+        torch.testing.assert_close(tensor, wanted[place], rtol=1e-6, atol=1e-7)

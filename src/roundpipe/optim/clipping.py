@@ -61,11 +61,11 @@ def _squares(parameters: Sequence[torch.Tensor]) -> Iterator[float]:
 
 def landed_squares(parameters: Sequence[torch.Tensor]) -> list[float | None]:
     """Sums of squares of gradients before ``scale`` is applied, where devices have sent them along; elsewhere None."""
-    norms = [parameter.row_norms if isinstance(parameter, Master) else None for parameter in parameters]
-    sent = [rows for rows in norms if rows is not None]
+    norms = [parameter.gradient_norms if isinstance(parameter, Master) else None for parameter in parameters]
+    sent = [own for own in norms if own is not None]
     # All in one call of torch's, because after each the interpreter has to be waited for again.
     found = iter(torch.stack(torch._foreach_norm(sent)).square().tolist() if sent else ())
-    return [None if rows is None else next(found) for rows in norms]
+    return [None if own is None else next(found) for own in norms]
 
 
 def _scale(master: torch.Tensor, factor: float) -> None:

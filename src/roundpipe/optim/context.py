@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..errors import ConfigError
+from ..runtime.living import Living
 from ..runtime.worker import in_worker
-from .living import Living
 
 if TYPE_CHECKING:
     from .handle import StepHandle

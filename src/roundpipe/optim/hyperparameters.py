@@ -20,8 +20,8 @@ from ..errors import ConfigError
 from ..params.copies import Master
 from ..params.pending import PendingUpdates
 from ..runtime import interpreter
+from ..runtime.living import Living
 from . import context
-from .living import Living
 
 Hyperparameters = list[dict[str, Any]]
 _BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step

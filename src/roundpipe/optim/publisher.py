@@ -85,14 +85,15 @@ class Publisher:
             self._make_spares()
 
     def _small_ones_together(self, layers: Sequence[LayerParameters]) -> Iterator[list[LayerParameters]]:
-        """Neighbours, until they are enough for all threads of an update. What has nothing to write joins any group."""
+        """Neighbours, while they are small together: none waits for the update of a large one behind it."""
         some, num_bytes = list[LayerParameters](), 0
         for layer in layers:
-            some.append(layer)
-            num_bytes += self._masters.bytes_ahead(layer)
-            if num_bytes >= _TOGETHER_BYTES:
+            own = self._masters.bytes_ahead(layer)
+            if some and num_bytes + own > _TOGETHER_BYTES:
                 yield some
                 some, num_bytes = [], 0
+            some.append(layer)
+            num_bytes += own
         if some:
             yield some
 

@@ -96,6 +96,9 @@ class StepThread:
         self.num_steps = 0
         self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
         self.num_loads = 0
+        self.name = ""  # its engine's, for others that have to do with this
+        self.is_closed = False
+        self._is_over = False
         # Because a forgotten engine publishes on its own thread, while the caller may have it give way.
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
@@ -185,11 +188,30 @@ class StepThread:
         """Another engine is to be used: what is under way ends, and the user's parameters hold the newest weights.
 
         What they have been written since the update stays, as it does if an engine loads it. Raises what failed behind
-        the caller's back.
+        the caller's back. After ``close()``, which has raised what kept it from publishing, it is tried once more.
         """
+        if self._is_over:
+            return
         self.wait_idle()
-        self._bring_home()
-        self._raise_kept()
+        try:
+            self._bring_home()
+            self._raise_kept()
+        except Exception as error:
+            if self.is_closed:
+                self._is_over = True  # because later it might overwrite what others have made of the weights
+                _log.warning("%s was closed before its weights were published: the model is without some", self.name)
+                return
+            self._add_whose(error)
+            raise
+
+    def _add_whose(self, error: BaseException) -> None:
+        """For the caller of another engine."""
+        error.add_note(f"RoundPipe: this comes from the engine {self.name}, which has the same weights")
+        if error is self._publisher.error:
+            error.add_note(
+                "RoundPipe: the model may hold some of its weights after the last update and some before; if it goes "
+                "on like this, close() that engine, and load weights through another one"
+            )
 
     def end_forgotten(self) -> None:
         """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so it never waits."""

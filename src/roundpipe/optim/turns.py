@@ -5,7 +5,8 @@ first may have an update under way, or one that is not published because it was 
 or called has the others *give way* first: they end their jobs and publish, and have nothing left to write later. What
 they have stepped or loaded since its own last call it then *follows*: its masters take over the model's weights, and
 what devices hold of those is sent again. An engine that is forgotten publishes in its last job, because nobody can ask
-it to any more.
+it to any more. What keeps an engine from publishing stops the others too: they would go on from weights of which some
+are older than others. That ends when it is closed; then what the model holds is what there is.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..runtime.living import Living
 from . import context
-from .living import Living
 
 if TYPE_CHECKING:
     from .step_thread import StepThread

@@ -1,6 +1,7 @@
 """Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over memory."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..params.copies import Master
-from ..params.pending import PendingUpdates, UpdateInto
+from ..params.pending import PendingUpdates, UpdateInto, do_all
 from . import context, native
 from .chunks import chunks
 
@@ -72,16 +73,37 @@ def pending_updates() -> PendingUpdates:
 
 
 def compute(updates: Sequence[UpdateInto]) -> None:
-    """Writes masters, state and the working copies given. Blocks; the interpreter is free meanwhile."""
-    if _by_kernel(updates):
-        return
+    """Writes masters, state and the working copies given. Blocks; the interpreter is free meanwhile.
+
+    On the CPU one that raises keeps none of the others from being done: the first error is raised when they are.
+    """
     with torch.no_grad():
-        if all(each.update.weight.device.type != "cpu" for each in updates):
-            _on_accelerator(updates)
-            return
-        for each in updates:
-            if len(updates) == 1 or not _by_kernel([each]):
-                _in_chunks(*each)
+        if len(updates) == 1:
+            _compute_alone(updates[0])
+        elif not _are_done_together(updates):
+            do_all(partial(_compute_alone, each) for each in updates)
+
+
+def _are_done_together(updates: Sequence[UpdateInto]) -> bool:
+    """False, with nothing done, if each is to be computed alone."""
+    try:
+        if _by_kernel(updates):
+            return True
+    except Exception:
+        return False  # because one of them cannot be done: that raises again when it is alone
+    if any(each.update.weight.device.type == "cpu" for each in updates):
+        return False
+    _on_accelerator(updates)
+    return True
+
+
+def _compute_alone(each: UpdateInto) -> None:
+    if _by_kernel([each]):
+        return
+    if each.update.weight.device.type == "cpu":
+        _in_chunks(*each)
+    else:
+        _on_accelerator([each])
 
 
 def _by_kernel(updates: Sequence[Any]) -> bool:

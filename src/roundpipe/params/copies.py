@@ -62,7 +62,7 @@ class Master(nn.Parameter):
         return self._made is not None
 
     @property
-    def row_norms(self) -> torch.Tensor | None:
+    def gradient_norms(self) -> torch.Tensor | None:
         """Of ``landed`` what `gradients.norms_of` gives, where the device has sent it along."""
         return None if self._landed is None else self._landed.norms
 

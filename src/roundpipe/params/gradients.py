@@ -136,14 +136,14 @@ class Pack(NamedTuple):
 
 
 class GradientBuffer:
-    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and ``num_rows`` norms of rows.
+    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and ``num_norms`` of their norms.
 
     ``home`` is the list of free buffers that it goes back to.
     """
 
-    def __init__(self, layout: Layout, num_rows: int, memory: HostMemory, home: "list[GradientBuffer]") -> None:
+    def __init__(self, layout: Layout, num_norms: int, memory: HostMemory, home: "list[GradientBuffer]") -> None:
         self.layout = layout
-        self.num_rows = num_rows
+        self.num_norms = num_norms
         self.home = home
         small: dict[torch.dtype, list[tuple[int, torch.Size]]] = {}
         alone = []
@@ -155,8 +155,8 @@ class GradientBuffer:
         counts = [(sum(shape.numel() for _, shape in pieces), dtype) for dtype, pieces in small.items()]
         sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in alone]
         *offsets, end = _aligned([*sizes, *(count * dtype.itemsize for count, dtype in counts)])
-        arena = memory.arena(end + num_rows * torch.float64.itemsize)
-        self.norms = arena.tensor(end, (num_rows,), torch.float64)
+        arena = memory.arena(end + num_norms * torch.float64.itemsize)
+        self.norms = arena.tensor(end, (num_norms,), torch.float64)
         self.tensors = {
             place: arena.tensor(offset, shape, dtype)
             for offset, (place, shape, dtype) in zip(offsets[: len(alone)], alone, strict=True)
@@ -181,11 +181,11 @@ class GradientBuffers:
     def take(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For gradients as they land."""
         dtypes = [(use, self._rules.dtypes(use.parameter).landed) for use in uses]
-        return self._take(self._landed, layer, dtypes, _num_rows(use for use, _ in dtypes))
+        return self._take(self._landed, layer, dtypes, _count_norms(use for use, _ in dtypes))
 
     def take_norms(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For the norms alone of gradients that stay on their device."""
-        return self._take(self._landed, layer, [], _num_rows(uses))
+        return self._take(self._landed, layer, [], _count_norms(uses))
 
     def take_sums(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For sums over calls that are too wide for the memory that gradients land in."""
@@ -197,16 +197,16 @@ class GradientBuffers:
         homes: dict[int, list[GradientBuffer]],
         layer: LayerParameters,
         dtypes: Iterable[tuple[ParameterUse, torch.dtype]],
-        num_rows: int,
+        num_norms: int,
     ) -> GradientBuffer:
         layout = tuple((use.place, use.parameter.shape, dtype) for use, dtype in dtypes)
         with self._lock:
             free = homes.setdefault(layer.layer, [])
             while free:
                 buffer = free.pop()
-                if buffer.layout == layout and buffer.num_rows == num_rows:
+                if buffer.layout == layout and buffer.num_norms == num_norms:
                     return buffer
-        return GradientBuffer(layout, num_rows, self._memory, free)
+        return GradientBuffer(layout, num_norms, self._memory, free)
 
     def give_back(self, buffer: GradientBuffer) -> None:
         with self._lock:
@@ -218,7 +218,7 @@ class GradientBuffers:
             self._summed.clear()
 
 
-def _num_rows(uses: Iterable[ParameterUse]) -> int:
+def _count_norms(uses: Iterable[ParameterUse]) -> int:
     return sum(num_norms(use.parameter.shape) for use in uses)
 
 

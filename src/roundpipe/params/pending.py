@@ -21,6 +21,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -196,12 +197,18 @@ class PendingUpdates:
                 here.append(update)
             else:
                 there[decided.away.place].append((decided.away, update))
-        for where, updates in there.items():
-            with where.work():  # also for gradients that are brought there, because their memory is freed again
-                self._compute([UpdateInto(away.moved(update), working) for away, (update, working) in updates])
+        jobs: list[Callable[[], None]] = [partial(self._compute_there, *each) for each in there.items()]
         if here:
-            with nullcontext() if place is None else place.work():  # because that is where working copies may be
-                self._compute(here)
+            jobs.append(partial(self._compute_here, here, place))
+        do_all(jobs)
+
+    def _compute_there(self, where: Place, updates: Sequence[tuple[Away, UpdateInto]]) -> None:
+        with where.work():  # also for gradients that are brought there, because their memory is freed again
+            self._compute([UpdateInto(away.moved(update), working) for away, (update, working) in updates])
+
+    def _compute_here(self, updates: Sequence[UpdateInto], place: Place | None) -> None:
+        with nullcontext() if place is None else place.work():  # because that is where working copies may be
+            self._compute(updates)
 
     def compute_all(self) -> None:
         self.compute([(decided.update.weight, None) for decided in self._decided.values()])
@@ -213,6 +220,18 @@ class PendingUpdates:
             return
         with self._done:
             self._done.wait_for(lambda: holder_of(tensor) is not decided)
+
+
+def do_all(jobs: Iterable[Callable[[], None]]) -> None:
+    """One that raises keeps none of the others from being done: the first error is raised when they are."""
+    first_error: Exception | None = None
+    for job in jobs:
+        try:
+            job()
+        except Exception as error:
+            first_error = first_error or error
+    if first_error is not None:
+        raise first_error
 
 
 def holder_of(tensor: Any) -> Holder | None:

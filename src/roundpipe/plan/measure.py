@@ -11,9 +11,9 @@ import torch
 from .costs import LayerCosts
 
 # What a visit spends its time on: a layer's forward (with or without a graph), its forward once more, its backward.
-Part = Literal["forward", "recompute", "backward"]
+Computation = Literal["forward", "recompute", "backward"]
 Way = Literal["up", "down"]
-PARTS: tuple[Part, ...] = ("forward", "recompute", "backward")
+COMPUTATIONS: tuple[Computation, ...] = ("forward", "recompute", "backward")
 
 # Share of a new measurement in the smoothed one. No single one counts for more than so many times what was known: a
 # hiccup of the machine is no property of a layer, and what is one shows again.
@@ -193,7 +193,7 @@ class ShapeMeasurements:
         self._lock = threading.Lock()  # because a reader must not see half of an update
         self._prior = prior
         self._rates = rates
-        self._ms: dict[Part, dict[int, float]] = {part: {} for part in PARTS}
+        self._ms: dict[Computation, dict[int, float]] = {computation: {} for computation in COMPUTATIONS}
         self._saved: dict[int, int] = {}
         self._passing: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
@@ -216,11 +216,11 @@ class ShapeMeasurements:
     def rates(self) -> Rates:
         return self._rates
 
-    def record_time(self, part: Part, layer: int, ms: float) -> None:
+    def record_time(self, computation: Computation, layer: int, ms: float) -> None:
         """One microbatch took so long in ``layer``. Smoothed; the first one stands as it is."""
         with self._lock:
-            self._ms[part][layer] = now = _smoothed(self._ms[part].get(layer), ms)
-            self._changes.note((part, layer), now)
+            self._ms[computation][layer] = now = _smoothed(self._ms[computation].get(layer), ms)
+            self._changes.note((computation, layer), now)
 
     def record_saved_bytes(self, layer: int, num_bytes: int, largest_bytes: int = 0) -> None:
         """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for the loss."""
@@ -292,8 +292,8 @@ class ShapeMeasurements:
             sizes = self._prior.weight_bytes
             return not {*sizes} - {sizes[layer] for layer in self._saved if layer < len(sizes)}
 
-    def _times(self, part: Part) -> tuple[float, ...]:
-        known, prior, sizes = self._ms[part], getattr(self._prior, part), self._prior.weight_bytes
+    def _times(self, computation: Computation) -> tuple[float, ...]:
+        known, prior, sizes = self._ms[computation], getattr(self._prior, computation), self._prior.weight_bytes
         of_size: dict[int, list[float]] = {}
         for layer, ms in known.items():
             of_size.setdefault(sizes[layer], []).append(ms)
@@ -306,10 +306,10 @@ class ShapeMeasurements:
         )
 
     def _scale(self) -> float:
-        """How much slower the measured parts are than the prior said."""
+        """How much slower the measured computations are than the prior said."""
         guessed = measured = 0.0
-        for part, known in self._ms.items():
-            guessed += sum(getattr(self._prior, part)[layer] for layer in known)
+        for computation, known in self._ms.items():
+            guessed += sum(getattr(self._prior, computation)[layer] for layer in known)
             measured += sum(known.values())
         return measured / guessed if guessed else 1.0
 

@@ -17,12 +17,14 @@ from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
+from .living import Living
+
 _SWITCH_INTERVAL_S = 1e-4
 # Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
-_frozen_optimizers: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+_frozen_optimizers: Living[Optimizer] = Living()
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 
 
@@ -41,7 +43,8 @@ class QuietInterpreter:
         self._num_calls += 1
         if self._num_calls in _SETTLED:
             gc.collect()  # because frozen garbage would stay
-            _frozen_optimizers.update(_collectable_optimizers())
+            for optimizer in _collectable_optimizers():
+                _frozen_optimizers.add(optimizer)
             gc.freeze()
 
     def close(self) -> None:
@@ -66,3 +69,4 @@ def _restore() -> None:
         if not _before:
             sys.setswitchinterval(first)
             gc.unfreeze()
+            _frozen_optimizers.clear()  # because the collector knows of them again

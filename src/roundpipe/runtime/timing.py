@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device, Lane, Mark
 from ..plan.actions import Visit
-from ..plan.measure import Part, ShapeMeasurements, Way
+from ..plan.measure import Computation, ShapeMeasurements, Way
 
 
 class _Sample(NamedTuple):
@@ -52,7 +52,7 @@ class Stopwatch:
 class Timer:
     """Of a visit that is not timed."""
 
-    def layer(self, part: Part, layer: int, microbatch: int) -> AbstractContextManager[None]:
+    def layer(self, computation: Computation, layer: int, microbatch: int) -> AbstractContextManager[None]:
         """The block runs a layer."""
         return nullcontext()
 
@@ -83,13 +83,13 @@ class VisitTimer(Timer):
         self._arrived: dict[int, Mark] = {}  # by layer, when the gradient of its output was there
 
     @contextmanager
-    def layer(self, part: Part, layer: int, microbatch: int) -> Iterator[None]:
+    def layer(self, computation: Computation, layer: int, microbatch: int) -> Iterator[None]:
         if microbatch != self._microbatch:
             yield
             return
         begin = self._compute.mark()
         yield
-        self._add(part, layer, begin, self._compute.mark())
+        self._add(computation, layer, begin, self._compute.mark())
 
     def made(self, layer: int, microbatch: int, output: Any) -> None:
         if microbatch != self._microbatch:
@@ -124,8 +124,8 @@ class VisitTimer(Timer):
         yield
         self._watch.add(partial(self._measured.rates.record_copy, way, num_bytes), begin, lane.mark())
 
-    def _add(self, part: Part, layer: int, begin: Mark, end: Mark) -> None:
-        self._watch.add(partial(self._measured.record_time, part, layer), begin, end)
+    def _add(self, computation: Computation, layer: int, begin: Mark, end: Mark) -> None:
+        self._watch.add(partial(self._measured.record_time, computation, layer), begin, end)
 
 
 _UNTIMED = Timer()

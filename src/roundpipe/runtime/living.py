@@ -30,6 +30,6 @@ class Living(Generic[T]):
             self._references = (*alive, weakref.ref(item))
 
     def clear(self) -> None:
-        """In a forked process, where a thread that was adding is not there to go on."""
+        """While nobody adds, or in a forked process, where a thread that was adding is not there to go on."""
         self._lock = threading.Lock()
         self._references = ()
