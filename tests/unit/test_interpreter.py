@@ -87,6 +87,25 @@ def test_optimizers_are_looked_for_while_another_thread_freezes_more() -> None:
     assert set(optimizers) <= set(found_later)
 
 
+def test_what_another_thread_is_making_is_let_alone() -> None:
+    """A tuple cannot be finished that somebody else knows of already."""
+    found = []
+
+    def making() -> Iterator[int]:
+        found.append(interpreter._collectable_optimizers())
+        yield from range(3)
+
+    assert tuple(making()) == (0, 1, 2)
+
+
+def test_optimizers_of_the_users_own_classes_are_found() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    mine = Mine([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert any(found is mine for found in interpreter.optimizers())
+
+
 def test_what_was_frozen_is_found_once_when_it_no_longer_is() -> None:
     """However often engines come and go."""
     optimizer = make_optimizer()

@@ -3,7 +3,7 @@
 [Note: pauses]
 [1] A full garbage collection looks at every object there is and holds the interpreter meanwhile: over half a second
     once torch, transformers and compiled code are loaded. What is alive when training has settled is frozen, so that
-    collections from then on look only at what came later. Nor does ``gc.get_objects`` know of it any more, so the
+    collections from then on look only at what came later. Nor does the collector find it for us any more, so the
     optimizers among it are noted.
 [2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by default, and a
     worker wants it back after every operation, which lets go of it.
@@ -57,9 +57,18 @@ def optimizers() -> list[Optimizer]:
     return [*_frozen_optimizers, *_collectable_optimizers()]
 
 
-def _collectable_optimizers() -> Iterator[Optimizer]:
+def _collectable_optimizers() -> list[Optimizer]:
+    # By their classes, to which objects refer. A list of all objects would refer to tuples that other threads are just
+    # making from a generator, which Python then refuses to finish.
     # Not isinstance: it asks the object for its class, and objects such as dead proxies raise when asked.
-    return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer))
+    referrers = gc.get_referrers(*_classes(Optimizer))
+    return [candidate for candidate in referrers if issubclass(type(candidate), Optimizer)]
+
+
+def _classes(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _classes(narrower)
 
 
 def _restore() -> None:
