@@ -1,17 +1,16 @@
-"""The same parity where the plain Trainer runs on a GPU and ours sends its stages there."""
+"""The same parity where the plain Trainer runs on a GPU and ours sends its stages to all there are."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from device_sets import ACCELERATORS
 from hf.trainers import MODELS, assert_same, token_rows, train_both, weights
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() != 1, reason="the plain Trainer's batch grows with the number of GPUs"
-    ),
+    pytest.mark.skipif(not ACCELERATORS, reason="no CUDA device"),
 ]
 ON_GPU: dict[str, Any] = {"use_cpu": False, "devices": None}
 

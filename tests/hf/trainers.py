@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from models import llama_batch, make_llama, make_lora_llama
 from roundpipe import RoundPipe
 from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainingArguments
+from roundpipe_hf.compat import use_one_gpu
 
 Row = dict[str, Any]
 MakeModel = Callable[[], nn.Module]
@@ -62,6 +63,8 @@ def make_trainer(cls: type[Trainer], model: nn.Module, rows: Any, **settings: An
         name: value for name, value in settings.items() if name not in of_trainer and (is_ours or name not in _PIPELINE)
     }
     args: Any = (RoundPipeTrainingArguments if is_ours else TrainingArguments)(**of_arguments)
+    if not is_ours:
+        use_one_gpu(args)  # because the plain Trainer would take several as a larger batch
     trainer = cls(model, args, train_dataset=rows, **of_trainer)
     _made.add(trainer)
     return trainer
