@@ -7,6 +7,7 @@ The oracle is the plain model, run microbatch by microbatch.
 import copy
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,20 @@ class Carrying(Remembering):
         return output
 
 
+class Listed(Remembering):
+    """In a list of the user's own, and in one that lies deeper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [1.0]
+        self.named = {"more": [1.0]}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.factors.append(1.5 * self.factors[-1])
+        self.named["more"].append(0.5 * self.named["more"][-1])
+        return hidden * self.weight * self.factors[-1] + hidden.square() * self.named["more"][-1]
+
+
 class Shared(nn.Module):
     """Two modules hold one buffer: what one writes the other reads."""
 
@@ -129,6 +144,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "silently": Silent,
     "now and then": NowAndThen,
     "attribute": Attribute,
+    "in lists": Listed,
     "shared by two modules": Shared,
     "spectral norm": spectral,
     "batch norm": lambda: nn.BatchNorm1d(MLP_WIDTH),
@@ -156,6 +172,36 @@ def test_the_recompute_sees_what_the_forward_saw(
         devices.check(engine_gradients(engine), expected.gradients)
         devices.check(buffers_of(model), buffers_of(plain))
         engine.zero_grad()
+
+
+def test_what_a_recompute_puts_into_a_list_is_dropped(devices: DeviceSet, engines: Engines) -> None:
+    """As what it sets is. The user's own list has what forwards have put in, once."""
+    model, batch = make_model(Listed), BATCHES[0]
+    plain = copy.deepcopy(model)
+    plain_call(plain, batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    run_batch(engine, batch, 3, execute_plan=PLANS["whole stages"], recompute_grain="layer")
+    engine.synchronize()
+    assert (model[1].factors, model[1].named) == (plain[1].factors, plain[1].named)
+
+
+class NewLists(Remembering):
+    """What it remembers is in a list and a tuple that every forward makes anew."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.factors = [*getattr(self, "factors", [1.0]), 1.5]
+        self.length = (len(getattr(self, "length", ())), *getattr(self, "length", ()))
+        return hidden * self.weight * sum(self.factors) + hidden.square() * len(self.length)
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+def test_lists_that_forwards_make_are_seen_by_recomputes(grain: str, devices: DeviceSet, engines: Engines) -> None:
+    """Though the next call does not see them."""
+    model, batch = make_model(NewLists), BATCHES[0]
+    expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
+    engine = engines(model, devices)
+    run_batch(engine, batch, 3, execute_plan=PLANS["whole stages"], recompute_grain=grain)
+    devices.check(engine_gradients(engine), expected.gradients)
 
 
 class Overtaken(Remembering):
@@ -289,15 +335,37 @@ class Scaled(nn.Module):
         return hidden * self.weight * self.scale * self.number
 
 
-def replace_buffer(layer: Any) -> None:
-    layer.scale = torch.full((MLP_WIDTH,), 5.0)
+class Containing(nn.Module):
+    """Numbers in containers, and no buffer, so that visits leave each other all that they know of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = [2.0]
+        self.named = {"more": [2.0], "one": 2.0}
+        self.used = {"one"}
+        self.latest = deque([2.0], maxlen=1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        named = sum(self.named[name] for name in self.used)
+        factor = sum(self.factors) * sum(self.named["more"]) * (1 + named) * self.latest[0]
+        return torch.tanh(hidden * factor / 100)
+
+
+def make_changeable(gate: Gate) -> nn.Sequential:
+    return make_pausing(gate, Scaled(), Containing())
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "buffer": lambda layer: layer.scale.fill_(5.0),
-    "another buffer": replace_buffer,
-    "attribute": lambda layer: setattr(layer, "number", 5.0),
-    "new attribute": lambda layer: setattr(layer, "another", 5.0),
+    "buffer": lambda model: model[1].scale.fill_(5.0),
+    "another buffer": lambda model: setattr(model[1], "scale", torch.full((MLP_WIDTH,), 5.0)),
+    "attribute": lambda model: setattr(model[1], "number", 5.0),
+    "new attribute": lambda model: setattr(model[1], "another", 5.0),
+    "what is in a list": lambda model: model[2].factors.append(5.0),
+    "another list": lambda model: setattr(model[2], "factors", [5.0]),
+    "what is in a dictionary": lambda model: model[2].named.update(one=5.0),
+    "what is deeper": lambda model: model[2].named["more"].append(5.0),
+    "what is in a set": lambda model: model[2].used.clear(),
+    "what is in a queue": lambda model: model[2].latest.append(5.0),
 }
 
 
@@ -308,13 +376,34 @@ def test_what_the_user_changes_after_the_call_is_for_the_next_one(
 ) -> None:
     """A late visit recomputes what the call computed."""
     batch = BATCHES[0]
-    expected = plain_call(make_pausing(open_gate(), Scaled(), nn.Tanh()), batch.split(2), batch.loss_fn)
+    expected = plain_call(make_changeable(open_gate()), batch.split(2), batch.loss_fn)
     gate = Gate()
-    model = make_pausing(gate, Scaled(), nn.Tanh())
+    model = make_changeable(gate)
     engine = engines(model, devices)
     run_batch(engine, batch, 2, execute_plan=LATE)
-    CHANGES[change](model[1])
+    CHANGES[change](model)
     gate.open()
+    devices.check(engine_gradients(engine), expected.gradients)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
+def test_what_the_user_changes_before_a_late_visit_the_next_call_sees_in_all_passes(
+    change: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """Though the late visit has left its modules as the call before saw them."""
+    batch = BATCHES[0]
+    plain = make_changeable(open_gate())
+    CHANGES[change](plain)
+    expected = plain_call(plain, batch.split(2), batch.loss_fn)
+    gate = Gate()
+    model = make_changeable(gate)
+    engine = engines(model, devices)
+    run_batch(engine, batch, 2, execute_plan=LATE)
+    CHANGES[change](model)
+    gate.open()
+    engine.zero_grad()
+    run_batch(engine, batch, 2, execute_plan=LATE)
     devices.check(engine_gradients(engine), expected.gradients)
 
 

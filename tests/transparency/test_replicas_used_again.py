@@ -125,7 +125,7 @@ def test_what_the_user_changes_between_calls_is_seen(
     for _ in range(2):
         run_batch(engine, BATCH, 2, execute_plan=PLANS[plan])
     engine.zero_grad()
-    engine.synchronize()  # because late visits see what is in the user's own lists
+    engine.synchronize()  # because late visits read weights and closures as they are by then
     with torch.no_grad():
         do(model[0])
         do(model[2])

@@ -8,6 +8,8 @@ the user's modules, by later calls, by the user.
 [2] Of modules known to write to their tensors (batch norm, spectral norm, running averages) copies are kept.
 [3] Whoever writes for the first time writes to its device's own copy. That was equal to the value kept by [1], from
     which every device, this one too, makes itself another copy when it recomputes.
+[4] Forwards have the user's own lists and dictionaries. Recomputes have copies, because the user may be putting
+    something else in at that moment, and because what they put in themselves is for nobody.
 """
 
 import operator
@@ -19,11 +21,13 @@ from torch import nn
 
 from ..device import Device, Event
 from .buffers import BufferCache, BufferValue
-from .replica import STRUCTURE, Modes, attributes_of, is_plain
+from .contents import Contents, has_tensors, is_container
+from .replica import STRUCTURE, Modes, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
 from .transfer import bring, copied
 
 _NOTHING = object()
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # a set of names among them, which no forward looks at
 KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 
@@ -42,17 +46,55 @@ class ModuleState(NamedTuple):
             and all(name in self.attributes for name in kept)
         )
 
+    def containers(self) -> dict[str, Any]:
+        """Those among the attributes."""
+        return {n: value for n, value in self.attributes.items() if is_container(value) and n not in _OF_ALL_MODULES}
+
     def kept(self) -> Iterator[KeptTensor]:
         yield from (kept for kept in self.buffers.values() if kept is not None)
         yield from self.tensors.values()
 
 
 class LayerState(NamedTuple):
-    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete once ``ready``."""
+    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete once ``ready``.
+
+    ``contents``: of the containers among all attributes, see [4].
+    """
 
     modules: tuple[ModuleState, ...]
+    contents: Contents
     source: Device
     ready: Event
+
+
+class _Loan:
+    """Copies of the containers of ``state``, which replicas have in the places of those during a recompute: see [4]."""
+
+    def __init__(self, state: LayerState, replicas: Iterable[nn.Module]) -> None:
+        self.state = state
+        copies = state.contents.copies()
+        self._contents = Snapshot((), copies.values())
+        self._places = [
+            (replica.__dict__, own, {name: copies[id(value)] for name, value in own.items()})
+            for replica, module in zip(replicas, state.modules, strict=True)
+            if (own := module.containers())
+        ]
+        self._is_out = False
+
+    @property
+    def is_unwritten(self) -> bool:
+        return self._contents.is_true
+
+    def begin(self) -> None:
+        self._is_out = True
+        for attributes, _, copies in self._places:
+            attributes.update(copies)
+
+    def end(self) -> None:
+        """Does nothing where it has not begun: by then the replicas may be those of another state."""
+        for attributes, own, _ in self._places if self._is_out else ():
+            attributes.update(own)
+        self._is_out = False
 
 
 class Writers:
@@ -121,6 +163,9 @@ class LayerWatch:
         self._held: list[_Held] = []  # when it was looked at
         self._unclear: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # what of that has to be compared
         self._versions: dict[int, int] = {}
+        self._loan: _Loan | None = None  # the last one
+        # By id: the replica's own lists, of its modules or weights.
+        self._made = {id(value): value for owner, replica in replicas for value in _containers_set(owner, replica)}
         self._remember()
 
     def _remember(self) -> None:
@@ -135,7 +180,7 @@ class LayerWatch:
 
     def look(self) -> LayerState:
         """The state now; the same as last time if nothing has changed, which is nearly always."""
-        if self._state is not None and self._is_as_left():
+        if self._state is not None and self._is_as_left() and self._state.contents.is_true:
             return self._state
         self._held = [_Held.of(replica) for _, replica in self._replicas]
         self._unclear = []
@@ -164,18 +209,26 @@ class LayerWatch:
                 {
                     name: value
                     for name, value in replica.__dict__.items()
-                    # The user's own lists too, for which he may put others: PEFT does when another adapter is set.
-                    if name not in STRUCTURE and (is_plain(value) or value is owner.__dict__.get(name))
+                    if name not in STRUCTURE and self._is_kept_as_it_is(owner, name, value)
                 },
                 {name: b if b is None else kept(b, owner._buffers.get(name)) for name, b in held.buffers.items()},
                 {name: kept(tensor, owner.__dict__.get(name)) for name, tensor in held.tensors.items()},
             )
             for (owner, replica), held in zip(self._replicas, self._held, strict=True)
         )
-        self._state = LayerState(modules, self._device, self._device.compute.record())
+        contents = Contents(value for module in modules for value in module.containers().values())
+        self._state = LayerState(modules, contents, self._device, self._device.compute.record())
         self._versions = {id(tensor): tensor._version for held in self._held for tensor in held.all()}
         self._remember()
         return self._state
+
+    def _is_kept_as_it_is(self, owner: nn.Module, name: str, value: Any) -> bool:
+        """Whether an attribute is neither a tensor nor made for the replica. Lists may be the user's own, for which he
+        may put others (PEFT does when another adapter is set), or a forward's: not those with tensors, because one
+        would be kept for every microbatch."""
+        if is_plain(value) or value is owner.__dict__.get(name):
+            return True
+        return is_container(value) and id(value) not in self._made and not has_tensors([value])
 
     def _written(self, tensors: Iterable[Iterable[KeptTensor]]) -> set[int]:
         """By id, of each module's tensors those that it, or another one that shares them, is known to write."""
@@ -206,9 +259,27 @@ class LayerWatch:
         )
 
     def restore(self, state: LayerState) -> None:
-        """The modules are as ``state`` has them, whatever a forward has done to them since."""
-        if state is self._state and self._is_as_left():
+        """The modules are as ``state`` has them, whatever a forward has done to them since, until ``give_back``."""
+        self.give_back()
+        if state is not self._state or not self._is_as_left():
+            self._set(state)
+        if not state.contents.containers:
             return
+        if self._loan is None or self._loan.state is not state or not self._loan.is_unwritten:
+            self._loan = _Loan(state, (replica for _, replica in self._replicas))
+        self._loan.begin()
+
+    def give_back(self) -> None:
+        """After recomputes: the replica has the user's own lists again."""
+        if self._loan is not None:
+            self._loan.end()
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Whether it holds on to memory that is not the user's own."""
+        return self._state is not None and self._state.contents.has_tensors
+
+    def _set(self, state: LayerState) -> None:
         written = self._written(module.kept() for module in state.modules)
         made: dict[int, torch.Tensor] = {}
 
@@ -222,9 +293,13 @@ class LayerWatch:
                     made[id(kept)] = _copy(own) if id(kept) in written else own
             return made[id(kept)]
 
-        for (_, replica), module in zip(self._replicas, state.modules, strict=True):
+        for (owner, replica), module in zip(self._replicas, state.modules, strict=True):
             attributes = replica.__dict__
-            own = [name for name, value in attributes.items() if name not in STRUCTURE and _is_kept(value)]
+            own = [
+                name
+                for name, value in attributes.items()
+                if name not in STRUCTURE and (_is_tensor(value) or self._is_kept_as_it_is(owner, name, value))
+            ]
             if not replica._buffers and module.is_that_of(attributes, own):
                 continue  # because a module that nothing was set on can be used again
             for name in own:
@@ -238,8 +313,9 @@ class LayerWatch:
         self._remember()
 
 
-def _is_kept(value: Any) -> bool:
-    return is_plain(value) or _is_tensor(value)
+def _containers_set(owner: nn.Module, replica: nn.Module) -> Iterator[Any]:
+    """Those of the replica that are not the user's own."""
+    return (value for _, value in attributes_set(owner, replica) if is_container(value))
 
 
 def _is_tensor(value: Any) -> bool:

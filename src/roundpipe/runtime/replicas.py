@@ -95,6 +95,8 @@ class Replicas:
 
     def release(self, stage: Stage) -> None:
         """A visit is over. To be called before its slots are released."""
+        for watch in stage.watches.values():
+            watch.give_back()
         for index, replica in stage.replicas.items():
             # A backward may set something too, by hooks on tensors or because it runs a part of the layer again.
             if (index in stage.untouched and stage.visit.pass_ is Pass.FORWARD) or replica.is_as_made:
@@ -116,7 +118,9 @@ class Replicas:
         if index in self._left:
             self._compiler.let_go(replica.module)
         else:
-            self._left[index] = _Left(replica, None if replica.with_buffers else stage.watches.get(index))
+            watch = stage.watches.get(index)
+            is_light = watch is not None and not (replica.with_buffers or watch.keeps_tensors)
+            self._left[index] = _Left(replica, watch if is_light else None)
 
     def forget(self) -> None:
         """After a failure nothing is taken for granted. No visit may be under way.
