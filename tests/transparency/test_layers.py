@@ -377,6 +377,21 @@ class Counting(nn.Module):
         return self.linear(hidden), self.count
 
 
+class CountingBeside(nn.Module):
+    """The same with a tensor that its first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.count: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if self.count is None:
+            self.count = torch.zeros_like(hidden[0])
+        self.count += 1
+        return self.linear(hidden), self.count
+
+
 class Scaling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -388,9 +403,13 @@ class Scaling(nn.Module):
 
 
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_buffer_that_a_layer_returns_stays_what_it_was(cut: int, devices: DeviceSet, engines: Engines) -> None:
+@pytest.mark.parametrize("kind", [Counting, CountingBeside])
+@pytest.mark.filterwarnings("ignore:CountingBeside.forward sets the tensor attribute 'count'")
+def test_a_buffer_that_a_layer_returns_stays_what_it_was(
+    kind: type[nn.Module], cut: int, devices: DeviceSet, engines: Engines
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Counting(), Scaling())
+    model = nn.Sequential(kind(), Scaling())
     batch = mlp_batch(rows=6)
     expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
     engine = engines(model, devices)

@@ -7,6 +7,7 @@ The oracle is the plain model, run microbatch by microbatch.
 import copy
 import gc
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +122,19 @@ class Listed(Remembering):
         return hidden * self.weight * self.factors[-1] + hidden.square() * self.named["more"][-1]
 
 
+class Ring(Remembering):
+    """A list in itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring: list[Any] = [1.0]
+        self.ring.append(self.ring)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.ring[1][0] += 0.5
+        return hidden * self.weight * self.ring[0]
+
+
 class Shared(nn.Module):
     """Two modules hold one buffer: what one writes the other reads."""
 
@@ -145,6 +159,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "now and then": NowAndThen,
     "attribute": Attribute,
     "in lists": Listed,
+    "in a ring": Ring,
     "shared by two modules": Shared,
     "spectral norm": spectral,
     "batch norm": lambda: nn.BatchNorm1d(MLP_WIDTH),
@@ -183,6 +198,36 @@ def test_what_a_recompute_puts_into_a_list_is_dropped(devices: DeviceSet, engine
     run_batch(engine, batch, 3, execute_plan=PLANS["whole stages"], recompute_grain="layer")
     engine.synchronize()
     assert (model[1].factors, model[1].named) == (plain[1].factors, plain[1].named)
+
+
+class Leaving(nn.Module):
+    """Its recomputes leave in a dictionary what they have made, with a graph behind it.
+
+    No buffer, so that visits leave each other all that they know of it.
+    """
+
+    made: list[weakref.ref[Tensor]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(MLP_WIDTH))
+        self.kept: dict[str, Tensor] = {}
+        type(self).made = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = hidden * self.weight
+        if doing_recompute():
+            self.kept["output"] = output
+            type(self).made.append(weakref.ref(output))
+        return torch.tanh(output)
+
+
+def test_tensors_that_a_recompute_leaves_in_a_dictionary_are_freed(engines: Engines) -> None:
+    engine = engines(make_model(Leaving))
+    run_batch(engine, BATCHES[0], 1, execute_plan=PLANS["one layer each"])
+    engine.synchronize()
+    gc.collect()
+    assert [made() for made in Leaving.made] == [None]
 
 
 class NewLists(Remembering):

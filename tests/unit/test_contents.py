@@ -1,8 +1,9 @@
 """What containers held can be had again, whatever is in them now."""
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
+import pytest
 import torch
 
 from roundpipe.runtime.contents import Contents, has_tensors
@@ -34,6 +35,51 @@ def test_a_list_in_itself() -> None:
     assert copy[1] is copy is not ring
 
 
+def test_a_list_in_a_tuple_in_it() -> None:
+    ring: list[Any] = []
+    pair = (ring, 1)
+    ring.append(pair)
+    copies = Contents([pair]).copies()
+    assert copies[id(pair)][0] is copies[id(ring)] is copies[id(ring)][0][0] is not ring
+
+
+@pytest.mark.parametrize(
+    "counts", [OrderedDict(a=1), Counter(a=1), defaultdict(int, a=1)], ids=lambda kind: type(kind).__name__
+)
+def test_dictionaries_of_the_standard_library(counts: Any) -> None:
+    contents = Contents([counts])
+    counts["a"] += 1
+    copy = contents.copies()[id(counts)]
+    assert type(copy) is type(counts)
+    assert copy == {"a": 1}
+
+
+def test_tuples_that_nothing_can_be_put_into_stay_what_they_are() -> None:
+    """Modules have many, and their code may ask whether one ``is`` another."""
+    sizes = ((1, 2), (3, 4))
+    assert not Contents([sizes]).containers
+    assert Contents([{"sizes": sizes}]).copies().popitem()[1]["sizes"] is sizes
+
+
+class Meddling:
+    """Puts something into the dictionary that it is in when asked for its class, as another thread may at any time."""
+
+    def __init__(self, inside: dict[Any, Any]) -> None:
+        self.inside = inside
+
+    @property
+    def __class__(self) -> Any:  # as `isinstance` asks
+        self.inside[object()] = 1
+        return Meddling
+
+
+def test_nothing_comes_between_the_items_of_a_dictionary() -> None:
+    counts: dict[Any, Any] = {}
+    counts.update(one=Meddling(counts), two=Meddling(counts))
+    assert not has_tensors([counts])
+    assert Contents([counts]).is_true
+
+
 def test_every_copy_is_another() -> None:
     numbers = [1]
     contents = Contents([numbers])
@@ -53,4 +99,5 @@ def test_it_is_true_until_something_else_is_in_there() -> None:
 
 def test_tensors_are_found_in_all_levels() -> None:
     assert has_tensors([{"list": [torch.ones(1)]}])
+    assert has_tensors([((torch.ones(1),),)])
     assert not has_tensors([{"list": [1]}])

@@ -231,7 +231,10 @@ def do_all(jobs: Iterable[Callable[[], None]]) -> None:
         except Exception as error:
             first_error = first_error or error
     if first_error is not None:
-        raise first_error
+        try:
+            raise first_error
+        finally:
+            first_error = None  # because its traceback has this frame, which would keep it
 
 
 def holder_of(tensor: Any) -> Holder | None:

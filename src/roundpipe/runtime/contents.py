@@ -3,34 +3,64 @@
 Knows nothing of modules. Other objects are not looked into: they are what they are when somebody reads them.
 """
 
-import copy
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .structure import Snapshot
 
-_KINDS = frozenset({list, tuple, dict, set, deque})
+_KINDS = frozenset({list, tuple, dict, OrderedDict, defaultdict, Counter, set, deque})
 
 
 def is_container(value: Any) -> bool:
     return type(value) in _KINDS
 
 
+class Found(NamedTuple):
+    """Containers, those inside of others too, each once. ``kinds``: the types of all that is in them."""
+
+    containers: list[Any]
+    kinds: set[type]
+
+    def has(self, kind: type | tuple[type, ...]) -> bool:
+        """Whether something of that kind is in one. Asks only types, because objects may do anything when asked."""
+        return any(issubclass(own, kind) for own in self.kinds)
+
+
+def with_inner(containers: Iterable[Any]) -> Found:
+    found: dict[int, Any] = {}
+    kinds: set[type] = set()
+    left = list(containers)
+    while left:
+        value = left.pop()
+        if is_container(value) and id(value) not in found:
+            found[id(value)] = value
+            items = _items(value)
+            own = set(map(type, items))
+            kinds |= own
+            if not _KINDS.isdisjoint(own):  # asked first, because most hold no others
+                left.extend(items)
+    return Found(list(found.values()), kinds)
+
+
 def has_tensors(containers: Iterable[Any]) -> bool:
-    return any(isinstance(item, torch.Tensor) for container in _with_inner(containers) for item in _items(container))
+    return with_inner(containers).has(torch.Tensor)
 
 
 class Contents:
-    """What ``containers``, and those inside of them, held when it was made. Read by workers of all devices."""
+    """What ``containers``, and those inside of them, held when it was made. Read by workers of all devices.
+
+    Tuples that nothing can be put into at any level are left out.
+    """
 
     def __init__(self, containers: Iterable[Any]) -> None:
-        self.containers = _with_inner(containers)
+        found = with_inner(containers)
+        self.containers = [container for container in found.containers if not _is_fixed(container)]
         self._snapshot = Snapshot((), self.containers)  # before the copies: what comes in between makes it untrue
-        self.has_tensors = has_tensors(self.containers)
-        self._held = [copy.copy(container) for container in self.containers]
+        self.has_tensors = found.has(torch.Tensor)
+        self._held = list(map(_copy, self.containers))
 
     @property
     def is_true(self) -> bool:
@@ -39,38 +69,41 @@ class Contents:
 
     def copies(self) -> dict[int, Any]:
         """By the id of each container another one with what it held. What was in two places is in both again."""
-        held = dict(zip(map(id, self.containers), self._held, strict=True))
-        made: dict[int, Any] = {}
+        made = {
+            id(container): _copy(held)
+            for container, held in zip(self.containers, self._held, strict=True)
+            if type(container) is not tuple
+        }
+        new = list(made.values())
+        tuples = {id(container): container for container in self.containers if type(container) is tuple}
 
         def of(value: Any) -> Any:
-            if not is_container(value) or id(value) not in held:
-                return value
-            if id(value) not in made:
-                made[id(value)] = new = copy.copy(held[id(value)])  # before what is in it, which may be itself
-                if isinstance(new, tuple):
-                    made[id(value)] = tuple(map(of, new))
-                for key, item in list(_places(new)):
-                    new[key] = of(item)
-            return made[id(value)]
+            if id(value) in tuples and id(value) not in made:
+                made[id(value)] = tuple(map(of, value))
+            return made.get(id(value), value)
 
-        for container in self.containers:
+        for container in new:
+            if not _KINDS.isdisjoint(map(type, _items(container))):
+                for key, item in list(_places(container)):
+                    container[key] = of(item)
+        for container in tuples.values():
             of(container)
         return made
 
 
-def _with_inner(containers: Iterable[Any]) -> list[Any]:
-    found: dict[int, Any] = {}
-    left = list(containers)
-    while left:
-        container = left.pop()
-        if is_container(container) and id(container) not in found:
-            found[id(container)] = container
-            left.extend(_items(container))
-    return list(found.values())
+def _is_fixed(container: Any) -> bool:
+    if type(container) is not tuple:
+        return False
+    return _KINDS.isdisjoint(map(type, container)) or all(_is_fixed(item) for item in container if is_container(item))
 
 
-def _items(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+def _copy(container: Any) -> Any:
+    return container if type(container) is tuple else container.copy()
+
+
+def _items(container: Any) -> list[Any]:
+    """A list of its own, because another thread may be putting something in."""
+    return list(container.values() if isinstance(container, dict) else container)
 
 
 def _places(container: Any) -> Iterable[tuple[Any, Any]]:

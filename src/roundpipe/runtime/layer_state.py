@@ -77,24 +77,23 @@ class _Loan:
         self._places = [
             (replica.__dict__, own, {name: copies[id(value)] for name, value in own.items()})
             for replica, module in zip(replicas, state.modules, strict=True)
-            if (own := module.containers())
+            if (own := {name: value for name, value in module.containers().items() if id(value) in copies})
         ]
-        self._is_out = False
+        self.is_out = False
 
     @property
     def is_unwritten(self) -> bool:
         return self._contents.is_true
 
     def begin(self) -> None:
-        self._is_out = True
+        self.is_out = True
         for attributes, _, copies in self._places:
             attributes.update(copies)
 
     def end(self) -> None:
-        """Does nothing where it has not begun: by then the replicas may be those of another state."""
-        for attributes, own, _ in self._places if self._is_out else ():
+        for attributes, own, _ in self._places:
             attributes.update(own)
-        self._is_out = False
+        self.is_out = False
 
 
 class Writers:
@@ -265,14 +264,17 @@ class LayerWatch:
             self._set(state)
         if not state.contents.containers:
             return
-        if self._loan is None or self._loan.state is not state or not self._loan.is_unwritten:
+        if self._loan is None or self._loan.state is not state:
             self._loan = _Loan(state, (replica for _, replica in self._replicas))
         self._loan.begin()
 
     def give_back(self) -> None:
         """After recomputes: the replica has the user's own lists again."""
-        if self._loan is not None:
-            self._loan.end()
+        if self._loan is None or not self._loan.is_out:
+            return  # because by now the replicas may be those of another state
+        self._loan.end()
+        if not self._loan.is_unwritten:
+            self._loan = None  # because there may be tensors in it, and with them a graph
 
     @property
     def keeps_tensors(self) -> bool:

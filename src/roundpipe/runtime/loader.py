@@ -8,7 +8,7 @@ from torch import nn
 
 from ..device import Device
 from ..memory.slots import Slot, SlotPool
-from ..params.store import LayerParameters, ParameterStore, ParameterUse
+from ..params.store import LayerParameters, ParameterStore
 from ..plan.actions import Visit
 from ..plan.memory import slot_counts
 from ..slot_sizes import slot_bytes
@@ -70,7 +70,7 @@ class StageLoader:
             here = self._device.compute.record()  # it was written on that lane
             stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_seated=True)
             return
-        stamps = [self._stamp(stage, use) for use in layer.uses]
+        stamps = self._stamps(stage, layer)
         slot, missing, sent = self.residency.claim(layer, stamps)
         # Noted before anything can fail, so that ``release`` gives the slot back in any case.
         stage.uploaded[index] = UploadedLayer(layer, slot, sent or Queued(slot.free))
@@ -86,10 +86,12 @@ class StageLoader:
             self.residency.filled(layer, slot, stamps, sent)
             stage.uploaded[index] = UploadedLayer(layer, slot, sent)
 
-    def _stamp(self, stage: Stage, use: ParameterUse) -> Stamp:
-        parameter, weights = use.parameter, stage.weights
-        version = weights.version if id(parameter) in self._store.stepped else FROZEN
-        return Stamp(parameter.data_ptr(), parameter._version, weights.num_loads, version)
+    def _stamps(self, stage: Stage, layer: LayerParameters) -> list[Stamp]:
+        stepped, (version, num_loads) = self._store.stepped, stage.weights
+        return [
+            Stamp(p.data_ptr(), p._version, num_loads, version if id(p) in stepped else FROZEN)
+            for p in (use.parameter for use in layer.uses)
+        ]
 
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""

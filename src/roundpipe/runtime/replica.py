@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .contents import with_inner
 from .own_draws import OwnDraws, Source, sources_of
 from .rebinding import CODE, is_bound_for_good, is_rebound, rebound
 from .structure import Snapshot, Structure
@@ -107,11 +108,12 @@ def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: Ten
 
 
 class _Socket(NamedTuple):
-    """Where a replica has a tensor of the device, and which of the user's it stands for."""
+    """Where a replica has a tensor of the device, and which of the user's, ``key`` by ``id``, it stands for."""
 
     tensors: dict[str, Any]
     name: str
     original: torch.Tensor
+    key: int
 
 
 class Replica:
@@ -161,7 +163,7 @@ class Replica:
         self._ours = Snapshot(map(attributes_of, replicas), children, sized=map(vars, replicas))
         self._tensors = Snapshot((), (held for own in replicas for held in (own._parameters, own._buffers)))
         self._sockets = [
-            _Socket(tensors, name, original)
+            _Socket(tensors, name, original, id(original))
             for owner, replica in self.pairs
             for tensors, originals in ((replica._parameters, owner._parameters), (replica._buffers, owner._buffers))
             for name, original in originals.copy().items()
@@ -197,15 +199,16 @@ class Replica:
 
     def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
         """A visit begins with a replica that was emptied."""
-        placed: dict[int, torch.Tensor] = {}  # because what modules share their replicas share
-        for tensors, name, original in self._sockets:
-            tensor = parameters.get(id(original), placed.get(id(original)))
-            tensors[name] = placed[id(original)] = place(original) if tensor is None else tensor
+        filled: dict[int, torch.Tensor] = dict(parameters)  # because what modules share their replicas share
+        for tensors, name, original, key in self._sockets:
+            if key not in filled:
+                filled[key] = place(original)
+            tensors[name] = filled[key]
         self._tensors.take()
 
     def empty(self) -> None:
         """A visit is over that has left it as it was made. It holds on to no slot, which the pool may drop."""
-        for tensors, name, _ in self._sockets:
+        for tensors, name, *_ in self._sockets:
             tensors[name] = None
         self._tensors.forget()
 
@@ -278,19 +281,17 @@ class _Replication:
         if isinstance(value, CODE):
             self.is_only_values &= is_bound_for_good(value)
             return rebound(value, self._counterpart)
-        if type(value) in _CONTAINERS:
-            self.is_only_values &= self._note_container(value)
-            if value and self._is_state(value):
+        if type(value) in _CONTAINERS and not self._note_container(value):
+            self.is_only_values = False
+            if self._is_state(value):
                 return self._container(module, replica, value)
         return value
 
     def _note_container(self, value: Any) -> bool:
         """Whether there are neither modules nor tensors in it, so that it is shared as long as that stays so."""
-        self.containers.append(value)
-        return all(
-            self._note_container(item) if type(item) in _CONTAINERS else not isinstance(item, (nn.Module, torch.Tensor))
-            for item in _items(value)
-        )
+        found = with_inner([value])
+        self.containers += found.containers
+        return not found.has((nn.Module, torch.Tensor))
 
     def _counterpart(self, value: Any) -> Any:
         """What stands for something that code refers to. What is outside of the layer, and plain tensors, stay."""
@@ -313,8 +314,9 @@ class _Replication:
 
         Other containers, a list that a hook appends to for example, stay the user's own.
         """
-        if type(value) in _CONTAINERS:
-            return any(map(self._is_state, _items(value)))
+        return any(map(self._has_parameter, chain.from_iterable(map(_items, with_inner([value]).containers))))
+
+    def _has_parameter(self, value: Any) -> bool:
         if isinstance(value, nn.Module):
             return any(id(parameter) in self._parameters for parameter in value.parameters())
         return isinstance(value, torch.Tensor) and id(value) in self._parameters

@@ -82,17 +82,19 @@ class Stage:
             for leaf in ([item] if isinstance(item, torch.Tensor) else pytree.tree_leaves(item))
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None
         ]
-        if not leaves or set(map(id, leaves)) <= set(map(id, pytree.tree_leaves(value))):
+        if not leaves:
             return output
         own = {address_of(tensor) for tensor in self._tensors_held(layer)} - {0}
-        return (
-            pytree.tree_map(lambda leaf: copied(leaf) if address_of(leaf) in own else leaf, output) if own else output
-        )
+        if not own or set(map(id, leaves)) <= set(map(id, pytree.tree_leaves(value))):
+            return output
+        return pytree.tree_map(lambda leaf: copied(leaf) if address_of(leaf) in own else leaf, output)
 
     def _tensors_held(self, layer: int) -> list[torch.Tensor]:
-        """As buffers or plain attributes. Mostly none among some hundred values, of which there are a dozen types."""
-        parts = (part for _, part in self.replicas[layer].pairs)
-        held = list(chain.from_iterable(chain.from_iterable((p._buffers.values(), p.__dict__.values()) for p in parts)))
+        """As buffers or plain attributes. Mostly none: a replica that is as it was made has only buffers, by [3] in
+        [Note: replicas used again], and among some hundred values of another one there are a dozen types."""
+        replica = self.replicas[layer]
+        parts = [part for _, part in (replica.with_buffers if replica.is_as_made else replica.pairs)]
+        held = list(chain.from_iterable(chain(part._buffers.values(), part.__dict__.values()) for part in parts))
         if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, held))):
             return []
         return [value for value in held if isinstance(value, torch.Tensor)]

@@ -1,7 +1,7 @@
 """Which modules and parameters something is made of, walked once and compared in no time at every call."""
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,34 +25,44 @@ class Snapshot:
         whole: Iterable[Collection[Any]] = (),
         sized: Iterable[Collection[Any]] = (),
     ) -> None:
-        # The last one twice, because of a single name a getter makes no tuple.
-        self._chosen = [(operator.itemgetter(*names, names[-1]), held) for held, names in chosen]
+        pairs = [(tuple(names), held) for held, names in chosen]
+        getters = {names: _getter(names) for names, _ in pairs}
+        self._getters = [getters[names] for names, _ in pairs]
+        self._chosen = [held for _, held in pairs]
         others = list(whole)
         self._sized = [*sized, *others]
         self._filled = [part for held in others if held for part in _parts(held)]
         self.take()
 
     def take(self) -> None:
-        self._then = self._look()
+        sizes = list(map(len, self._sized))
+        try:
+            self._then = sizes, list(self._look())
+        except KeyError:  # a name has gone just now
+            self.forget()
 
     def forget(self) -> None:
-        """Holds nothing of what it was taken of, until it is taken again."""
-        self._then = [], []
+        """Holds nothing of what it was taken of, and is not true until it is taken again."""
+        self._then = [-1], []
 
     @property
     def is_true(self) -> bool:
         """Whether all is as it was."""
-        (sizes, now), (then_sizes, then) = self._look(), self._then
-        return sizes == then_sizes and len(now) == len(then) and all(map(operator.is_, now, then))
-
-    def _look(self) -> tuple[list[int], list[Any]]:
-        """How many there are, and what. If a name is gone, something that is never the same."""
-        sizes = list(map(len, self._sized))
+        sizes, then = self._then
         try:
-            own = [get(held) for get, held in self._chosen]
-        except KeyError:
-            return sizes, [object()]
-        return sizes, [*chain.from_iterable(own), *chain.from_iterable(self._filled)]
+            return list(map(len, self._sized)) == sizes and all(map(operator.is_, self._look(), then))
+        except (KeyError, RuntimeError):  # a name is gone, or another thread is just putting something in
+            return False
+
+    def _look(self) -> Iterator[Any]:
+        """What there is: if sizes are as before, as many. One after the other, because making a list of it all takes
+        as long as comparing it."""
+        own = map(operator.call, self._getters, self._chosen)
+        return chain(chain.from_iterable(own), chain.from_iterable(self._filled))
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    return operator.itemgetter(*(names if len(names) > 1 else names * 2))  # because of a single one it makes no tuple
 
 
 def _parts(held: Collection[Any]) -> tuple[Collection[Any], ...]:
