@@ -219,6 +219,12 @@ class Engine(ForwardingModule):
                 "close() this engine and wrap the model again"
             )
 
+    def rest(self) -> None:
+        """Says that no call is likely for a while, as when training has ended: what is alive once it has settled is
+        kept from the garbage collector until then, also if it is dropped in a circle of references. May be called at
+        any time, waits for nothing, and calls afterwards are as ever."""
+        self._host.rest()
+
     # What is going on.
 
     def statistics(self) -> dict[str, Any]:

@@ -116,6 +116,11 @@ class Host:
         if self._interpreter is not None:
             self._interpreter.begin_call()
 
+    def rest(self) -> None:
+        """No call is likely for a while."""
+        if self._interpreter is not None:
+            self._interpreter.rest()
+
     def close(self) -> None:
         """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
         self._working.is_closed = self.steps.is_closed = True

@@ -113,6 +113,11 @@ class EngineSlot:
             self.current.synchronize()
             self.reload(model)
 
+    def rest(self) -> None:
+        """No run is going on: what is dropped now, the trainer itself for example, can be collected."""
+        if self.current is not None:
+            self.current.rest()
+
     def follow_writes(self, model: nn.Module) -> None:
         """The same, only where somebody has written to weights in place; what went through ``.data`` is not seen.
 

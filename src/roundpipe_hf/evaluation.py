@@ -128,6 +128,8 @@ class EvaluationMixin(_Base):
         finally:
             self._full_eval = None
             self.args.bf16_full_eval, self.args.fp16_full_eval = given
+            if not self.is_in_loop:
+                self._slot.rest()
 
 
 def on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:

@@ -87,6 +87,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             # the window's batches, as those releases did.
             self.model_accepts_loss_kwargs = False
             self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
+        if type(self).training_step is not RoundPipeTrainerMixin.training_step:
+            self.training_step = self._on_its_device(self.training_step)  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays in host memory."""
@@ -167,6 +169,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             raise
         finally:
             self.is_in_loop = False
+            self._slot.rest()
 
     def training_step(
         self,
@@ -186,6 +189,16 @@ class RoundPipeTrainerMixin(SavingMixin):
         for loss in earlier:
             compat.book_loss(self, loss)
         return last
+
+    def _on_its_device(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A step of the user's own, whose loss may be that of an engine call and so in host memory: Trainer adds up
+        losses on the device that it takes for the model's."""
+
+        @functools.wraps(training_step)
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return training_step(*args, **kwargs).to(self.args.device)
+
+        return call
 
     def _divisor(self, num_items: torch.Tensor | int | None) -> int:
         """What Trainer divides a batch's loss by. A loss that was given the number of items is divided already."""

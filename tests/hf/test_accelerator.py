@@ -53,6 +53,19 @@ def test_a_loss_with_tensors_of_its_own() -> None:
     assert_same(pair, atol=1e-3)
 
 
+class StepOfItsOwn:
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_of_its_own() -> None:
+    assert_same(train_both(MODELS["full"], token_rows(20), StepOfItsOwn, **ON_GPU), atol=1e-3)
+
+
 def test_tf32() -> None:
     """A switch of the process: both have it."""
     assert_same(train_both(MODELS["full"], token_rows(20), tf32=True, **ON_GPU), atol=1e-2)

@@ -29,6 +29,8 @@ from hf.trainers import (
 )
 from models import make_llama
 from roundpipe.errors import ClosedError, ConfigError
+from roundpipe.host import Host
+from roundpipe.runtime.interpreter import QuietInterpreter
 from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 
@@ -85,6 +87,41 @@ def count_hooks(model: nn.Module) -> int:
 
 def test_a_dropped_trainer_needs_no_close() -> None:
     trainer = trained(RoundPipeTrainer, MODELS["full"](), ROWS[:3])
+    model = weakref.ref(trainer.model)
+    del trainer
+    gc.collect()
+    assert model() is None
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines keep the interpreter quiet, as with accelerators."""
+    make = Host.__init__
+
+    def made(self: Host, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._interpreter = QuietInterpreter()
+
+    monkeypatch.setattr(Host, "__init__", made)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("use", ["train", "evaluate"])
+def test_nor_does_one_whose_training_had_settled(use: str) -> None:
+    """What is alive by then was kept from the collector until the engine is closed, which a dropped one never was."""
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, eval_dataset=ROWS, per_device_eval_batch_size=2)
+    frozen = 0
+
+    class Frozen(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            nonlocal frozen
+            frozen = max(frozen, gc.get_freeze_count())
+
+        on_prediction_step = on_step_end
+
+    trainer.add_callback(Frozen)
+    getattr(trainer, use)()
+    assert frozen
     model = weakref.ref(trainer.model)
     del trainer
     gc.collect()
@@ -326,6 +363,16 @@ class OwnStep:
 def test_a_training_step_that_calls_backward_itself(kind: str) -> None:
     pair = train_both(MODELS[kind], ROWS, OwnStep, gradient_accumulation_steps=2)
     assert_same_logs(logged(pair.ours), logged(pair.plain))
+
+
+def test_a_step_of_its_own_returns_its_loss_where_trainer_adds_losses_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU that is where Trainer takes the model to be, and the loss was in host memory."""
+    trainer = type("Mixed", (OwnStep, RoundPipeTrainer), {})
+    made = make_trainer(trainer, MODELS["full"](), ROWS)
+    run(made)
+    monkeypatch.setattr(type(made.args), "device", torch.device("meta"))
+    inputs = made.data_collator(ROWS[:3])
+    assert made.training_step(made.model_wrapped, inputs).device.type == "meta"
 
 
 def test_noisy_embeddings() -> None:

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -112,6 +113,45 @@ def test_what_was_frozen_is_found_once_when_it_no_longer_is() -> None:
     for _ in range(2):
         settled().close()
         assert sum(found is optimizer for found in interpreter.optimizers()) == 1
+
+
+class Dropped:
+    """Something in a circle of references, as a Trainer is."""
+
+    def __init__(self) -> None:
+        self.circle = self
+
+
+def test_what_is_dropped_in_a_circle_is_collected_once_training_has_ended() -> None:
+    """It was kept for ever: its engine was never closed, which would have ended that."""
+    dropped = Dropped()
+    reference = weakref.ref(dropped)
+    quiet = settled()
+    del dropped
+    gc.collect()
+    assert reference() is not None
+    quiet.rest()
+    gc.collect()
+    assert reference() is None
+    for _ in range(4):
+        quiet.begin_call()
+    assert gc.get_freeze_count()
+    quiet.close()
+
+
+def test_another_one_finds_what_was_dropped_before() -> None:
+    """Whoever drops an engine and makes another has memory for one."""
+    dropped = Dropped()
+    reference = weakref.ref(dropped)
+    first = settled()
+    del dropped
+    second = QuietInterpreter()
+    assert reference() is None
+    for _ in range(4):
+        first.begin_call()
+    assert gc.get_freeze_count()
+    first.close()
+    second.close()
 
 
 def test_the_last_one_open_restores_everything() -> None:
