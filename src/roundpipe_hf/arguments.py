@@ -1,7 +1,9 @@
 """The engine's settings as training arguments: typed for the command line, plain values so that they survive JSON."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -15,6 +17,18 @@ from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
+HOST = torch.device("cpu")
+_device_of_loss: ContextVar[torch.device | None] = ContextVar("device_of_loss", default=None)
+
+
+@contextmanager
+def losses_on(device: torch.device | None) -> Iterator[None]:
+    """This thread runs a loss whose tensors are there; None for what is no loss, as the model that one calls."""
+    before = _device_of_loss.set(device)
+    try:
+        yield
+    finally:
+        _device_of_loss.reset(before)
 
 
 @dataclass
@@ -54,6 +68,13 @@ class PipelineArguments:
         if inherited is not None:
             inherited()
 
+    @property
+    def device(self) -> torch.device:
+        """Trainer's device, but in a loss that of its microbatch, so that ``weight.to(self.args.device)`` is there."""
+        here = _device_of_loss.get()
+        inherited: torch.device = super().device if here is None else here  # type: ignore[misc]
+        return inherited
+
     def run_config(self) -> RoundPipeRunConfig:
         grain: Any = self.recompute_grain
         return RoundPipeRunConfig(num_microbatch=self.num_microbatch, recompute_grain=grain)
@@ -84,7 +105,7 @@ def device_type_of(args: TrainingArguments) -> str:
     devices = engine_devices(args)
     if isinstance(devices, int):
         return "cpu"
-    return args.device.type if devices is None else devices[0].type
+    return _own_device(args).type if devices is None else devices[0].type
 
 
 def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
@@ -97,11 +118,11 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
         raise ConfigError(f"devices was set to {devices!r} after construction; assign a list of device names")
     if isinstance(devices, int):
         return devices
-    if devices is None and args.device.type == "cpu":
+    if devices is None and _own_device(args).type == "cpu":
         return 1
     if args.world_size == 1:
         return None if devices is None else [torch.device(name) for name in devices]
-    kind = args.device.type
+    kind = _own_device(args).type
     names = devices or [f"{kind}:{index}" for index in range(torch.get_device_module(kind).device_count())]
     count = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     if len(names) % count:
@@ -110,6 +131,11 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
             "same number of devices, or name others in devices"
         )
     return own_share([torch.device(name) for name in names], args.local_process_index, count)
+
+
+def _own_device(args: TrainingArguments) -> torch.device:
+    with losses_on(None):
+        return args.device
 
 
 def _plain_devices(devices: Any) -> int | list[str] | None:

@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
+from .arguments import HOST, losses_on
 from .compat import note_rows, returns_loss, should_reduce_batch_size
 from .engine import EngineSlot, runs_by_preset
 from .errors import UnknownModelCall
@@ -67,6 +68,7 @@ class EvaluationMixin(_Base):
         """A model for `compute_loss` whose call runs through the engine, without gradients."""
         return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
 
+    @losses_on(None)  # because it is a loss that calls it
     def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:
         engine, precision = self._engine(trains=False), self.precision()
         if num_microbatch is None and not runs_by_preset(engine):
@@ -103,7 +105,8 @@ class EvaluationMixin(_Base):
                 return self._to_gather((loss, None, None))
             except UnknownModelCall:
                 self._replays = False  # because here the model may be called in any way
-        found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        with losses_on(HOST):
+            found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
         return self._to_gather(found)
 
     def _to_gather(self, found: Any) -> Any:

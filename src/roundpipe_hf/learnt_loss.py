@@ -17,7 +17,7 @@ import torch
 from roundpipe import RoundPipe
 from roundpipe.microbatch import batch_size_of
 
-from .arguments import pipeline_of
+from .arguments import HOST, losses_on, pipeline_of
 from .compat import base_model, loss_adds_up, makes_causal_loss, valid_targets
 from .engine import runs_by_preset
 from .loss_rule import (
@@ -261,7 +261,8 @@ class LearntLoss:
 
         model = EngineStandIn(trainer.model, run)
         try:
-            return float(trainer.compute_loss(model, copied(inputs), num_items_in_batch=num_items))
+            with losses_on(HOST):
+                return float(trainer.compute_loss(model, copied(inputs), num_items_in_batch=num_items))
         except Exception as error:
             if is_running:
                 raise

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from roundpipe import AutoRoundPipe, GradScaler, RoundPipe
 from roundpipe.errors import ConfigError, PlanError
 
 from . import compat
-from .arguments import engine_settings_in, pipeline_of
+from .arguments import HOST, engine_settings_in, losses_on, pipeline_of
 from .engine import EngineSlot, changed_in_run, stop_checkpointing
 from .evaluation import on_host
 from .loading import model_for_trainer
@@ -88,7 +89,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.model_accepts_loss_kwargs = False
             self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
-            self.training_step = self._on_its_device(self.training_step)  # type: ignore[method-assign]
+            self.training_step = _with_loss_on(self.args, self.training_step)  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays in host memory."""
@@ -171,6 +172,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.is_in_loop = False
             self._slot.rest()
 
+    @losses_on(None)  # because a step of the user's own may call it
     def training_step(
         self,
         model: nn.Module,
@@ -189,16 +191,6 @@ class RoundPipeTrainerMixin(SavingMixin):
         for loss in earlier:
             compat.book_loss(self, loss)
         return last
-
-    def _on_its_device(self, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A step of the user's own, whose loss may be that of an engine call and so in host memory: Trainer adds up
-        losses on the device that it takes for the model's."""
-
-        @functools.wraps(training_step)
-        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
-            return training_step(*args, **kwargs).to(self.args.device)
-
-        return call
 
     def _divisor(self, num_items: torch.Tensor | int | None) -> int:
         """What Trainer divides a batch's loss by. A loss that was given the number of items is divided already."""
@@ -249,5 +241,18 @@ def _without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute_loss)
     def call(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         return compute_loss(*args, **kwargs)
+
+    return call
+
+
+def _with_loss_on(args: TrainingArguments, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A step of the user's own, whose loss may be that of an engine call and so in host memory: Trainer adds up losses
+    on the device that it takes for the model's."""
+
+    @functools.wraps(training_step)
+    def call(*inputs: Any, **kwargs: Any) -> torch.Tensor:
+        with losses_on(HOST):
+            loss = training_step(*inputs, **kwargs)
+        return loss.to(args.device)
 
     return call

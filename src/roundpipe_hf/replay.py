@@ -136,9 +136,9 @@ class Replay(ModelStandIn):
     def device(self) -> torch.device:
         """Where the microbatch is, not the model: a loss brings tensors of its own, class weights, say, to it."""
         leaves = tree_leaves((self._outputs, dict(self._expected)))
-        of_model: Any = self._model.device
-        found: torch.device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), of_model)
-        return found
+        found = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        of_model: Any = self._model.device if found is None else found
+        return torch.device(of_model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = by_name(self._model, args, kwargs)

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe.microbatch import batch_size_of, split
 
+from .arguments import losses_on
 from .loss_rule import LossRule, Measure, weighted
 from .replay import ComputeLoss, ModelAnswer, ModelCall, Replay, copied
 
@@ -136,7 +137,8 @@ class RoundLoss:
         inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
         expected = self._answer.arguments(self._call.arguments(given, num_items))
         replay = Replay(self._model, self._answer, self._finish_outputs(outputs), expected, label.batch)
-        loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
+        with losses_on(replay.device):
+            loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
         return loss
 
 

@@ -47,9 +47,23 @@ class WeighedClasses:
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_loss_with_tensors_of_its_own() -> None:
+class WeighedByArguments:
+    """On the device that Trainer moves batches and models to."""
+
+    args: Any
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        weight = torch.linspace(0.5, 1.5, 64).to(self.args.device)
+        loss = torch.nn.functional.cross_entropy(logits, labels, weight)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("loss", [WeighedClasses, WeighedByArguments])
+def test_a_loss_with_tensors_of_its_own(loss: type) -> None:
     rows = token_rows(20)
-    pair = train_both(MODELS["full"], rows, WeighedClasses, eval_dataset=rows[:5], eval_strategy="epoch", **ON_GPU)
+    pair = train_both(MODELS["full"], rows, loss, eval_dataset=rows[:5], eval_strategy="epoch", **ON_GPU)
     assert_same(pair, atol=1e-3)
 
 

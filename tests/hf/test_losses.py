@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from transformers import TrainingArguments
 
 from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
 from preset_models import images, make_vit
@@ -211,6 +212,38 @@ def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
     replay = Replay(MODELS["full"](), ModelAnswer(), there, {}, batch=0)
     assert replay.device.type == "meta"
     assert Replay(MODELS["full"](), ModelAnswer(), {}, {}, batch=0).device.type == "cpu"
+
+
+@pytest.mark.parametrize("is_own_step", [False, True])
+def test_and_where_trainers_device_is_said_to_be(is_own_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``weight.to(self.args.device)`` went to the first GPU, also for a microbatch on another one or on the host."""
+    takes_for_the_models = torch.device("cpu", 7)  # equals the device of no tensor
+    inherited = TrainingArguments.device.fget
+    monkeypatch.setattr(TrainingArguments, "device", property(lambda args: inherited(args) and takes_for_the_models))
+    in_loss, outside = set(), set()
+
+    class Weighed(RoundPipeTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            outputs = model(**inputs)
+            in_loss.add(self.args.device)
+            loss = mean_loss(outputs, inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            outside.add(self.args.device)
+            super().log(*args, **kwargs)
+
+    class OwnStep(Weighed):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+    cls = OwnStep if is_own_step else Weighed
+    trainer = trained(cls, MODELS["full"](), ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", devices=2)
+    assert in_loss == {torch.device("cpu")}
+    assert outside == {takes_for_the_models}
+    assert len(trainer.model_wrapped.devices) == 2
 
 
 class NewSignature:
