@@ -67,8 +67,9 @@ class RoundPipe(Engine):
         optim_dtype: dtype of the optimizer's own copies (masters); None means each parameter's dtype.
         name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
         model_run_config: settings of every call, below what a call sets itself.
-        pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them in place, ``"off"``
-            leaves them alone (memory-mapped ones in their file) and sends them through a small page-locked ring.
+        pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them in place (clone a
+            slice of one before you copy it to a device yourself), ``"off"`` leaves them alone (memory-mapped ones in
+            their file) and sends them through a small page-locked ring.
         devices: None for every visible accelerator, else one virtual CPU device; an int for that many virtual devices;
             or a list of devices.
         compile: compile each repeated layer class once with ``torch.compile``.

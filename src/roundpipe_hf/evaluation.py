@@ -1,5 +1,6 @@
 """The part of the mixin that computes losses and predictions without training. Hooks only."""
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,12 @@ class EvaluationMixin(_Base):
             self._stand_in_for(model), inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
 
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Trainer's around a loss that it computes itself, from outputs that come to the host."""
+        contexts = super().compute_loss_context_manager()
+        contexts.enter_context(losses_on(HOST))
+        return contexts
+
     def has_stock_loss(self) -> bool:
         """Whether the loss is Trainer's own, so that what is known about that need not be asked."""
         owners = {cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)}
@@ -105,8 +112,7 @@ class EvaluationMixin(_Base):
                 return self._to_gather((loss, None, None))
             except UnknownModelCall:
                 self._replays = False  # because here the model may be called in any way
-        with losses_on(HOST):
-            found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
         return self._to_gather(found)
 
     def _to_gather(self, found: Any) -> Any:

@@ -233,6 +233,10 @@ def test_and_where_trainers_device_is_said_to_be(is_own_step: bool, monkeypatch:
             outside.add(self.args.device)
             super().log(*args, **kwargs)
 
+        def _get_num_items_in_batch(self, batch_samples: Any, device: torch.device) -> Any:
+            outside.add(device)  # where several processes gather what they have counted
+            return super()._get_num_items_in_batch(batch_samples, device)
+
     class OwnStep(Weighed):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
             loss = self.compute_loss(model, inputs)
@@ -241,6 +245,8 @@ def test_and_where_trainers_device_is_said_to_be(is_own_step: bool, monkeypatch:
 
     cls = OwnStep if is_own_step else Weighed
     trainer = trained(cls, MODELS["full"](), ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", devices=2)
+    trainer.compute_metrics = lambda _: {}  # which wants logits, so that Trainer computes the loss itself
+    trainer.evaluate()
     assert in_loss == {torch.device("cpu")}
     assert outside == {takes_for_the_models}
     assert len(trainer.model_wrapped.devices) == 2

@@ -115,3 +115,14 @@ def test_it_is_not_true_of_what_another_thread_is_writing() -> None:
     assert snapshot.is_true
     held.is_meddled = True
     assert not snapshot.is_true
+
+
+def test_nor_of_what_was_being_written_when_it_was_taken() -> None:
+    held = _Meddled(a=1, b=2)
+    snapshot = Snapshot((), [held])
+    held.is_meddled = True
+    snapshot.take()
+    held.is_meddled = False
+    assert not snapshot.is_true
+    snapshot.take()
+    assert snapshot.is_true

@@ -99,8 +99,8 @@ class HostMemory:
                 self._locked.append(_Pages(tensor.data_ptr() + first, tensor))
 
     def copies(self, target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What to copy to have ``source``, on the host, in ``target``: see [Note: locked in place]."""
-        first, last = _own_pages(source) if self._locks_in_place and target.is_contiguous() else (0, 0)
+        """What to copy to have ``source``, on the host, in a contiguous ``target``: see [Note: locked in place]."""
+        first, last = _own_pages(source) if self._locks_in_place else (0, 0)
         if first == last:
             yield target, source
             return

@@ -38,7 +38,7 @@ class Snapshot:
         sizes = list(map(len, self._sized))
         try:
             self._then = sizes, list(self._look())
-        except KeyError:  # a name has gone just now
+        except (KeyError, RuntimeError):  # a name has gone just now, or another thread is putting something in
             self.forget()
 
     def forget(self) -> None:
