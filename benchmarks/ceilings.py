@@ -8,7 +8,7 @@ from collections.abc import Callable
 import measure
 import torch
 
-from roundpipe.optim.cores import usable_cores
+from roundpipe.system.cores import usable_cores
 
 GB = 1e9
 COLUMNS = ["what", "value", "unit", "setting"]

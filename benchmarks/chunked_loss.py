@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from roundpipe.chunked_loss import linear_cross_entropy
+from roundpipe.kernels.linear_cross_entropy import linear_cross_entropy
 
-SYSTEMS = {"full": "whole logits, in fp32 for the loss", "chunked": "roundpipe.chunked_loss"}
+SYSTEMS = {"full": "whole logits, in fp32 for the loss", "chunked": "roundpipe.kernels.linear_cross_entropy"}
 COLUMNS = ["system", "head", "tokens", "vocabulary", "width", "step_s", "added_peak_gb", "loss_first"]
 IGNORED = -100
 

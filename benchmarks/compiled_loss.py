@@ -1,6 +1,7 @@
 """The resident reference's loss: linear head + cross-entropy in chunks of tokens, one compiled pass over each.
 
-Less exact than `roundpipe.chunked_loss` (gradients are summed over chunks in 16 bits) and faster: a ceiling.
+Less exact than `roundpipe.kernels.linear_cross_entropy` (gradients are summed over chunks in
+16 bits) and faster: a ceiling.
 """
 
 from typing import Any

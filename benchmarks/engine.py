@@ -15,7 +15,7 @@ from workload import LEARNING_RATE, MAX_NORM, Workload, make_model
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.optim import AdamW, clip_grad_norm_
-from roundpipe.optim.cores import usable_cores
+from roundpipe.system.cores import usable_cores
 
 
 class Training(NamedTuple):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe.optim import publisher
+from roundpipe.step import write_back
 
 MODES = {
     "sync": "synchronous",
@@ -72,7 +72,7 @@ class Peak(threading.Thread):
 def peak_bytes(mode: str, device: str, num_layers: int, width: int) -> float:
     """Bytes per parameter. Called in a process that has done nothing else."""
     if mode == "lean":
-        publisher.free_host_bytes = lambda: 0
+        write_back.free_host_bytes = lambda: 0
     torch.set_num_threads(2)
     devices = 1 if device == "virtual" else [torch.device(device)]
     warm_up(devices)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from roundpipe.optim.cores import usable_cores
+from roundpipe.system.cores import usable_cores
 
 Record = dict[str, Any]
 Comment = Callable[[Record], str]

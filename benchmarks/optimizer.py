@@ -21,12 +21,13 @@ from typing import NamedTuple
 import measure
 import torch
 
-from roundpipe.memory import bulk
-from roundpipe.optim import native, updates
-from roundpipe.optim.chunks import sum_of_squares
+from roundpipe.kernels import native
+from roundpipe.kernels.chunks import sum_of_squares
+from roundpipe.memory import huge_pages
 from roundpipe.optim.optimizers import AdamRule
-from roundpipe.optim.updates import RuleUpdate
-from roundpipe.params.pending import UpdateInto
+from roundpipe.params.placement.pending import UpdateInto
+from roundpipe.step import updates
+from roundpipe.step.updates import RuleUpdate
 
 BYTES = 28
 RULE = AdamRule(
@@ -68,7 +69,7 @@ class Arrays(NamedTuple):
 
 
 def make(count: int) -> Arrays:
-    weight, mean, square = (bulk.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
+    weight, mean, square = (huge_pages.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
     weight.normal_()
     return Arrays(
         weight,

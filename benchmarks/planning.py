@@ -12,12 +12,12 @@ from math import inf
 
 from torch import nn
 
+from roundpipe.autoplan.planner import Planner
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.params.store import ParameterStore
+from roundpipe.params.working import ParameterStore
 from roundpipe.plan.costs import LayerCosts, Round
 from roundpipe.plan.execute_plan import plan_for
-from roundpipe.planner import Planner
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from measure import Record, parse_records
 from torch import Tensor
 
 from roundpipe import profile
-from roundpipe.profiling import Block
+from roundpipe.trace.profile import Block
 
 Intervals = list[tuple[float, float]]
 """Sorted, without overlap; seconds."""

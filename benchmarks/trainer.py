@@ -36,7 +36,7 @@ from workload import (
     workload_of,
 )
 
-from roundpipe.optim.cores import usable_cores
+from roundpipe.system.cores import usable_cores
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
 
 COLUMNS = [

@@ -19,7 +19,7 @@ from datasets import Dataset, DatasetDict, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from fetch_assets import smollm2_folder, wiki_summaries
-from roundpipe_hf.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer  # was: SFTConfig, SFTTrainer
+from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer  # was: SFTConfig, SFTTrainer
 
 
 @dataclass

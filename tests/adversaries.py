@@ -1,6 +1,6 @@
 """Adversarial devices for tests: made in sets, and asked afterwards whether anything was done without a wait."""
 
-from roundpipe.device.adversarial import AdversarialDevice
+from roundpipe.testing.adversarial import AdversarialDevice
 
 
 class FullDevice(AdversarialDevice):

@@ -23,7 +23,7 @@ class Engines:
     def __call__(self, model: nn.Module, devices: DeviceSet = ONE, **settings: Any) -> roundpipe.RoundPipe:
         """Wrap a model: a Hugging Face or PEFT model by its preset, anything else as it is."""
         if hasattr(model, "config"):
-            from roundpipe.wrap import wrap_model_to_roundpipe
+            from roundpipe.engine.wrap import wrap_model_to_roundpipe
 
             engine = wrap_model_to_roundpipe(model, use_sequential_preset=True, devices=devices.argument, **settings)
         else:

@@ -20,8 +20,8 @@ from models import MLP_WIDTH, Batch, mlp_batch
 from optimizers import PATIENCE_S
 from reference import buffers_of
 from roundpipe import ModelExecutePlan, RoundPipe
-from roundpipe.device.adversarial import AdversarialDevice, AdversarialLane
 from roundpipe.memory.pinning import HostArena
+from roundpipe.testing.adversarial import AdversarialDevice, AdversarialLane
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)])
 MICROBATCHES = 3

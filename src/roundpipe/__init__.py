@@ -1,18 +1,18 @@
 """Train models far larger than the GPU: their state lives in host memory, the GPUs are stateless workers."""
 
 from . import errors, optim
-from .auto import AutoRoundPipe
-from .checkpoint import load_checkpoint, save_checkpoint
 from .config import RoundPipeRunConfig
+from .engine.checkpoint import load_checkpoint, save_checkpoint
+from .engine.partitioned import AutoRoundPipe
+from .engine.sequential import RoundPipe
+from .engine.wrap import wrap_model_to_roundpipe
 from .errors import ClosedError, ConfigError, InternalError, PlanError, RoundPipeError
-from .model import RoundPipe
+from .microbatch.packed import RoundPipePackedData
 from .optim import GradScaler, OptimizerCtx, clip_grad_norm_
-from .optim.handle import StepHandle
-from .packed import RoundPipePackedData
 from .plan.execute_plan import ModelExecutePlan
-from .profiling import profile
-from .runtime.recompute_data import doing_recompute, get_recompute_data, save_for_recompute
-from .wrap import wrap_model_to_roundpipe
+from .recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
+from .step.handle import StepHandle
+from .trace.profile import profile
 
 __all__ = [
     "AutoRoundPipe",

@@ -2,8 +2,8 @@
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
 from .loading import load_pretrained_mmap
-from .mixin import RoundPipeTrainerMixin
-from .trainer import RoundPipeTrainer
+from .trainer.base import RoundPipeTrainer
+from .trainer.mixin import RoundPipeTrainerMixin
 
 __all__ = [
     "PipelineArguments",

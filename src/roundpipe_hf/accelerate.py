@@ -14,10 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from roundpipe import RoundPipe, StepHandle
-from roundpipe.engine import Engine
+from roundpipe.engine.base import Engine
 from roundpipe.errors import ConfigError
 
-from .optimizer import PendingNorm, PipelineOptimizer, is_over_masters
+from .engine.optimizer import PendingNorm, PipelineOptimizer, is_over_masters
 
 
 class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types

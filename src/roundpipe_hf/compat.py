@@ -1,7 +1,7 @@
 """Every name of transformers, accelerate and PEFT that is private or known to move. A new release breaks here first."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,9 +17,6 @@ from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, unwrap_peft_model
 from transformers.training_args import OptimizerNames
-
-if TYPE_CHECKING:
-    from .mixin import RoundPipeTrainerMixin
 
 __all__ = [
     "OPTIMIZER_NAME",
@@ -63,7 +60,7 @@ def use_one_gpu(args: TrainingArguments) -> None:
     args._n_gpu = min(args._n_gpu, 1)
 
 
-def loss_adds_up(trainer: "RoundPipeTrainerMixin") -> bool:
+def loss_adds_up(trainer: Trainer) -> bool:
     """Whether the losses of microbatches, each divided by the window's number of targets, are known to add up.
 
     True for label smoothing, and for the models whose own loss is transformers' causal one. Anything else has to be
@@ -71,6 +68,7 @@ def loss_adds_up(trainer: "RoundPipeTrainerMixin") -> bool:
     """
     if trainer.label_smoother is not None:
         return True
+    assert isinstance(trainer.model, nn.Module)
     model = base_model(trainer.model)
     routes = getattr(getattr(model, "config", None), "output_router_logits", False)
     return makes_causal_loss(model) and not routes
@@ -81,7 +79,7 @@ def makes_causal_loss(model: nn.Module) -> bool:
     return getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
-def valid_targets(trainer: "RoundPipeTrainerMixin", inputs: Mapping[str, Any]) -> torch.Tensor | None:
+def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None without
     labels that name a class."""
     labels = inputs.get("shift_labels")
@@ -107,7 +105,7 @@ def tell_skipped(optimizer: Any, was_skipped: bool) -> None:
         optimizer._is_overflow = was_skipped
 
 
-def will_log(trainer: "RoundPipeTrainerMixin") -> bool:
+def will_log(trainer: Trainer) -> bool:
     """Whether `_maybe_log_save_evaluate` is about to log."""
     return trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
 
@@ -127,7 +125,7 @@ def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
         state.active_dataloader.remainder = find_batch_size(inputs) or -1
 
 
-def book_loss(trainer: "RoundPipeTrainerMixin", loss: torch.Tensor) -> None:
+def book_loss(trainer: Trainer, loss: torch.Tensor) -> None:
     """Counts a loss as `_run_epoch` counts what `training_step` returns, its filter for nan and inf included."""
     if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
         steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged

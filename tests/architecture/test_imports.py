@@ -11,85 +11,90 @@ import pytest
 
 SRC = Path(__file__).parents[2] / "src"
 
-# Left to right: a part imports from its own group and from those left of it.
-GROUPS = [
-    {"errors", "trace", "slot_sizes", "control_groups"},
-    {"device", "memory"},
-    {"params", "plan", "microbatch", "packed", "chunked_loss", "loss_kernel"},
-    {"runtime", "optim"},
-    {
-        "config",
-        "forwarding",
-        "budget",
-        "priors",
-        "planner",
-        "leftover",
-        "profiling",
-        "batches",
-        "backward_round",
-        "host",
-        "engine",
-        "model",
-        "parts",
-        "auto",
-        "wrap",
-        "presets",
-        "checkpoint",
-    },
-    {"roundpipe"},  # the public names, in its __init__.py
-    {"roundpipe_hf"},
+# From the bottom up: a room imports from those before it, and from itself. No two share a rank.
+ROOMS = [
+    "roundpipe.errors",
+    "roundpipe.trace",
+    "roundpipe.threads",
+    "roundpipe.system",
+    "roundpipe.device",
+    "roundpipe.testing",
+    "roundpipe.memory",
+    "roundpipe.kernels",
+    "roundpipe.microbatch",
+    "roundpipe.plan",
+    "roundpipe.params",
+    "roundpipe.autoplan",
+    "roundpipe.step",
+    "roundpipe.optim",
+    "roundpipe.transfer",
+    "roundpipe.recompute",
+    "roundpipe.layers",
+    "roundpipe.runtime",
+    "roundpipe.config",
+    "roundpipe.presets",
+    "roundpipe.engine",
+    "roundpipe",  # the public names, in its __init__.py
+    "roundpipe_hf.errors",
+    "roundpipe_hf.processes",
+    "roundpipe_hf.arguments",
+    "roundpipe_hf.compat",
+    "roundpipe_hf.loading",
+    "roundpipe_hf.engine",
+    "roundpipe_hf.loss",
+    "roundpipe_hf.trainer",
+    "roundpipe_hf.trl",
+    "roundpipe_hf.accelerate",
+    "roundpipe_hf.sft",
+    "roundpipe_hf",
 ]
-RANK = {part: rank for rank, group in enumerate(GROUPS) for part in group}
+RANK = {room: rank for rank, room in enumerate(ROOMS)}
+LIMIT_AT_THE_TOP, LIMIT_PER_ROOM = 6, 14
 
 
 class Import(NamedTuple):
-    """One name that one file asks for; ``local`` when only a function's body does, so not at import time."""
+    """One name that one file asks for; ``local`` when only a function's body does, so not at import time;
+    ``for_types`` when only the type checker does."""
 
     file: Path
     line: int
     name: str
     local: bool
+    for_types: bool
 
     def __str__(self) -> str:
         return f"{self.file.relative_to(SRC)}:{self.line} imports {self.name}"
 
 
-def part_of(dotted: str) -> str | None:
-    """The part that an absolute name belongs to; None for other packages."""
+def room_of(dotted: str) -> str | None:
+    """The room that an absolute name belongs to; None for other packages."""
     package, *path = dotted.split(".")
-    if package == "roundpipe" and path:
-        is_module = (SRC / package / path[0]).is_dir() or (SRC / package / f"{path[0]}.py").is_file()
-        return path[0] if is_module else package
-    return package if package in ("roundpipe", "roundpipe_hf") else None
+    if package not in ("roundpipe", "roundpipe_hf"):
+        return None
+    is_module = path and ((SRC / package / path[0]).is_dir() or (SRC / package / f"{path[0]}.py").is_file())
+    return f"{package}.{path[0]}" if is_module else package
 
 
 def home_of(file: Path) -> str:
-    """The part that a file of ours belongs to."""
-    part = part_of(".".join(name for name in file.relative_to(SRC).with_suffix("").parts if name != "__init__"))
-    assert part in RANK, f"{file} belongs to {part!r}, which has no place in GROUPS yet"
-    return part
+    """The room that a file of ours lies in."""
+    room = room_of(".".join(name for name in file.relative_to(SRC).with_suffix("").parts if name != "__init__"))
+    assert room in RANK, f"{file} belongs to {room!r}, which has no place in ROOMS yet"
+    return room
 
 
 def python_files(package: str = "") -> list[Path]:
     return sorted((SRC / package).rglob("*.py"))
 
 
-def run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The tree without the bodies of ``if TYPE_CHECKING:``."""
-    yield node
-    skipped = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
-    for child in ast.iter_child_nodes(node):
-        if child not in skipped:
-            yield from run_time_nodes(child)
-
-
 def imports_in(file: Path) -> Iterator[Import]:
-    """Every import that can happen at run time, lazy ones included; names for the type checker bind nothing."""
+    """Every import: lazy ones, and those for the type checker, are arrows of the drawing too."""
     package = list(file.relative_to(SRC).parent.parts)
     tree = ast.parse(file.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     in_functions = {id(node) for function in functions for node in ast.walk(function)}
-    for node in run_time_nodes(tree):
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {id(node) for guard in guards for part in guard.body for node in ast.walk(part)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -97,7 +102,7 @@ def imports_in(file: Path) -> Iterator[Import]:
             names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
         else:
             continue
-        yield from (Import(file, node.lineno, name, id(node) in in_functions) for name in names)
+        yield from (Import(file, node.lineno, name, id(node) in in_functions, id(node) in for_types) for name in names)
 
 
 def all_imports(package: str = "") -> list[Import]:
@@ -115,31 +120,44 @@ def mentions_of(file: Path, dotted: str) -> list[int]:
 
 
 @pytest.mark.parametrize("file", python_files(), ids=lambda file: str(file.relative_to(SRC)))
-def test_imports_go_left(file: Path) -> None:
+def test_imports_go_down(file: Path) -> None:
     own = RANK[home_of(file)]
-    wrong = [found for found in imports_in(file) if (part := part_of(found.name)) and RANK[part] > own]
+    wrong = [found for found in imports_in(file) if (room := room_of(found.name)) and RANK[room] > own]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_parts_do_not_import_each_other_in_circles() -> None:
-    needs: dict[str, set[str]] = {part: set() for part in RANK}
-    for found in all_imports():
-        own, other = home_of(found.file), part_of(found.name)
-        if other and own != other:
-            needs[own].add(other)
+def test_files_do_not_import_each_other_in_circles_at_run_time() -> None:
+    needs: dict[str, set[str]] = {}
+    modules = {".".join(f.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): f for f in python_files()}
+    for name, file in modules.items():
+        found = [one for one in imports_in(file) if not one.local and not one.for_types]
+        targets = {one.name if one.name in modules else one.name.rpartition(".")[0] for one in found}
+        needs[name] = {target for target in targets if target in modules and not f"{name}.".startswith(f"{target}.")}
     free: set[str] = set()
-    while ready := {part for part in needs.keys() - free if needs[part] <= free}:
+    while ready := {name for name in needs.keys() - free if needs[name] <= free}:
         free |= ready
-    circle = {part: sorted(needs[part] - free) for part in needs.keys() - free}
+    circle = {name: sorted(needs[name] - free) for name in needs.keys() - free}
     assert not circle
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({file.parent for file in python_files()}), ids=lambda f: str(f.relative_to(SRC))
+)
+def test_rooms_stay_small_and_say_what_is_in_them(folder: Path) -> None:
+    files = [file for file in folder.iterdir() if file.suffix in (".py", ".c")]
+    limit = LIMIT_AT_THE_TOP if folder == SRC / "roundpipe" else LIMIT_PER_ROOM
+    assert len(files) <= limit, sorted(file.name for file in files)
+    described = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    assert described, f"{folder} says nowhere what is in it"
+    if folder.parent != SRC:
+        assert "mports " in described, f"{folder}/__init__.py does not say what it may import"
+
+
 def test_plan_is_pure() -> None:
-    """Only plan/measure.py may know that devices exist."""
+    """It plans with numbers alone, and does not know that devices exist."""
     for file in python_files("roundpipe/plan"):
-        if file.name == "measure.py":
-            continue
-        assert not [found for found in imports_in(file) if part_of(found.name) in ("device", "memory")], file
+        allowed = ("roundpipe.plan", "roundpipe.errors", None)
+        assert not [found for found in imports_in(file) if room_of(found.name) not in allowed], file
         assert not mentions_of(file, "torch.accelerator"), file
 
 
@@ -148,7 +166,7 @@ def test_runtime_carries_out_and_never_partitions() -> None:
 
 
 def test_only_device_and_memory_say_torch_cuda() -> None:
-    others = [f for f in python_files() if home_of(f) not in ("device", "memory")]
+    others = [f for f in python_files() if home_of(f) not in ("roundpipe.device", "roundpipe.memory")]
     wrong = {str(f.relative_to(SRC)): lines for f in others if (lines := mentions_of(f, "torch.cuda"))}
     assert not wrong
 
@@ -156,7 +174,7 @@ def test_only_device_and_memory_say_torch_cuda() -> None:
 def test_only_presets_know_the_hugging_face_libraries() -> None:
     libraries = ("transformers", "accelerate", "peft", "trl", "datasets")
     foreign = [found for found in all_imports("roundpipe") if found.name.split(".")[0] in libraries]
-    wrong = [found for found in foreign if home_of(found.file) != "presets" and not found.local]
+    wrong = [found for found in foreign if home_of(found.file) != "roundpipe.presets" and not found.local]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -4,7 +4,7 @@ import pytest
 from roofline import bounds_of, line, summary
 
 from roundpipe.plan.actions import Action, Op, Pass, Visit
-from roundpipe.profiling import Block
+from roundpipe.trace.profile import Block
 
 RATES = {"bf16 matmul": 1.0, "H2D": 2.0, "D2H": 4.0, "host AdamW (torch fused)": 0.5}
 

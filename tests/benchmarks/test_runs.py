@@ -13,7 +13,7 @@ import pytest
 import torch
 from max_length import Attempts, longest
 
-from roundpipe.optim import native
+from roundpipe.kernels import native
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from models import make_mlp, mlp_batch, squared_error_over
 from optimizers import PATIENCE_S
 from reference import Reference, weights_of
 from roundpipe import RoundPipe
-from roundpipe.runtime.board import Board
+from roundpipe.threads.mailbox import Board
 
 NUM_STEPS = 4
 CELL = compile(

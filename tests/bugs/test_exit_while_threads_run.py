@@ -19,7 +19,7 @@ from late_work import LATE, make_pausing
 from models import mlp_batch
 from optimizers import PATIENCE_S, Gate
 from roundpipe import RoundPipe
-from roundpipe.runtime import worker
+from roundpipe.threads import worker
 
 SCRIPT = textwrap.dedent(
     """

@@ -31,10 +31,10 @@ from engines import engine_gradients
 from models import Batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.autoplan.free_memory import Leftover
 from roundpipe.device import VirtualDevice
-from roundpipe.device.adversarial import AdversarialDevice
-from roundpipe.leftover import Leftover
 from roundpipe.memory.slots import SlotPool
+from roundpipe.testing.adversarial import AdversarialDevice
 
 WIDTH, ROWS, MICROBATCHES = 64, 4096, 4
 INPUT = 4 * WIDTH * ROWS

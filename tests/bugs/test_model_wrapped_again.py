@@ -22,7 +22,7 @@ from models import make_mlp
 from optimizers import PATIENCE_S
 from reference import weights_of
 from roundpipe import ConfigError, wrap_model_to_roundpipe
-from roundpipe.host import Host, ParameterStore
+from roundpipe.engine.state import Host, ParameterStore
 
 INPUTS = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
 Wrap = Callable[..., Any]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from roundpipe.wrap import wrap_model_to_roundpipe
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 
 SIZES = {
     "vocab_size": 64,

@@ -24,7 +24,7 @@ import sft
 from examples.example_data import LLAMA, QUIET, save_images, save_tokenizer, sentences
 from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
-from roundpipe_hf.sft import RoundPipeSFTConfig
+from roundpipe_hf.trl.sft import RoundPipeSFTConfig
 
 VIT = [
     *("--model_type", "vit", "--image_size", "8", "--config_overrides"),

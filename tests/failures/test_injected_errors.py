@@ -27,9 +27,9 @@ from injection import (
 from optimizers import PATIENCE_S
 from reference import buffers_of
 from roundpipe import RoundPipe
-from roundpipe.optim import publisher
-from roundpipe.params.copies import Masters
-from roundpipe.params.store import LayerParameters
+from roundpipe.params.masters import Masters
+from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 
@@ -164,7 +164,7 @@ def failing_to_publish(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         publish(self, layers, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(publisher, "_TOGETHER_BYTES", 0)
+        patch.setattr(write_back, "_TOGETHER_BYTES", 0)
         patch.setattr(Masters, "publish", failing)
         yield
         assert not INJECTION.is_armed

@@ -23,9 +23,9 @@ from injection import (
 )
 from reference import buffers_of
 from roundpipe import RoundPipe
-from roundpipe.optim import publisher
-from roundpipe.params.copies import Masters
-from roundpipe.params.store import LayerParameters
+from roundpipe.params.masters import Masters
+from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 
@@ -185,7 +185,7 @@ def test_a_call_that_waits_for_publishing_can_be_interrupted(
         publish(self, layers, *rest)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
-        patch.setattr(publisher, "_TOGETHER_BYTES", 0)
+        patch.setattr(write_back, "_TOGETHER_BYTES", 0)
         patch.setattr(Masters, "publish", hanging)
         INJECTION.arm("publish", interruption.hang, at=1)
         with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from injection import Places
 from models import MLP_WIDTH, mlp_batch
 from reference import Tensors, buffers_of
 from roundpipe import ModelExecutePlan, RoundPipe
-from roundpipe.optim import publisher
+from roundpipe.step import write_back
 
 BATCH = mlp_batch(rows=4)
 PLAN = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 4), range(2)])
@@ -154,7 +154,7 @@ def test_a_step_counts_whole_or_not_at_all(is_async: bool, engines: Engines) -> 
 @pytest.mark.parametrize("kept", ["one copy", "two copies"])
 def test_a_flush_is_made_up_for_by_the_next_one(kept: str, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else who saves again, because saving was interrupted, saves older weights."""
-    monkeypatch.setattr(publisher, "free_host_bytes", lambda: 1 << 60 if kept == "two copies" else 0)
+    monkeypatch.setattr(write_back, "free_host_bytes", lambda: 1 << 60 if kept == "two copies" else 0)
     engine = make_engine(engines)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=2**-10)
 

@@ -9,7 +9,7 @@ from models import make_mlp, mlp_batch
 from optimizers import PATIENCE_S
 from roundpipe import RoundPipe
 from roundpipe.errors import ClosedError
-from roundpipe.runtime.worker import Worker
+from roundpipe.threads.worker import Worker
 
 
 @pytest.mark.parametrize(

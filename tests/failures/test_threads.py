@@ -14,7 +14,7 @@ from device_sets import TWO
 from engines import Engines
 from optimizers import PATIENCE_S
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
-from roundpipe.runtime.worker import Job, Worker
+from roundpipe.threads.worker import Job, Worker
 
 NUM_LAYERS, NUM_THREADS, NUM_CALLS = 4, 4, 25
 ONE_EACH = ModelExecutePlan(fwd_plan=[range(layer, layer + 1) for layer in range(NUM_LAYERS)])

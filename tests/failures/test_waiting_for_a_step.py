@@ -15,7 +15,7 @@ from torch import nn
 from device_sets import ONE
 from engines import Engines
 from optimizers import PATIENCE_S
-from roundpipe.optim.hyperparameters import LearntOptimizers
+from roundpipe.step.hyperparameters import LearntOptimizers
 
 
 def make_optimizer() -> torch.optim.Optimizer:

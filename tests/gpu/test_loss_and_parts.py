@@ -13,7 +13,7 @@ from device_sets import ACCELERATORS, DeviceSet
 from models import Batch
 from reference import plain_call
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.chunked_loss import linear_cross_entropy
+from roundpipe.kernels.linear_cross_entropy import linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from device_sets import DeviceSet
 from engines import Engines
 from roundpipe import RoundPipe, clip_grad_norm_
+from roundpipe.autoplan.planner import Planner
 from roundpipe.device.accelerator import AcceleratorDevice
+from roundpipe.memory.copier import Pair, StagedCopies
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES
-from roundpipe.memory.staged import Pair, StagedCopies
 from roundpipe.optim import SGD, Adam, AdamW
-from roundpipe.planner import Planner
 
 pytestmark = pytest.mark.gpu
 CUDA = DeviceSet(kind="cuda", count=1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-sum_kernel = pytest.importorskip("roundpipe.params.sum_kernel")
+sum_kernel = pytest.importorskip("roundpipe.kernels.gradient_sums")
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 SHAPES = [(1031, 257), (512, 512), (3, 5, 40001), (262144, 1)]

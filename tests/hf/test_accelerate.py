@@ -15,8 +15,8 @@ from engines import Engines
 from models import LLAMA_VOCABULARY, make_llama, make_lora_llama
 from reference import weights_of
 from roundpipe import AutoRoundPipe, RoundPipe
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf.accelerate import RoundPipeAccelerator
 
 

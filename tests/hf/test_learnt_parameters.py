@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 from hf.test_memory import SETTINGS, hooked_engine
 from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
 from injection import INJECTION, HookedBackward, reach_in
-from roundpipe import model as engine_model
-from roundpipe.wrap import wrap_model_to_roundpipe
+from roundpipe.engine import sequential as engine_model
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 
 # 3 steps of 2 batches of 4 rows.

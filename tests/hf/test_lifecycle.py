@@ -28,10 +28,10 @@ from hf.trainers import (
     weights,
 )
 from models import make_llama
+from roundpipe.engine.state import Host
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ClosedError, ConfigError
-from roundpipe.host import Host
-from roundpipe.runtime.interpreter import QuietInterpreter
-from roundpipe.wrap import wrap_model_to_roundpipe
+from roundpipe.threads.interpreter import QuietInterpreter
 from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(12)

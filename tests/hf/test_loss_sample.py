@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, tensor
 
-from roundpipe_hf.loss_sample import IGNORED, Trait, sample_of, telling_rows, traits_of
+from roundpipe_hf.loss.sample import IGNORED, Trait, sample_of, telling_rows, traits_of
 
 
 def classes(*labels: int) -> dict[str, Tensor]:

@@ -15,16 +15,8 @@ from preset_models import images, make_vit
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.errors import UnknownModelCall
-from roundpipe_hf.loss_rule import (
-    ADDS_UP,
-    KEEP_WHOLE,
-    TOLERANCE_BELOW_FP32,
-    Evaluated,
-    LossRule,
-    MeanOver,
-    decide_rule,
-)
-from roundpipe_hf.replay import ModelAnswer, Replay
+from roundpipe_hf.loss.model_call import ModelAnswer, Replay
+from roundpipe_hf.loss.rule import ADDS_UP, KEEP_WHOLE, TOLERANCE_BELOW_FP32, Evaluated, LossRule, MeanOver, decide_rule
 
 ROWS = token_rows(14)
 SHARES = {MeanOver.TARGETS: (0.2, 0.8), MeanOver.LABELS: (0.25, 0.75), MeanOver.ROWS: (0.5, 0.5)}

@@ -15,9 +15,9 @@ from transformers import Trainer, TrainerCallback
 from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
 from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe import model as engine_model
+from roundpipe.engine import sequential as engine_model
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
-from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])

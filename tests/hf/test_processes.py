@@ -145,7 +145,7 @@ def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's loss gathers from all processes at every microbatch, which are computed on several threads."""
     from hf.test_sft import make_trainer as make_sft_trainer
-    from roundpipe_hf.sft import RoundPipeSFTTrainer
+    from roundpipe_hf.trl.sft import RoundPipeSFTTrainer
 
     monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
     with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):

@@ -9,10 +9,10 @@ from transformers import get_constant_schedule
 
 from hf.trainers import MODELS, make_trainer, run, token_rows
 from models import make_llama
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
+from roundpipe_hf.engine.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
 
 ROWS = token_rows(3)
 

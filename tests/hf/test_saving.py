@@ -32,10 +32,10 @@ from models import make_llama
 from preset_models import VOCABULARY, make_model
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.checkpointing import whole_folder
+from roundpipe_hf.trainer.checkpointing import whole_folder
 
 ROWS = token_rows(18)
 FOR_GPT2 = [{name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in ROWS]

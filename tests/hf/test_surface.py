@@ -32,8 +32,8 @@ from hf.trainers import (
     weights,
 )
 from models import make_llama
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainerMixin
 
 ROWS = token_rows(12)

@@ -14,8 +14,8 @@ from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.autoplan.free_memory import Leftover
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
-from roundpipe.leftover import Leftover
 from roundpipe.memory.slots import Slot, SlotPool
 from roundpipe.plan.costs import LayerCosts
 from roundpipe.plan.execute_plan import plan_for
@@ -190,7 +190,7 @@ def test_only_the_first_call_of_a_shape_waits_for_its_plan(engines: Engines, mon
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (happened.append(name), function(*args, **kwargs))[1]
 
-    monkeypatch.setattr("roundpipe.planner.plan_for", noted("plan", plan_for))
+    monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", noted("plan", plan_for))
     monkeypatch.setattr(Pipeline, "start", noted("start", Pipeline.start))
     engine = engines(make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
     for rows in (8, 8, 8, 8, 8, 800, 8):

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from engines import Engines
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.autoplan.free_memory import Leftover
 from roundpipe.device.virtual import VirtualDevice
-from roundpipe.leftover import Leftover
 from roundpipe.plan.costs import StageSums
 from roundpipe.plan.execute_plan import plan_peak
 from roundpipe.plan.memory import Peak, predicted_peak

@@ -9,12 +9,12 @@ import pytest
 from roundpipe import ModelExecutePlan
 from roundpipe.errors import InternalError
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
+from roundpipe.plan.cutting import Sizes
 from roundpipe.plan.execute_plan import step_ms
 from roundpipe.plan.predict import predicted_ms
 from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused
 from roundpipe.plan.simulate import Timeline, rounds_in_a_row, simulate, steady_state
-from roundpipe.plan.stages import Sizes
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])
 # A forward visit takes 2 ms for each microbatch, a fused or backward visit 4.

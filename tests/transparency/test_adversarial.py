@@ -21,8 +21,8 @@ from engines import Engines, engine_gradients, engine_weights, run_batch
 from models import MLP_WIDTH, mlp_batch
 from reference import Tensors
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.device.adversarial import AdversarialDevice, AdversarialEvent, AdversarialLane
-from roundpipe.device.ordering import poison
+from roundpipe.testing.adversarial import AdversarialDevice, AdversarialEvent, AdversarialLane
+from roundpipe.testing.ordering import poison
 
 SEEDS = range(3)
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)

@@ -35,9 +35,9 @@ from models import Batch
 from optimizers import PATIENCE_S, PausingSGD, random_delays
 from reference import Reference, plain_call, weights_of
 from roundpipe import ConfigError, RoundPipeRunConfig
-from roundpipe.auto import AutoRoundPipe
+from roundpipe.engine.partitioned import AutoRoundPipe
 from roundpipe.memory.blocks import HostBlocks
-from roundpipe.slot_sizes import slot_bytes
+from roundpipe.memory.slot_sizes import slot_bytes
 
 
 class Case(NamedTuple):

@@ -16,7 +16,7 @@ from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, mlp_batch
 from reference import plain_call
-from roundpipe.runtime import compiler
+from roundpipe.layers import compiler
 
 BATCH = mlp_batch(rows=6)
 

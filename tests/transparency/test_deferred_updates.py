@@ -20,10 +20,11 @@ from engines import Engines, engine_weights, reference_steps, run_batch, train_s
 from models import make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import native, publisher
-from roundpipe.optim.publisher import Publisher
-from roundpipe.params.pending import Held
-from roundpipe.planner import Planner
+from roundpipe.autoplan.planner import Planner
+from roundpipe.kernels import native
+from roundpipe.params.placement.pending import Held
+from roundpipe.step import write_back
+from roundpipe.step.write_back import Publisher
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
 ONE_STAGE = ModelExecutePlan([], [range(7)])
@@ -264,7 +265,7 @@ def test_the_caller_sees_a_synchronous_update_at_once(devices: DeviceSet, engine
 
 def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """The update of the last layer begins only when the first layer has been seen to run the next call."""
-    from roundpipe.params.copies import Masters
+    from roundpipe.params.masters import Masters
 
     publish, ran = Masters.publish, threading.Event()
     waited: list[bool] = []
@@ -274,7 +275,7 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, m
             waited.append(ran.wait(20))
         publish(self, layers, *rest)
 
-    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", 0)
+    monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 0)
     monkeypatch.setattr(Masters, "publish", publish_last_late)
     is_stepped = False
     model, reference = make_mlp(), Reference(make_mlp(), plain_adamw)
@@ -375,7 +376,7 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
 ) -> None:
     if native.library() is None:
         pytest.skip("this machine has no C compiler")
-    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", together)
+    monkeypatch.setattr(write_back, "_TOGETHER_BYTES", together)
     jobs: list[int] = []
     update = native.update
     monkeypatch.setattr(native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1])
@@ -435,7 +436,7 @@ def test_small_layers_do_not_wait_for_the_update_of_a_large_one_behind_them(
     optimizer = adamw(engine)
     for _ in range(2):  # the second has another working copy to write to
         one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
-    monkeypatch.setattr(publisher, "_TOGETHER_BYTES", 3 * 4 * 16 * 17)
+    monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 3 * 4 * 16 * 17)
     monkeypatch.setattr(Publisher, "_mark", listening)
     one_step(engine, optimizer.step, is_async=is_async)
     engine._steps.wait_idle()

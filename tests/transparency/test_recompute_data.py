@@ -189,7 +189,7 @@ def run_and_wait(engine: RoundPipe) -> None:
 
 def test_a_compiled_layer_asks_every_time() -> None:
     """Compiled code must not remember the answer of the run it was compiled in."""
-    from roundpipe.runtime.recompute_data import LayerRun, Running
+    from roundpipe.recompute.user_data import LayerRun, Running
 
     def layer(hidden: Tensor) -> Tensor:
         if doing_recompute():

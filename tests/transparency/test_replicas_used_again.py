@@ -15,8 +15,8 @@ from engines import Engines, engine_gradients, engine_weights, reference_steps, 
 from models import LORA_LLAMA, MLP_WIDTH, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan
-from roundpipe.runtime import replica
-from roundpipe.runtime.residents import Residents
+from roundpipe.layers import replica
+from roundpipe.layers.parameters import Residents
 
 BATCH = mlp_batch(rows=6)
 PLANS = {

@@ -17,13 +17,13 @@ from engines import Engines, engine_gradients, engine_weights, reference_steps, 
 from models import LORA_LLAMA, MLP, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.params.store import LayerParameters, ParameterUse
+from roundpipe.autoplan.planner import Planner
+from roundpipe.params.working import LayerParameters, ParameterUse
 from roundpipe.plan.actions import Pass
-from roundpipe.plan.residency import resident_layers
-from roundpipe.planner import Planner
+from roundpipe.plan.kept_layers import resident_layers
 from roundpipe.runtime.loader import StageLoader
 from roundpipe.runtime.stage import Stage
-from roundpipe.runtime.staging import DirectSender
+from roundpipe.transfer.sender import DirectSender
 
 ROOM_GB = 1.0
 THREE_STAGES = ModelExecutePlan([range(3), range(3, 5)], [range(5, 7), range(2, 5), range(2)])

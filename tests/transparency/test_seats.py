@@ -23,18 +23,18 @@ from device_sets import ONE, TWO, DeviceSet
 from engines import Engines
 from injection import Places
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.autoplan.free_memory import Leftover
+from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
-from roundpipe.leftover import Leftover
+from roundpipe.memory.copier import NUM_SLICES, StagedCopies
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.memory.staged import NUM_SLICES, StagedCopies
 from roundpipe.optim import SGD, Adam, AdamW, Lion
-from roundpipe.params.copies import Masters
-from roundpipe.params.pending import Held, free
-from roundpipe.params.seats import Link, Seat, Seats, _Away
-from roundpipe.params.store import LayerParameters
+from roundpipe.params.masters import Masters
+from roundpipe.params.placement.on_device import Link, Seat, Seats, _Away
+from roundpipe.params.placement.pending import Held, free
+from roundpipe.params.working import LayerParameters
 from roundpipe.plan.execute_plan import ModelExecutePlan
-from roundpipe.planner import Planner
-from roundpipe.runtime.crew import Crew
+from roundpipe.runtime.worker_pool import Crew
 
 WIDTH, ROWS, STEPS = 16, 6, 8
 PLENTY = 16e6  # bytes of a device
@@ -359,7 +359,7 @@ def test_state_passes_through_slices_of_any_size(
     slice_bytes: int, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ways, and weights on the way back, on a device that copies late."""
-    monkeypatch.setattr("roundpipe.memory.staged.SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("roundpipe.memory.copier.SLICE_BYTES", slice_bytes)
     model = nn.Sequential(*make_model(), AddsNothing())
     expected = Run(engines(copy.deepcopy(model)), is_async=is_async, touch=save_the_state)
     devices = Adversaries(1, num_bytes=int(PLENTY))
@@ -473,7 +473,7 @@ def test_a_device_without_room_for_a_seat_is_no_error(engines: Engines, monkeypa
             raise torch.OutOfMemoryError("full")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr("roundpipe.params.seats.torch.empty", full)
+    monkeypatch.setattr("roundpipe.params.placement.on_device.torch.empty", full)
     actual = run(engines, PLENTY, is_async=False)
     monkeypatch.undo()
     assert actual.seat_bytes[-1] == 0
@@ -528,7 +528,7 @@ def test_a_layer_that_leaves_at_once_is_computed_with_the_copy_that_it_had(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights of the version before the seat may lie in the second working copy."""
-    monkeypatch.setattr("roundpipe.optim.publisher._SPARED_BYTES", 0)
+    monkeypatch.setattr("roundpipe.step.write_back._SPARED_BYTES", 0)
     expected = run(engines, None, is_async=True, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=3, none_from=4)
     actual = run(engines, PLENTY, is_async=True, touch=wait, every_step=True)
@@ -699,7 +699,7 @@ def test_an_interrupt_while_values_are_fetched_leaves_each_readable(
             free(tensor)
 
         with monkeypatch.context() as patched:
-            patched.setattr("roundpipe.params.seats.free", free_one)
+            patched.setattr("roundpipe.params.placement.on_device.free", free_one)
             if any(type(state) is not Tensor for state in optimizer.state[master].values()):
                 with pytest.raises(KeyboardInterrupt):
                     master.norm()
@@ -726,7 +726,7 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
     slice_bytes: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever looks again finds the newest values, also of what he has not written to since."""
-    monkeypatch.setattr("roundpipe.memory.staged.SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr("roundpipe.memory.copier.SLICE_BYTES", slice_bytes)
     num_interrupted = 0
 
     def train(room: float | None) -> Iterator[tuple[list[Tensor], Callable[[], Any]]]:

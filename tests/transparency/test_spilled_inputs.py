@@ -22,7 +22,7 @@ from engines import Engines, engine_gradients, run_batch
 from models import LLAMA, MLP_WIDTH, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.device.adversarial import AdversarialLane
+from roundpipe.testing.adversarial import AdversarialLane
 
 MICROBATCHES, ROWS = 4, 12
 PLAN = ModelExecutePlan([range(3), range(3, 5)], [range(5, 7), range(4, 5), range(2, 4), range(2)])

@@ -17,7 +17,7 @@ from engines import Engines, engine_weights, reference_steps, train_steps
 from models import LORA_LLAMA, TIED_LLAMA, make_mlp, mlp_batch
 from reference import Reference
 from roundpipe import RoundPipe
-from roundpipe.optim import publisher
+from roundpipe.step import write_back
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(7)]
 MEMORY = {"one copy": 0, "two copies": 1 << 60}
@@ -26,7 +26,7 @@ MEMORY = {"one copy": 0, "two copies": 1 << 60}
 @pytest.fixture(params=MEMORY)
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How much memory the machine seems to have decides."""
-    monkeypatch.setattr(publisher, "free_host_bytes", lambda: MEMORY[request.param])
+    monkeypatch.setattr(write_back, "free_host_bytes", lambda: MEMORY[request.param])
     return request.param
 
 

@@ -11,9 +11,9 @@ from device_sets import ONE
 from engines import Engines, run_batch
 from models import Batch
 from roundpipe import load_checkpoint, save_checkpoint
-from roundpipe.memory import bulk
+from roundpipe.memory import huge_pages
 from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
-from roundpipe.params.pending import Held
+from roundpipe.params.placement.pending import Held
 
 WIDTH = 1024  # 4 MiB of fp32, 2 of bf16
 BATCH = Batch((torch.ones(1, WIDTH),), {}, torch.zeros(1, WIDTH), lambda out, target: (out - target).square().sum())
@@ -41,7 +41,7 @@ def needs_linux() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 1 << 20), (1 << 21, 3), (1 << 19,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_is_memory_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    tensor = bulk.zeros(shape, dtype)
+    tensor = huge_pages.zeros(shape, dtype)
     torch.testing.assert_close(tensor, torch.zeros(shape, dtype=dtype), rtol=0, atol=0)
     assert type(tensor) is torch.Tensor
     assert tensor.untyped_storage().nbytes() == tensor.nbytes, "else saving it would save more"
@@ -83,7 +83,7 @@ def test_updates_of_such_memory_are_deferred(engines: Engines) -> None:
 def test_no_advice_is_left_where_it_was() -> None:
     """Whatever comes to lie there next must be there in a forked process."""
     before = lines_with("dc")
-    tensor = bulk.zeros((1 << 22,), torch.float32)
+    tensor = huge_pages.zeros((1 << 22,), torch.float32)
     assert lines_with("dc") > before
     del tensor
     assert lines_with("dc") == before

@@ -9,8 +9,8 @@ from torch import nn
 
 from models import make_mlp, mlp_batch
 from roundpipe import RoundPipe
-from roundpipe.device.adversarial import AdversarialDevice
 from roundpipe.device.virtual import VirtualDevice
+from roundpipe.testing.adversarial import AdversarialDevice
 
 KIB = 1024
 KINDS: dict[str, Callable[[int], VirtualDevice]] = {

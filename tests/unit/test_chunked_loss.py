@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from device_sets import ONE, THREE, DeviceSet
 from engines import Engines, engine_gradients
 from roundpipe import ConfigError, RoundPipeRunConfig
-from roundpipe.chunked_loss import DEFAULT_CHUNK_BYTES, linear_cross_entropy
+from roundpipe.kernels.linear_cross_entropy import DEFAULT_CHUNK_BYTES, linear_cross_entropy
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 16, 50
 ONE_ROW = VOCABULARY * 4

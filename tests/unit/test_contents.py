@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from roundpipe.runtime.contents import Contents, has_tensors
+from roundpipe.layers.contents import Contents, has_tensors
 
 
 def test_copies_hold_what_was_in_all_levels() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe import control_groups
-from roundpipe.optim.cores import usable_cores
+from roundpipe.system import cgroups
+from roundpipe.system.cores import usable_cores
 
 V2, V1 = "0::{}\n", "4:memory:/elsewhere\n3:cpu,cpuacct:{}\n"
 
@@ -15,8 +15,8 @@ def usable(
     monkeypatch: pytest.MonkeyPatch, root: Path, own_groups: str, files: dict[str, str], bound: int = 128
 ) -> int:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)), raising=False)
-    monkeypatch.setattr(control_groups, "_ALL", root / "groups")
-    monkeypatch.setattr(control_groups, "_OWN", root / "own")
+    monkeypatch.setattr(cgroups, "_ALL", root / "groups")
+    monkeypatch.setattr(cgroups, "_OWN", root / "own")
     (root / "own").write_text(own_groups)
     for name, text in files.items():
         file = root / "groups" / name
@@ -57,5 +57,5 @@ def test_a_system_without_control_groups_has_the_cores_it_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
-    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "none")
+    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "none")
     assert usable_cores() == 3

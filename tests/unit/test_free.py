@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from roundpipe.memory import free
 from roundpipe.memory.pinning import HostArena
+from roundpipe.system import host_memory
 
 OLD = {
     "limit": "memory.limit_in_bytes",
@@ -29,19 +29,19 @@ def write_group(folder: Path, names: dict[str, str], *, limit: str, usage: int, 
 
 def test_pages_of_files_are_given_up_when_memory_is_needed(tmp_path: Path, names: dict[str, str]) -> None:
     write_group(tmp_path, names, limit="1000", usage=900, cache=300, shared=0)
-    assert free._free_in(tmp_path) == 400
+    assert host_memory._free_in(tmp_path) == 400
 
 
 def test_shared_memory_is_not(tmp_path: Path, names: dict[str, str]) -> None:
     """It counts as pages of files, but is not given up: page-locked weights and gradients lie in it."""
     write_group(tmp_path, names, limit="1000", usage=900, cache=300, shared=250)
-    assert free._free_in(tmp_path) == 150
+    assert host_memory._free_in(tmp_path) == 150
 
 
 def test_a_group_without_a_limit_or_without_a_say_confines_nobody(tmp_path: Path) -> None:
-    assert free._free_in(tmp_path) is None
+    assert host_memory._free_in(tmp_path) is None
     write_group(tmp_path, NEW, limit="max", usage=900, cache=300, shared=0)
-    assert free._free_in(tmp_path) is None
+    assert host_memory._free_in(tmp_path) is None
 
 
 def test_memory_of_an_arena_is_shared_with_processes_forked_later() -> None:

@@ -3,12 +3,12 @@
 import pytest
 from torch import nn
 
-from roundpipe import planner as planning
+from roundpipe.autoplan import planner as planning
+from roundpipe.autoplan.planner import Planned, Planner
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.params.store import ParameterStore
+from roundpipe.params.working import ParameterStore
 from roundpipe.plan.execute_plan import step_ms
-from roundpipe.planner import Planned, Planner
 
 LAYERS = 4
 

@@ -9,7 +9,7 @@ from torch import nn
 from engines import Engines
 from models import make_mlp
 from roundpipe import ConfigError, RoundPipe
-from roundpipe.optim.hyperparameters import LearntOptimizers, StepOptimizers
+from roundpipe.step.hyperparameters import LearntOptimizers, StepOptimizers
 
 
 def make_sgd(lr: float) -> torch.optim.Optimizer:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from optimizers import PATIENCE_S
-from roundpipe.optim.hyperparameters import LearntOptimizers
-from roundpipe.runtime import interpreter
-from roundpipe.runtime.interpreter import QuietInterpreter
+from roundpipe.step.hyperparameters import LearntOptimizers
+from roundpipe.threads import interpreter
+from roundpipe.threads.interpreter import QuietInterpreter
 
 
 @pytest.fixture(autouse=True)

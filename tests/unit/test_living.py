@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from optimizers import PATIENCE_S
-from roundpipe.optim import context
-from roundpipe.runtime.living import Living
+from roundpipe.step import context
+from roundpipe.threads.weak_registry import Living
 
 
 def test_what_is_alive_is_found_in_the_order_in_which_it_came() -> None:

@@ -19,7 +19,8 @@ from engines import Engines, engine_weights, run_batch
 from models import Batch, make_mlp, mlp_batch
 from reference import Reference
 from roundpipe import ConfigError, GradScaler
-from roundpipe.optim import Adafactor, Lion, Muon, chunks
+from roundpipe.kernels import chunks
+from roundpipe.optim import Adafactor, Lion, Muon
 
 STEPS = 50
 BATCHES = [mlp_batch(rows=4, seed=seed) for seed in range(STEPS)]

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.optim import chunks, native, updates
+from roundpipe.kernels import chunks, native
 from roundpipe.optim.optimizers import AdamRule, SGDRule
-from roundpipe.optim.updates import RuleUpdate
-from roundpipe.params.pending import UpdateInto
+from roundpipe.params.placement.pending import UpdateInto
+from roundpipe.step import updates
+from roundpipe.step.updates import RuleUpdate
 
 WIDTHS = [torch.float32, torch.bfloat16, torch.float16]
 COUNT = 3 * 64 * 1024 + 4096  # several chunks, the last one short

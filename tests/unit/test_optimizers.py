@@ -11,7 +11,8 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.optim import SGD, AdamW, chunks, native
+from roundpipe.kernels import chunks, native
+from roundpipe.optim import SGD, AdamW
 
 STEPS = 50
 # What torch tests its own optimizers with (the slow test below looks), and more.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe.parts.find import (
+from roundpipe.engine.parts.find import (
     default_upper_threshold,
     find_parts,
     has_batch_second,

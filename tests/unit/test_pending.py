@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from optimizers import PATIENCE_S
-from roundpipe.params import pending as pending_module
-from roundpipe.params.copies import Master
-from roundpipe.params.pending import Held, PendingUpdates, UpdateInto
+from roundpipe.params.masters import Master
+from roundpipe.params.placement import pending as pending_module
+from roundpipe.params.placement.pending import Held, PendingUpdates, UpdateInto
 
 
 class AddOne(NamedTuple):

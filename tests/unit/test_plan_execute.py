@@ -10,12 +10,12 @@ from engines import Engines
 from models import make_mlp
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import PlanError
+from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
 from roundpipe.plan.execute_plan import RunType, plan_for, plan_peak, plans_for, smallest_plan, step_ms
 from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
-from roundpipe.slot_sizes import ALIGNMENT
 
 PLAN = ModelExecutePlan(fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)])
 

@@ -7,12 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.batches import size_class, tokens_of
-from roundpipe.device.virtual import VirtualDevice
-from roundpipe.memory.pinning import HostMemory
-from roundpipe.params.store import ParameterStore
-from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
-from roundpipe.plan.measure import (
+from roundpipe.autoplan.measurements import (
     Computation,
     GraphBytes,
     LayerSize,
@@ -23,8 +18,13 @@ from roundpipe.plan.measure import (
     prior_update_ms,
     with_guessed_graphs,
 )
+from roundpipe.autoplan.planner import Planner
+from roundpipe.device.virtual import VirtualDevice
+from roundpipe.engine.batches import size_class, tokens_of
+from roundpipe.memory.pinning import HostMemory
+from roundpipe.params.working import ParameterStore
+from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
 from roundpipe.plan.schedule import group_of
-from roundpipe.planner import Planner
 
 MIB = 2**20
 
@@ -326,7 +326,7 @@ def test_small_gains_do_not_change_a_plan() -> None:
 def test_plans_are_looked_at_again_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """After 1, 2, 4, ... calls in which measurements changed; and never while a call waits for its plan."""
     planner, looks = make_planner(), []
-    monkeypatch.setattr("roundpipe.planner.plan_for", counting(plan_for, looks))
+    monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", counting(plan_for, looks))
     for number in range(32):
         before = len(looks)
         planned = planner.plan("fused", 2, None)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from roundpipe.memory.slot_sizes import ALIGNMENT, slot_bytes
 from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, Round, StageSums
 from roundpipe.plan.memory import PeakBytes, predicted_peak, readable, slot_counts
-from roundpipe.slot_sizes import ALIGNMENT, slot_bytes
 
 F, X, B = Pass.FORWARD, Pass.FUSED, Pass.BACKWARD
 

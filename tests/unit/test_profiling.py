@@ -11,7 +11,8 @@ import roundpipe
 from device_sets import TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import make_mlp, mlp_batch
-from roundpipe import ModelExecutePlan, trace
+from roundpipe import ModelExecutePlan
+from roundpipe.trace import spans
 
 BATCH = mlp_batch(rows=6)
 PLAN = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 7), range(4)])
@@ -31,7 +32,7 @@ def train(engine: roundpipe.RoundPipe, optimizer: torch.optim.Optimizer) -> None
 def test_every_action_is_drawn_once_where_it_ran(devices: DeviceSet, engines: Engines, tmp_path: Path) -> None:
     engine = engines(make_mlp(), devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
-    path = tmp_path / "trace.json"
+    path = tmp_path / "spans.json"
     with roundpipe.profile(path) as profiled:
         train(engine, optimizer)
     names = [device.name for device in engine.devices]
@@ -61,8 +62,8 @@ def test_the_drawing_shows_what_ran_when() -> None:
     spans = [("compute", "F0.0@0", 0, 3), ("compute", "X1.0@0", 4, 10), ("upload", "UX1@0", 1, 4)]
     for name, action, start, end in spans:
         fields = {"device": "virtual:0", "action": Drawn(action)}
-        profiled._spans.append(trace.Span(name, "worker", start / 1000, end / 1000, fields))
-    profiled._spans.append(trace.Span("step_fn", "optimizer", 0.006, 0.0095, {"step": 1}))
+        profiled._spans.append(spans.Span(name, "worker", start / 1000, end / 1000, fields))
+    profiled._spans.append(spans.Span("step_fn", "optimizer", 0.006, 0.0095, {"step": 1}))
     assert profiled.plot_timeline(10).splitlines() == [
         "                     10.0 ms",
         "optimizer            ......SSSS",
@@ -113,12 +114,12 @@ def test_a_listener_that_raises_is_dropped(engines: Engines, caplog: pytest.LogC
     """Once, with one line in the log; what it listened to goes on."""
     calls = []
 
-    def listener(span: trace.Span) -> None:
+    def listener(span: spans.Span) -> None:
         calls.append(span)
         raise ArithmeticError("the listener's")
 
     engine = engines(make_mlp(), TWO)
-    with trace.listen(listener):
+    with spans.listen(listener):
         run_batch(engine, BATCH, 2)
         gradients = engine_gradients(engine)
     assert sorted(gradients) == sorted(name for name, _ in engine.model.named_parameters())

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from optimizers import Gate
-from roundpipe.device.adversarial import AdversarialDevice
 from roundpipe.memory import ring as ring_module
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, Piece, StagingRing
-from roundpipe.params.store import ParameterStore
-from roundpipe.runtime import staging
-from roundpipe.runtime.staging import RingSender, make_sender, view_of
+from roundpipe.params.working import ParameterStore
+from roundpipe.testing.adversarial import AdversarialDevice
+from roundpipe.transfer import sender as sender_module
+from roundpipe.transfer.sender import RingSender, make_sender, view_of
 
 OFF = HostMemory("off", accelerated=False)
 LENGTHS = [700, 1, 0, 255, 300]
@@ -130,7 +130,7 @@ def test_a_shipment_given_up_touches_nothing_afterwards(
     slot = torch.zeros(store.layers[0].num_bytes, dtype=torch.uint8)
     shipment = sender.send(store.layers[0], store.layers[0].uses, slot)
     gate.wait_reached()
-    monkeypatch.setattr(staging, "wait", lambda futures: (gate.open(), concurrent.futures.wait(futures)))
+    monkeypatch.setattr(sender_module, "wait", lambda futures: (gate.open(), concurrent.futures.wait(futures)))
     shipment.give_up()
     assert shipment._queued.done()
     device.up.record().wait()

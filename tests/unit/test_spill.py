@@ -9,8 +9,8 @@ import torch
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.blocks import HostBlocks
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.runtime.spill import Spills
-from roundpipe.runtime.transfer import Boundary, boundary_of
+from roundpipe.transfer.boundaries import Boundary, boundary_of
+from roundpipe.transfer.offload import Spills
 
 
 class NotedEvent:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.device.adversarial import AdversarialDevice
-from roundpipe.memory import staged as staged_module
+from roundpipe.memory import copier as staged_module
+from roundpipe.memory.copier import Pair, StagedCopies
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.memory.staged import Pair, StagedCopies
+from roundpipe.testing.adversarial import AdversarialDevice
 
 OFF = HostMemory("off", accelerated=False)
 SLICES = [13, 256, 1 << 20]

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from roundpipe.optim.step_thread import leave_cores_for
+from roundpipe.step.thread import leave_cores_for
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.runtime.structure import Snapshot
+from roundpipe.layers.structure import Snapshot
 
 _ONE, _OTHER = [0], [0]  # equal, and two
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.optim import native, updates
+from roundpipe.kernels import native
 from roundpipe.optim.optimizers import AdamRule
-from roundpipe.optim.updates import RuleUpdate
-from roundpipe.params.pending import UpdateInto
+from roundpipe.params.placement.pending import UpdateInto
+from roundpipe.step import updates
+from roundpipe.step.updates import RuleUpdate
 
 SHAPES = [(3, 7), (70000,), (1,), (300, 500), (200000,)]
 RULE = AdamRule(

@@ -1,1 +1,4 @@
-"""Host memory that devices can copy from quickly, and reusable device buffers."""
+"""Host memory that devices can copy from quickly, and reusable device buffers.
+
+Imports `device`, `system` and what these may import.
+"""

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ..device import Event, Lane
-from ..slot_sizes import ALIGNMENT
 from .pinning import HostMemory
+from .slot_sizes import ALIGNMENT
 
 NUM_SLICES = 3
 SLICE_BYTES = 16 * 2**20

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import Device, Event
-from ..slot_sizes import slot_bytes
+from .slot_sizes import slot_bytes
 
 
 class Slot(NamedTuple):

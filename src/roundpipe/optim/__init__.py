@@ -1,7 +1,7 @@
 """The optimizer side: optimizers over masters, clipping, and the thread that steps them behind the GPU's back."""
 
+from ..step.context import OptimizerCtx
 from .clipping import clip_grad_norm_
-from .context import OptimizerCtx
 from .grad_scaler import GradScaler
 from .lean import LeanAdamW
 from .lion import Lion

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..params.copies import Master
-from . import context
-from .chunks import sum_of_squares
+from ..kernels.chunks import sum_of_squares
+from ..params.masters import Master
+from ..step import context
 
 
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:

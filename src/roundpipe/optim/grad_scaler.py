@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ConfigError
-from ..params.copies import Master
-from . import context
-from .chunks import chunks
+from ..kernels.chunks import chunks
+from ..params.masters import Master
+from ..step import context
+from ..step.handle import StepHandle
+from ..step.hyperparameters import StepOptimizers
 from .clipping import landed_squares
-from .handle import StepHandle
-from .hyperparameters import StepOptimizers
 
 
 class _Stage(Enum):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..params.copies import Master
+from ..memory.scratch import scratch
+from ..params.masters import Master
+from ..step.updates import BLOCK, RuleUpdate, update_of
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
 from .optimizers import AdamRule, OnePass, adam_rule, count_steps
-from .scratch import scratch
-from .updates import BLOCK, RuleUpdate, update_of
 
 MomentFormat = torch.dtype | Literal["8bit"]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..memory import bulk
-from ..params.copies import Master
+from ..memory import huge_pages
+from ..memory.scratch import scratch
+from ..params.masters import Master
+from ..step.updates import RuleUpdate, update_of
 from .optimizers import OnePass
-from .scratch import scratch
-from .updates import RuleUpdate, update_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _PlainLion(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["exp_avg"] = bulk.zeros(parameter.shape, parameter.dtype).to(parameter.device)
+            state["exp_avg"] = huge_pages.zeros(parameter.shape, parameter.dtype).to(parameter.device)
         momentum: torch.Tensor = state["exp_avg"]
         return momentum
 

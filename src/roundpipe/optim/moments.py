@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..memory import bulk
-from .scratch import scratch
-from .updates import BLOCK
+from ..memory import huge_pages
+from ..memory.scratch import scratch
+from ..step.updates import BLOCK
 
 PIECE = 1 << 18  # elements handled at a time, so that values in between stay in the cache; whole blocks
 
@@ -80,7 +80,7 @@ class Float32:
     """As it is: 4 bytes per value."""
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (bulk.zeros(like.shape, torch.float32),)
+        return (huge_pages.zeros(like.shape, torch.float32),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return stored[0]
@@ -94,7 +94,7 @@ class BFloat16:
     """2 bytes per value, rounded stochastically."""
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (bulk.zeros(like.shape, torch.bfloat16),)
+        return (huge_pages.zeros(like.shape, torch.bfloat16),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return scratch(name, stored[0].numel()).copy_(stored[0])
@@ -118,7 +118,7 @@ class Blocks8:
         self._least = least
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return bulk.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
+        return huge_pages.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         codes, scales = stored

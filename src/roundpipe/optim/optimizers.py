@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import bulk
-from ..params.copies import Master
-from . import context
-from .native import Formula
+from ..kernels.native import Formula
+from ..memory import huge_pages
+from ..params.masters import Master
+from ..step import context
+from ..step.updates import RuleUpdate, record, update_of
 from .state import SteadyState
-from .updates import RuleUpdate, record, update_of
 
 _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
 
@@ -149,7 +149,7 @@ class _AdamFamily(OnePass):
         for master, state in zip(masters, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update((name, bulk.zeros(master.shape, master.dtype)) for name in names)
+                state.update((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
         steps = count_steps(states)
         rules = {step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"]) for step in set(steps)}
         moments = map(operator.itemgetter(*names), states)
@@ -215,7 +215,7 @@ class SGD(OnePass, torch.optim.SGD):
             state = self.state[master] if momentum else {}
             is_first = momentum != 0 and state.get("momentum_buffer") is None
             if is_first:
-                state["momentum_buffer"] = bulk.empty(master.shape, master.dtype)
+                state["momentum_buffer"] = huge_pages.empty(master.shape, master.dtype)
             updates.append(update_of(master, (state["momentum_buffer"],) if momentum else (), rules[is_first]))
         return updates
 

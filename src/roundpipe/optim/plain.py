@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from . import context
+from ..step import context
 from .state import SteadyState
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from . import context
+from ..step import context
 
 KERNEL_CHOICES = frozenset(("capturable", "differentiable", "foreach", "fused"))  # in param groups, yet no state
 

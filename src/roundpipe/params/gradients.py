@@ -15,8 +15,8 @@ from torch import nn
 
 from ..device import Device, Event, Lane
 from ..memory.pinning import HostMemory
-from ..slot_sizes import ALIGNMENT
-from .store import LayerParameters, ParameterUse
+from ..memory.slot_sizes import ALIGNMENT
+from .working import LayerParameters, ParameterUse
 
 
 class GradientDtypes(NamedTuple):
@@ -266,7 +266,7 @@ def _kernel() -> ModuleType | None:
     """None where there is no Triton, which torch brings along for GPUs on Linux."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(".sum_kernel", __package__)
+    return importlib.import_module("..kernels.gradient_sums", __package__)
 
 
 def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

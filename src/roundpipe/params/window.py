@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .gradients import GradientBuffer, GradientBuffers, GradientRules, LandedLayer
-from .store import LayerParameters, ParameterStore
+from .working import LayerParameters, ParameterStore
 
 
 class Landed(NamedTuple):

@@ -3,25 +3,33 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from ..errors import PlanError
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums
+from .kept_layers import with_all_resident
 from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
 from .predict import predicted_ms
-from .residency import with_all_resident
 from .schedule import backward_passes, forward_passes, fused_passes, group_of
 from .search import MAX_VISITS_TIMED, plan_fused
 from .together import Member, plan_together
 
-if TYPE_CHECKING:
-    from ..model import RoundPipe
-
 RunType = Literal["infer", "train", "fused"]
 # Of the budget, what a forward may fill whose backward comes in a round of its own: what is fastest first.
 _FORWARD_SHARES = (1.0, 0.5, 0.25)
+
+
+class Plannable(Protocol):
+    """An engine, as far as a plan for it needs to know one."""
+
+    @property
+    def default_num_microbatch(self) -> int:
+        """Microbatches of a call where nothing is set."""
+
+    def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Round]:
+        """Costs of the layers, and of a round of ``default_num_microbatch`` microbatches."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class ModelExecutePlan:
     def auto(
         cls,
         run_type: RunType,
-        *models: "RoundPipe",
+        *models: "Plannable",
         min_stages: int = 1,
         upper_threshold: float = 1.1,
         model_memory_limit: float | None = None,
@@ -141,7 +149,7 @@ class ModelExecutePlan:
         _check_wishes(len(models), min_stages, upper_threshold, model_memory_limit)
         parts = []
         for model in models:
-            costs, round_ = model.planner.problem(run_type, model.default_num_microbatch)
+            costs, round_ = model.planning_problem(run_type)
             budget = round_.budget_bytes if model_memory_limit is None else model_memory_limit
             parts.append((costs, replace(round_, budget_bytes=budget, min_stages=min_stages)))
         if len(parts) == 1:

@@ -23,7 +23,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..errors import PlanError
-from ..slot_sizes import slot_bytes
+from ..memory.slot_sizes import slot_bytes
 from .actions import Pass, Passes
 from .costs import LayerCosts, Round, StageSums, sums
 from .schedule import saved_layers

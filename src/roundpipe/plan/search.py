@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from .actions import Pass
 from .costs import LayerCosts, Round, StageSums
+from .cutting import Sizes, Stages
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import cuts_within, even_limits
 from .predict import least_period_ms, period_ms, round_ms, visits_in_period
-from .stages import Sizes, Stages
 
 # Visits that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
 # device takes as long as to time a few.

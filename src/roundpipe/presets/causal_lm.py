@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
+from ..layers.output_use import only_loss_is_wanted
 from ..microbatch import split
-from ..runtime.wanted import only_loss_is_wanted
 from .calling import by_name
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
 from .preset import Cut

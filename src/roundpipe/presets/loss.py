@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..chunked_loss import linear_cross_entropy
+from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..microbatch import merge
 
 _LOSS_KWARGS = ("num_items_in_batch", "shift_labels", "ignore_index", "readout")

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from ..runtime.recompute_data import doing_recompute, get_recompute_data, save_for_recompute
+from ..recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
 from . import causal_lm
 from .calling import by_name
 from .causal_lm import HeadAndLoss

@@ -27,8 +27,8 @@ from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from .interrupts import deferred
-from .transfer import Boundary
+from ..threads.interrupts import deferred
+from ..transfer.boundaries import Boundary
 
 Commit = Callable[[], None]
 Gradients = Sequence[torch.Tensor | None]

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..autoplan.measurements import ShapeMeasurements
 from ..device import Device, Event
+from ..layers.replica import Modes
+from ..layers.saved import Kept
 from ..params.gradients import LandedLayer
 from ..plan.actions import Pass, Visit
-from ..plan.measure import ShapeMeasurements
 from ..plan.schedule import Schedule
-from .board import Board, Cancelled
-from .interrupts import deferred
-from .kept import Kept
-from .recompute import AmbientState, RandomStreams
-from .replica import Modes
-from .residency import WeightsVersion
-from .transfer import Boundary, BoundaryGradient
+from ..recompute.random_streams import AmbientState, RandomStreams
+from ..threads.interrupts import deferred
+from ..threads.mailbox import Board, Cancelled
+from ..transfer.boundaries import Boundary, BoundaryGradient
+from ..transfer.residency import WeightsVersion
 
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 

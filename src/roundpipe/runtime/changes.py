@@ -9,10 +9,10 @@ from torch import nn
 
 from ..device import Device
 from ..errors import ConfigError
-from ..params.store import ParameterStore
-from .buffers import BufferCache
+from ..layers.buffers import BufferCache
+from ..layers.replica import attributes_set, is_plain
+from ..params.working import ParameterStore
 from .call import AttributeUpdate, BufferUpdate, Call
-from .replica import attributes_set, is_plain
 from .stage import Stage
 
 

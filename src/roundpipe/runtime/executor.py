@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import trace
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
 from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
 from ..plan.actions import Action, Op, Pass, Visit
+from ..threads.mailbox import Cancelled
+from ..trace import spans
+from ..transfer.boundaries import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
+from ..transfer.offload import Spills
 from .autograd import reaches_leaves_beside
-from .board import Cancelled
 from .call import Call, MicrobatchLoss, describe
 from .changes import ModuleChanges
-from .layers import LayerKnowledge, LayerRunner, detached, tracked
+from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader
-from .replicas import Replicas
-from .spill import Spills
+from .replica_cache import Replicas
 from .stage import Stage
 from .timing import Stopwatch, Timer, timer_of
-from .transfer import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
 from .uploads import Uploads
 
 
@@ -88,7 +88,7 @@ class Executor:
                 self._layers.current = None
                 try:
                     lane = self._lanes.get(action.op)
-                    with trace.span(action.op.name.lower(), lane=lane, action=action, device=self.device.name):
+                    with spans.span(action.op.name.lower(), lane=lane, action=action, device=self.device.name):
                         self._do[action.op](call, action)
                 except Cancelled:
                     raise

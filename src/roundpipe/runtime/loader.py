@@ -7,15 +7,15 @@ from contextlib import nullcontext
 from torch import nn
 
 from ..device import Device
+from ..memory.slot_sizes import slot_bytes
 from ..memory.slots import Slot, SlotPool
-from ..params.store import LayerParameters, ParameterStore
+from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Visit
 from ..plan.memory import slot_counts
-from ..slot_sizes import slot_bytes
+from ..transfer.residency import FROZEN, Residency, Stamp
+from ..transfer.sender import Queued, Sender
 from .call import CallSettings
-from .residency import FROZEN, Residency, Stamp
 from .stage import Stage, UploadedLayer
-from .staging import Queued, Sender
 from .timing import Timer
 
 

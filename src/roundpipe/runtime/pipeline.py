@@ -8,22 +8,22 @@ import torch
 from torch import nn
 
 from ..errors import InternalError
+from ..layers.buffers import BufferCache, KnownBuffers
+from ..layers.saved import Kept
+from ..layers.snapshot import Writers
 from ..params.gradients import GradientBuffers, GradientRules
-from ..params.store import ParameterStore
+from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.schedule import round_robin
-from .buffers import BufferCache, KnownBuffers
+from ..recompute.random_streams import RandomStreams
+from ..transfer.boundaries import Boundary, address_of
 from .call import Call, CallSettings
 from .changes import ModuleChanges
-from .crew import Crew
 from .executor import Executor
-from .kept import Kept
-from .layer_state import Writers
-from .layers import LayerKnowledge
+from .layer_runner import LayerKnowledge
 from .loader import StageLoader
-from .recompute import RandomStreams
-from .replicas import Replicas
-from .transfer import Boundary, address_of
+from .replica_cache import Replicas
+from .worker_pool import Crew
 
 
 class Pipeline:

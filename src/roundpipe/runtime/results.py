@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..transfer.boundaries import Boundary
 from .call import Call
-from .transfer import Boundary
 
 
 def wanted(boundaries: list[Boundary]) -> list[torch.Tensor]:

@@ -8,18 +8,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..device import Lane
+from ..layers.parameters import Residents
+from ..layers.replica import Modes, Replica
+from ..layers.snapshot import LayerWatch
 from ..memory.slots import Slot
 from ..params.gradients import Accumulator, LandedLayer
-from ..params.store import LayerParameters
+from ..params.working import LayerParameters
 from ..plan.actions import Visit
+from ..transfer.boundaries import Boundary, address_of, copied
+from ..transfer.residency import WeightsVersion
+from ..transfer.sender import Sent
 from .departure import Departure
-from .layer_state import LayerWatch
-from .replica import Modes, Replica
-from .residency import WeightsVersion
-from .residents import Residents
-from .staging import Sent
 from .timing import Timer
-from .transfer import Boundary, address_of, copied
 
 
 class UploadedLayer(NamedTuple):

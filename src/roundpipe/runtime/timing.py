@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..autoplan.measurements import Computation, ShapeMeasurements, Way
 from ..device import Device, Lane, Mark
 from ..plan.actions import Visit
-from ..plan.measure import Computation, ShapeMeasurements, Way
 
 
 class _Sample(NamedTuple):

@@ -1,0 +1,415 @@
+"""Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..device import Device
+from ..errors import PlanError
+from ..params.gradients import GradientRules
+from ..params.working import ParameterStore
+from ..plan.costs import Grain, LayerCosts, Round
+from ..plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
+from ..plan.memory import Peak
+from .cost_model import Prior, Priors
+from .measurements import Measurements, Rates, ShapeMeasurements, with_guessed_graphs
+from .memory_limit import MemoryBudget
+
+# A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
+_WORTH_CHANGING = 0.03
+# What of that plans may fill after so many times that memory did not suffice, because what layers need inside is not
+# known. With nothing left it is one layer at a time.
+_AFTER_SHORTAGES = (1.0, 0.8, 0.5, 0.25, 0.0)
+# Calls of a plan that are timed: not the first, in which things are compiled and allocated, then some, then few.
+_TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
+
+
+class Needs(NamedTuple):
+    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of ``slots`` among that, and
+    what may be there."""
+
+    kept: int
+    most: int
+    slots: int
+    allowed: float
+
+
+class Wish(NamedTuple):
+    """Calls that may use one plan: what makes another plan right is another wish."""
+
+    run_type: RunType
+    num_microbatches: int
+    grain: Grain
+    shapes: Hashable
+    wants_gradients: bool
+    overlaps: bool
+    trains: tuple[bool, ...]
+    modes: tuple[bool, ...]
+    chosen: ModelExecutePlan | None
+    returns: bool
+
+
+class Planned(NamedTuple):
+    """What a call that was to be as in ``wish`` does.
+
+    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
+    last. ``is_timed``: it is one of the few calls that are timed.
+    ``is_sure``: needs were predicted from graphs that were measured.
+    """
+
+    wish: Wish
+    plan: ModelExecutePlan
+    spilled: frozenset[int]
+    needs: Needs
+    measured: ShapeMeasurements
+    is_timed: bool
+    is_sure: bool
+
+
+@dataclass
+class _InUse:
+    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, for a microbatch
+    that is larger than the ``elements`` it was made for, and after a shortage that it did not know of.
+
+    ``round_ms``: of a round without its update, as predicted at that version of the measurements.
+    """
+
+    plan: ModelExecutePlan
+    peak: Peak
+    allowed: float
+    known: Hashable
+    elements: int
+    shortages: int
+    is_sure: bool
+    patience: int = 1
+    waited: int = 0
+    calls: int = 0
+    round_ms: tuple[int, float] | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.calls in _TIMED_EARLY or self.calls % _TIMED_EVERY == 0
+
+
+class Planner:
+    """Makes an engine's plans and keeps them. Used by the caller's thread.
+
+    Args:
+        layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up, not multiplied.
+        rules: what gradients are summed in; default fp32.
+        held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
+        keeps_layers: whether layers may stay on devices between visits: not where other engines plan with that memory.
+    """
+
+    def __init__(
+        self,
+        store: ParameterStore,
+        devices: Sequence[Device],
+        *,
+        layers: Sequence[nn.Module] = (),
+        rules: GradientRules | None = None,
+        held_bytes: Callable[[], Mapping[str, int] | None] = dict,
+        keeps_layers: bool = True,
+    ) -> None:
+        self._store = store
+        self._num_devices = len(devices)
+        self._layers = layers
+        self._priors = Priors(store, layers, rules or GradientRules(torch.float32, None))
+        self._measurements = Measurements()
+        self._in_use: dict[Wish, _InUse] = {}
+        self._writes: dict[Hashable, bool] = {}
+        self._tokens: dict[Hashable, int] = {}
+        self._input_bytes: dict[Hashable, int] = {}
+        self._latest: Wish | None = None
+        self._overlaps = True
+        # Sums over shares are bitwise those of one visit nowhere; accelerators do not promise that between each other.
+        self._may_share = all(device.torch_device.type != "cpu" for device in devices)
+        self._keeps_layers = keeps_layers
+        self.budget = MemoryBudget(devices, held_bytes)
+
+    # What happens, told by the engine.
+
+    def note_step(self, is_async: bool) -> None:
+        """Tells how rounds follow each other: an async step lets the next one begin beside the last."""
+        self._overlaps = is_async
+
+    @property
+    def rates(self) -> Rates:
+        """Where updates are timed."""
+        return self._measurements.rates
+
+    def note_writes(self, writes: bool) -> None:
+        """Whether forwards of the latest call wrote buffers or attributes: then a microbatch needs the one before."""
+        if self._latest is not None:
+            key = self._latest.run_type, self._latest.modes
+            self._writes[key] = self._writes.get(key, False) or writes
+
+    def note_outputs(self, num_bytes: int) -> None:
+        """Bytes that all outputs of the latest call took together."""
+        if self._latest is not None:
+            self._measured(self._latest).record_output_bytes(num_bytes)
+
+    @property
+    def shortages(self) -> int:
+        """How often calls have found a device's memory full."""
+        return self._measurements.shortages
+
+    # Plans.
+
+    def plan(
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        *,
+        shapes: Hashable = None,
+        grain: Grain = "stage",
+        elements: int = 0,
+        tokens: int = 0,
+        input_bytes: int = 0,
+        caller_bytes: int = 0,
+        wants_gradients: bool = False,
+        returns: bool = False,
+    ) -> Planned:
+        """The plan for a call.
+
+        Args:
+            shapes: what tells calls apart whose microbatches are planned for by themselves; default the latest call's.
+            elements: of the largest microbatch.
+            tokens: about how many of them are tokens, if that is known.
+            input_bytes: of the largest microbatch.
+            caller_bytes: of inputs that are on devices already, or whose gradients will be.
+            wants_gradients: whether the backward goes on to the inputs, whatever trains.
+            returns: whether outputs stay on devices until all of them are known.
+
+        Raises:
+            PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
+        """
+        self._latest = wish = self._wish(
+            run_type, num_microbatches, chosen, grain, shapes=shapes, wants_gradients=wants_gradients, returns=returns
+        )
+        self._input_bytes[wish.shapes] = max(input_bytes, self._input_bytes.get(wish.shapes, 0))
+        self._tokens[wish.shapes] = max(tokens, self._tokens.get(wish.shapes, 0))
+        measured = self._measured(wish)
+        measured.grow_to(elements)
+        measured.record_caller_bytes(caller_bytes)
+        before = self._in_use.get(wish)
+        if before is not None and (before.elements < measured.elements or before.shortages < measured.shortages):
+            self._look_again(wish, measured)
+        in_use = self._of(wish)
+        in_use.calls += 1
+        peak = in_use.peak
+        needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
+        return Planned(wish, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
+
+    def next_plan(
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        *,
+        grain: Grain = "stage",
+    ) -> ModelExecutePlan:
+        """What ``plan`` would give for inputs like those of the latest call, without there being a call."""
+        return self._of(self._wish_like_latest(run_type, num_microbatches, chosen, grain)).plan
+
+    def reconsider(self) -> None:
+        """Looks for a better plan for the next call like the latest one, if enough was learnt since.
+
+        Called while the devices are busy with that call, so that nobody waits for it.
+        """
+        wish = self._latest
+        if wish is None:
+            return
+        in_use, measured = self._in_use[wish], self._measured(wish)
+        if in_use.known == self._known(wish, measured):
+            return
+        in_use.waited += 1
+        if in_use.waited < in_use.patience:
+            return
+        in_use.patience *= 2
+        self._look_again(wish, measured)
+
+    def _look_again(self, wish: Wish, measured: ShapeMeasurements) -> None:
+        """A better plan, if there is one, and in any case what it needs by what is known now."""
+        in_use, known = self._in_use[wish], self._known(wish, measured)
+        costs, round_ = self._problem(wish, measured)
+        plan = in_use.plan
+        if wish.chosen is None:
+            was_short = in_use.shortages < measured.shortages
+            plan = _better(wish.run_type, plan, costs, round_, is_refuted=was_short)
+        self._in_use[wish] = replace(
+            in_use,
+            plan=plan,
+            peak=plan_peak(plan, wish.run_type, costs, round_),
+            allowed=round_.budget_bytes,
+            known=known,
+            elements=measured.elements,
+            shortages=measured.shortages,
+            is_sure=measured.knows_graphs,
+            waited=0,
+            calls=in_use.calls if plan == in_use.plan else 0,
+            round_ms=None,
+        )
+
+    def problem(self, run_type: RunType, num_microbatches: int, *, grain: Grain = "stage") -> tuple[LayerCosts, Round]:
+        """What a plan has to solve, with inputs like those of the latest call."""
+        wish = self._wish_like_latest(run_type, num_microbatches, None, grain)
+        return self._problem(wish, self._measured(wish))
+
+    def problem_of(self, planned: Planned) -> tuple[LayerCosts, Round]:
+        """What a plan for that call has to solve, by what is known now."""
+        return self._problem(planned.wish, planned.measured)
+
+    def measured(self) -> ShapeMeasurements:
+        """Where workers record the costs of microbatches like those of the latest call."""
+        return self._measured(self._wish_like_latest("fused", 1, None, "stage"))
+
+    def hides_update(self, planned: Planned) -> bool:
+        """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
+        wish = planned.wish
+        if not wish.overlaps or not planned.is_sure:
+            return False
+        if not self.rates.knows_update:
+            return True
+        in_use, version = self._in_use[wish], planned.measured.version
+        if in_use.round_ms is None or in_use.round_ms[0] != version:
+            costs, round_ = self.problem_of(planned)
+            ms = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
+            in_use.round_ms = version, ms
+        return self.rates.update_ms(0.0) < in_use.round_ms[1]
+
+    def _of(self, wish: Wish) -> _InUse:
+        in_use, measured = self._in_use.get(wish), self._measured(wish)
+        if in_use is None or self._is_due(in_use, wish, measured):
+            self.budget.ask()
+        if in_use is None:
+            in_use = self._in_use[wish] = self._first(wish, measured)
+        return in_use
+
+    def _wish(
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        grain: Grain,
+        *,
+        shapes: Hashable = None,
+        wants_gradients: bool = False,
+        returns: bool = False,
+    ) -> Wish:
+        if shapes is None and self._latest is not None:
+            shapes = self._latest.shapes
+        return Wish(
+            run_type=run_type,
+            num_microbatches=num_microbatches,
+            grain=grain,
+            shapes=shapes,
+            wants_gradients=wants_gradients,
+            overlaps=self._overlaps and run_type == "fused",
+            trains=self._priors.trains(),
+            modes=tuple(layer.training for layer in self._layers),
+            chosen=chosen,
+            returns=returns,
+        )
+
+    def _wish_like_latest(
+        self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None, grain: Grain
+    ) -> Wish:
+        wants_gradients = self._latest is not None and self._latest.wants_gradients
+        return self._wish(run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients)
+
+    def _prior(self, wish: Wish) -> Prior:
+        return self._priors.of(wish.trains, wants_gradients=wish.wants_gradients)
+
+    def _measured(self, wish: Wish) -> ShapeMeasurements:
+        prior = self._prior(wish)
+        # What trains decides what a backward does, so times measured otherwise say nothing.
+        return self._measurements.of((wish.shapes, wish.trains, prior.first_trained), prior.costs)
+
+    def _problem(self, wish: Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
+        prior, costs = self._prior(wish), measured.costs()
+        return costs.by_layer() if wish.grain == "layer" else costs, Round(
+            num_devices=self._num_devices,
+            num_microbatches=wish.num_microbatches,
+            overlaps=wish.overlaps,
+            grain=wish.grain,
+            first_trained=prior.first_trained,
+            budget_bytes=self._allowed(wish, measured),
+            may_share=self._shares(wish),
+            optimizer_ms=measured.rates.update_ms(prior.update_ms),
+            keeps_layers=self._keeps_layers and self.budget.is_known,
+        )
+
+    def _allowed(self, wish: Wish, measured: ShapeMeasurements) -> float:
+        """Bytes that a plan may fill, as careful as guesses and shortages ask for."""
+        left = _AFTER_SHORTAGES[min(measured.shortages, len(_AFTER_SHORTAGES) - 1)]
+        return self._most_allowed(wish, measured, blindly=not measured.knows_graphs) * left
+
+    def _most_allowed(self, wish: Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
+        """Beside the caller's inputs and outputs."""
+        outputs = measured.output_bytes if wish.returns else 0
+        return self.budget.for_plans(measured.caller_bytes + outputs, blindly=blindly)
+
+    def _first(self, wish: Wish, measured: ShapeMeasurements) -> _InUse:
+        """Leaves room for activations nobody has seen yet, and after shortages; but no call is refused because of a
+        guess."""
+        costs, round_ = self._problem(wish, measured)
+        known = costs
+        if not measured.knows_graphs:
+            costs = with_guessed_graphs(costs, self._prior(wish).sizes, self._tokens.get(wish.shapes, 0))
+            given = self._input_bytes.get(wish.shapes, 0)
+            costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
+        if wish.chosen is not None:
+            plan = wish.chosen.for_run(wish.run_type)
+            plan.check(wish.run_type, len(self._store.layers))
+        else:
+            try:
+                plan = plan_for(wish.run_type, costs, round_)
+            except PlanError:
+                if measured.knows_graphs and not measured.shortages:
+                    raise
+                round_ = replace(round_, budget_bytes=self._most_allowed(wish, measured))
+                plan_for(wish.run_type, known, round_)  # raises if what is known does not fit either
+                plan = smallest_plan(wish.run_type, len(self._store.layers))
+        peak = plan_peak(plan, wish.run_type, costs, round_)
+        return _InUse(
+            plan=plan,
+            peak=peak,
+            allowed=round_.budget_bytes,
+            known=self._known(wish, measured),
+            elements=measured.elements,
+            shortages=measured.shortages,
+            is_sure=measured.knows_graphs,
+        )
+
+    def _shares(self, wish: Wish) -> bool:
+        """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
+        return self._may_share and self._writes.get((wish.run_type, wish.modes)) is False
+
+    def _known(self, wish: Wish, measured: ShapeMeasurements) -> Hashable:
+        return measured.version, self._shares(wish)
+
+    def _is_due(self, in_use: _InUse, wish: Wish, measured: ShapeMeasurements) -> bool:
+        return in_use.known != self._known(wish, measured) and in_use.waited + 1 >= in_use.patience
+
+
+def _better(
+    run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round, *, is_refuted: bool
+) -> ModelExecutePlan:
+    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more.
+
+    Args:
+        is_refuted: ``plan`` has run out of memory.
+    """
+    try:
+        new = plan_for(run_type, costs, round_)
+    except PlanError:
+        # One that has run is no reason to stop, whatever the prediction says.
+        return smallest_plan(run_type, costs.num_layers) if is_refuted else plan
+    does_fit = plan_peak(plan, run_type, costs, round_).bytes.total <= round_.budget_bytes
+    old_ms, new_ms = (step_ms(one, run_type, costs, round_) for one in (plan, new))
+    return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new

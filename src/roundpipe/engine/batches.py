@@ -1,0 +1,192 @@
+"""From what a call is given to its microbatches, and from what these give to what the caller gets."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import log2
+from typing import Any, Self
+
+import torch
+
+from ..config import RoundPipeRunConfig
+from ..device import Device
+from ..errors import ConfigError
+from ..microbatch import Microbatches, merge, refuse_packed, split
+from ..microbatch.packed import RoundPipePackedData
+from ..plan.costs import Grain
+from ..runtime.call import Call
+from ..runtime.pipeline import deliver
+from ..transfer.boundaries import Boundary, user_boundary
+
+GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
+
+
+class Batch:
+    """What a call is given, in microbatches, and how it is to run.
+
+    ``boundaries``: what goes into the first layer. Lives no longer than the engine's function that was called, because
+    it may be memory of the devices. ``is_spent``: a call with it has had an effect that outlives its failure.
+    """
+
+    def __init__(self, parts: Microbatches, config: RoundPipeRunConfig) -> None:
+        self.config = config
+        self.labels = parts.labels
+        self.boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        self.is_spent = False
+        self._rows = parts.rows
+        self._writes = [_writes(tensor) for tensor in self._tensors()]
+
+    @classmethod
+    def cut(
+        cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None, label: Any, count: int, config: RoundPipeRunConfig
+    ) -> Self:
+        """In ``count`` microbatches, or as many as ``config`` says.
+
+        Raises:
+            ConfigError: ``args`` are no tuple or ``kwargs`` no dictionary.
+        """
+        parts = split(
+            _positional(args, "input_args"),
+            _named(kwargs, "input_kwargs"),
+            label,
+            config.num_microbatch or count,
+            split_input=config.split_input,
+            split_label=config.split_label,
+        )
+        return cls(parts, config)
+
+    @classmethod
+    def _given(cls, microbatches: GivenMicrobatches, config: RoundPipeRunConfig) -> Self:
+        """Cut by the caller.
+
+        Raises:
+            ConfigError: there are none, or one is not of three parts.
+        """
+        if not microbatches:
+            raise ConfigError("microbatches is empty; give at least one (args, kwargs, label)")
+        parts = []
+        for index, microbatch in enumerate(microbatches):
+            where = f"microbatches[{index}]"
+            if not isinstance(microbatch, (tuple, list)) or len(microbatch) != 3:
+                raise ConfigError(f"{where} is not (args, kwargs, label)")
+            args, kwargs, label = microbatch
+            refuse_packed((args, kwargs, label), "microbatches are cut already; give one of its values to each")
+            parts.append(split(_positional(args, f"{where}'s args"), _named(kwargs, f"{where}'s kwargs"), label, 1))
+        together = Microbatches(
+            inputs=tuple(part.inputs[0] for part in parts),
+            labels=tuple(part.labels[0] for part in parts),
+            rows=tuple(part.rows[0] for part in parts),
+            batch_size=sum(part.batch_size for part in parts),
+        )
+        return cls(together, config)
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        label: Any,
+        microbatches: GivenMicrobatches | None,
+        count: int,
+        config: RoundPipeRunConfig,
+    ) -> Self:
+        """A whole batch, or one that the caller has cut.
+
+        Raises:
+            ConfigError: both were given, or one is not as it has to be.
+        """
+        if microbatches is None:
+            return cls.cut(args, kwargs, label, count, config)
+        if _positional(args, "input_args") or _named(kwargs, "input_kwargs") or label is not None:
+            raise ConfigError("give either input_args, input_kwargs and label, or microbatches, not both")
+        return cls._given(microbatches, config)
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.boundaries)
+
+    @property
+    def grain(self) -> Grain:
+        """What is recomputed at once."""
+        return self.config.recompute_grain or "stage"
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether the caller does, for something that goes in."""
+        return any(any(boundary.carries) for boundary in self.boundaries)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        return (leaf for boundary in self.boundaries for leaf in boundary.leaves if isinstance(leaf, torch.Tensor))
+
+    @contextmanager
+    def spent_by(self, call: Call) -> Iterator[None]:
+        """The call runs inside."""
+        try:
+            yield
+        finally:
+            self.is_spent |= call.reaches_out
+
+    def can_run_again(self, devices: Sequence[Device]) -> bool:
+        """Whether a call on ``devices`` that has failed has left no trace on what it was given."""
+        return not self.is_spent and all(
+            writes == _writes(tensor) if writes is not None else not any(device.holds(tensor) for device in devices)
+            for tensor, writes in zip(self._tensors(), self._writes, strict=True)
+        )
+
+    def delivered(self, call: Call) -> list[Boundary]:
+        """The call's outputs where the caller wants them, complete."""
+        target = None if self.config.merge_output is False else torch.device("cpu")
+        if self.config.output_device is not None:
+            target = torch.device(self.config.output_device)
+        # A call with losses may have late visits, which go on with whatever they hold.
+        shared = call.kept.memory() if call.settings.loss_fn is None else None
+        return [deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)]
+
+    def joined(self, values: list[Any], outputs: list[Boundary]) -> Any:
+        """``values``, which are those of ``outputs``, as one value; or packed."""
+        if self.config.merge_output is False:
+            ready = [output.ready for output in outputs if output.ready is not None]
+            return RoundPipePackedData(values, self._rows, ready)
+        return merge(values, self._rows, self.config.merge_output)
+
+
+def _writes(tensor: torch.Tensor) -> int | None:
+    """torch's count of in-place writes; None for a tensor that has none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _positional(args: Any, what: str) -> tuple[Any, ...]:
+    """Refuses an argument given in place of the tuple of all: rows of a tensor would be taken for arguments."""
+    if not isinstance(args, (tuple, list)) or isinstance(args, RoundPipePackedData):
+        raise ConfigError(f"{what}: a {type(args).__name__}; give the positional arguments as a tuple, such as (x,)")
+    return tuple(args)
+
+
+def _named(kwargs: Any, what: str) -> dict[str, Any]:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"{what}: a {type(kwargs).__name__}; give the arguments by name in a dictionary")
+    return dict(kwargs or {})
+
+
+def outputs_as_loss(outputs: Any, _: Any) -> Any:
+    """The loss where no ``loss_fn`` is given: the outputs, or what they carry as Hugging Face models' do."""
+    return getattr(outputs, "loss", outputs)
+
+
+def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
+    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a quarter of an octave.
+
+    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few plans.
+    """
+    return round(4 * log2(max(elements_of(microbatches), 1)))
+
+
+def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
+    """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
+    tensors = ([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches)
+    return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
+
+
+def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
+    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids, where there are."""
+    tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return max((tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)), default=0)

@@ -1,0 +1,112 @@
+"""One backward pass of the caller through several engines and its own operations: its gradients count all or none."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ...params.gradients import LandedLayer, norms_of
+from ...params.working import LayerParameters, ParameterStore
+from ...runtime.autograd import when_pass_ends
+from ...runtime.call import Call
+from ..state import Host
+
+
+class BackwardPass:
+    """What one pass has made so far; `optim.step_thread.Backward`.
+
+    Filled on the caller's thread, which runs the backward of everything that is on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Call, ParameterStore]] = []
+        self._sums: dict[int, torch.Tensor] = {}
+        self._on_host: list[LandedLayer] = []
+
+    def add_call(self, call: Call, store: ParameterStore) -> None:
+        """A part's round; ``store`` is the part's, which numbers layers for itself."""
+        self._calls.append((call, store))
+
+    def add(self, layer: LayerParameters, gradient: torch.Tensor, summed: torch.dtype) -> None:
+        """One parameter that the caller has computed with; it may come from several forwards."""
+        if layer.layer in self._sums:
+            self._sums[layer.layer].add_(gradient)
+        else:
+            self._sums[layer.layer] = gradient.to(summed)
+
+    def land(self, host: Host) -> None:
+        """The pass is over: what was summed on the CPU is rounded once, into memory for landed gradients."""
+        for index, gradient in self._sums.items():
+            layer = host.store.layers[index]
+            buffer = host.buffers.take(layer, layer.uses)
+            landed = buffer.tensors[0].copy_(gradient)
+            buffer.norms.copy_(norms_of(landed))
+            self._on_host.append(LandedLayer(layer, buffer, {0: landed}, {0: buffer.norms}, _Reached()))
+        self._sums.clear()
+
+    @property
+    def landed(self) -> list[LandedLayer]:
+        from_parts = (_in_whole(one, store) for call, store in self._calls for one in call.landed)
+        return [*self._on_host, *from_parts]
+
+    def wait_finished(self) -> None:
+        for call, _ in self._calls:
+            call.wait_finished()
+
+
+class BackwardPasses:
+    """The passes that run now: usually one. Used by the caller's thread. Holds no reference to an engine."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._running: dict[int, BackwardPass] = {}
+
+    def current(self) -> BackwardPass:
+        """The pass that autograd runs on this thread. Its gradients are committed when it ends, unless it fails."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._running:
+            self._running[task] = BackwardPass()
+            when_pass_ends(lambda: self._end(task))
+        return self._running[task]
+
+    def drop_failed(self) -> None:
+        """Between passes: what is still here never came to its end."""
+        self._running.clear()
+
+    def resident(self, layer: LayerParameters) -> nn.Parameter:
+        """A parameter for one forward on the CPU: the working copy's memory, its gradient taken as soon as autograd has
+        finished it."""
+        parameter = layer.uses[0].parameter
+        resident = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if parameter.requires_grad:
+            resident.register_post_accumulate_grad_hook(self._taker(layer))
+        return resident
+
+    def _taker(self, layer: LayerParameters) -> Callable[[torch.Tensor], None]:
+        steps, made_at = self._host.steps, self._host.steps.weights
+        summed = self._host.rules.dtypes(layer.uses[0].parameter).summed
+
+        def take(resident: torch.Tensor) -> None:
+            gradient, resident.grad = resident.grad, None
+            steps.refuse_other_than(made_at)
+            if gradient is not None:
+                self.current().add(layer, gradient.to_dense() if gradient.is_sparse else gradient, summed)
+
+        return take
+
+    def _end(self, task: int) -> None:
+        finished = self._running.pop(task)
+        finished.land(self._host)
+        self._host.steps.commit(finished)
+
+
+def _in_whole(landed: LandedLayer, store: ParameterStore) -> LandedLayer:
+    return landed._replace(layer=replace(landed.layer, layer=store.first + landed.layer.layer))
+
+
+class _Reached:
+    """The event of work that the calling thread has done itself."""
+
+    def wait(self) -> None:
+        return

@@ -1,0 +1,138 @@
+"""One model's state on the host, which one engine owns or the engines of its parts share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..device import Device
+from ..device.choose import DeviceSpec, choose_devices
+from ..errors import ConfigError
+from ..layers.compiler import BlockCompiler
+from ..memory.pinning import HostMemory, PinMode
+from ..params.gradients import GradientBuffers, GradientRules
+from ..params.masters import Masters
+from ..params.placement.on_device import Seats
+from ..params.window import GradientWindow
+from ..params.working import ParameterStore
+from ..runtime.worker_pool import Crew
+from ..step.hyperparameters import WorkingWeights
+from ..step.thread import StepThread, leave_cores_for
+from ..step.turns import make_way
+from ..threads.interpreter import QuietInterpreter
+from ..threads.interrupts import SteadyCondition
+from ..threads.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """What `RoundPipe` takes beside a model, a name and a run config."""
+
+    optim_dtype: torch.dtype | None = None
+    pin_model: PinMode = "alloc"
+    devices: DeviceSpec = None
+    compile: bool = False
+    grad_dtype: torch.dtype | None = None
+    max_gpu_memory: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigError(f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32")
+
+    @classmethod
+    def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
+        """From the keyword arguments of `RoundPipe`.
+
+        Raises:
+            ConfigError: a process group, or a dtype that is none.
+        """
+        if process_group is not None:
+            raise ConfigError(
+                "process_group: training over several processes is not supported; leave it out and give this one "
+                "process all its devices (devices=None takes every visible one)"
+            )
+        return cls(**settings)
+
+    def choose_devices(self) -> list[Device]:
+        """The devices that were asked for, or ConfigError."""
+        return choose_devices(self.devices, self.max_gpu_memory)
+
+
+class Host:
+    """Weights, masters, gradients, the thread that updates them, and a crew that computes with them.
+
+    Made and closed by the caller's thread. Holds no reference to an engine.
+
+    Args:
+        layers: all layers of all engines.
+        on_host: parameters that the caller's thread computes with itself; see `ParameterStore`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device],
+        settings: HostSettings,
+        on_host: Sequence[nn.Parameter] = (),
+    ) -> None:
+        # Before the store, which moves weights that another engine's thread may be writing to.
+        make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
+        self.condition = SteadyCondition()
+        is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
+        self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
+        self.store = store = ParameterStore(layers, self.memory, on_host)
+        self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
+        self.buffers = buffers = GradientBuffers(self.memory, rules)
+        self.seats = Seats(store, devices[0] if len(devices) == 1 else None, self.memory)
+        self.masters = Masters(store, rules, self.seats)
+        self._worker = Worker("roundpipe-optimizer")
+        # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
+        self._interpreter = QuietInterpreter() if is_accelerated else None
+        if is_accelerated:
+            self._worker.submit(leave_cores_for(len(devices)))
+        self.steps = StepThread(
+            self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
+        )
+        self.crew = Crew(devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices))
+        self._working = WorkingWeights(store.parameters)
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All threads."""
+        return [*self.crew.workers, self._worker]
+
+    def device_bytes(self) -> dict[str, int] | None:
+        """What is held on each device that a plan need not count; None while something is under way."""
+        if not self.steps.is_idle:
+            return None
+        slots, seats = self.crew.statistics(), self.seats.held_bytes
+        return {name: num_bytes + seats for name, num_bytes in slots.items()}
+
+    def begin_call(self) -> None:
+        """An engine call begins."""
+        if self._interpreter is not None:
+            self._interpreter.begin_call()
+
+    def rest(self) -> None:
+        """No call is likely for a while."""
+        if self._interpreter is not None:
+            self._interpreter.rest()
+
+    def close(self) -> None:
+        """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
+        self._working.is_closed = self.steps.is_closed = True
+        self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
+        try:
+            try:
+                self.crew.close()
+            finally:
+                self._worker.join()
+                self.seats.clear()  # only now, because until then that thread may update what is there
+        finally:
+            if self._interpreter is not None:
+                self._interpreter.close()
+        self.buffers.clear()
+        self.memory.close()

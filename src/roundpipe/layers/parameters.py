@@ -1,0 +1,70 @@
+"""A layer's weights in a slot, as the parameters of its replica, and what takes their gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..params.gradients import Accumulator, GradientRules
+from ..params.working import LayerParameters, view_of
+from ..transfer.residency import Residency
+
+
+class Residents:
+    """For as long as the layer stays in that slot: visits that find it there take what the one before has left.
+
+    Used by the device's worker. ``parameters`` are by the ``id`` of the working parameter; ``trains`` says of each use
+    whether it trains.
+    """
+
+    def __init__(
+        self, layer: LayerParameters, slot: torch.Tensor, trains: Sequence[bool], rules: GradientRules
+    ) -> None:
+        self.accumulator = Accumulator(layer, rules)
+        self._slot = slot
+        self._trains = trains
+        self._are_attached = False
+        # ``data``, because views would share one count of writes: writing to one would spoil the graphs of all.
+        self._all = [
+            nn.Parameter(view_of(slot, use).data, requires_grad=is_trained)
+            for use, is_trained in zip(layer.uses, trains, strict=True)
+        ]
+        self._forms = list(map(_form, self._all))
+        self.parameters = {id(use.parameter): own for use, own in zip(layer.uses, self._all, strict=True)}
+
+    def attach(self) -> None:
+        """There will be a backward, whose gradients are to be summed."""
+        if self._are_attached:
+            return
+        self._are_attached = True
+        for use, own in zip(self.accumulator.layer.uses, self._all, strict=True):
+            if own.requires_grad:
+                self.accumulator.attach(use, own)
+
+    @property
+    def is_frozen_one_written(self) -> bool:
+        """Whether a forward has written to a weight that does not train, if only what was there already."""
+        return any(own._version > 0 and not own.requires_grad for own in self._all)
+
+    @property
+    def is_one_written(self) -> bool:
+        """Whether a forward has written to any weight."""
+        return any(own._version > 0 for own in self._all)
+
+    def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:
+        """Whether others, made now, would be the same."""
+        return slot is self._slot and trains == self._trains and self._are_as_made()
+
+    def are_in(self, residency: Residency) -> bool:
+        """Whether their slot still is the layer's."""
+        return residency.holds(self.accumulator.layer.layer, self._slot)
+
+    def _are_as_made(self) -> bool:
+        """Whether the layer's code has left nothing on them."""
+        return list(map(_form, self._all)) == self._forms and not any(
+            own.grad is not None or own._backward_hooks or own.__dict__ for own in self._all
+        )
+
+
+def _form(parameter: nn.Parameter) -> tuple[object, ...]:
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.requires_grad

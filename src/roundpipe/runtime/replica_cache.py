@@ -1,0 +1,134 @@
+"""The modules that visits of one device compute with: made, or left by the visit before. Sends nothing anywhere."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from ..device import Device
+from ..layers.buffers import BufferCache
+from ..layers.compiler import BlockCompiler
+from ..layers.parameters import Residents
+from ..layers.replica import Replica
+from ..layers.snapshot import LayerWatch, Writers
+from ..params.gradients import GradientRules
+from ..plan.actions import Pass
+from ..transfer.residency import Residency
+from .stage import Stage
+
+
+class _Left(NamedTuple):
+    """What a visit has left to the next one of its layer."""
+
+    replica: Replica
+    watch: LayerWatch | None
+
+
+class Replicas:
+    """See [Note: replicas used again]. Used by the device's worker.
+
+    Args:
+        residency: tells which slots stay their layer's, so that its residents can be used again too.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layers: Sequence[nn.Module],
+        rules: GradientRules,
+        compiler: BlockCompiler,
+        buffers: BufferCache,
+        writers: Writers,
+        residency: Residency,
+    ) -> None:
+        self._device = device
+        self._layers = layers
+        self._rules = rules
+        self._compiler = compiler
+        self._writers = writers
+        self._residency = residency
+        self.buffers = buffers
+        self._left: dict[int, _Left] = {}
+        self._residents: dict[int, Residents] = {}
+
+    def begin_call(self) -> None:
+        """Slots of some layers may have gone."""
+        kept = {index: residents for index, residents in self._residents.items() if residents.are_in(self._residency)}
+        self._residents = kept
+
+    def module(self, stage: Stage, index: int) -> nn.Module:
+        """The layer's replica, made when it is first asked for. To be called on the compute lane."""
+        if index not in stage.replicas:
+            self._open(stage, index)
+        return stage.replicas[index].module
+
+    def _open(self, stage: Stage, index: int) -> None:
+        layer, slot, sent, _ = stage.uploaded[index]
+        self._device.compute.wait(sent.event())
+        _, *trains = stage.layer_modes[index]
+        residents = self._residents.pop(index, None)
+        if residents is None or not residents.fit(slot.buffer, trains):
+            residents = Residents(layer, slot.buffer, trains, self._rules)
+        if stage.visit.pass_ is not Pass.FORWARD:
+            residents.attach()
+        stage.open(index, residents, self._replica(stage, index, residents))
+
+    def _replica(self, stage: Stage, index: int, residents: Residents) -> Replica:
+        left = self._left.pop(index, None)
+        if left is not None and left.replica.fits(stage.modes):
+            left.replica.fill(residents.parameters, self.buffers.place)
+            if left.watch is not None:
+                stage.watches[index] = left.watch
+            return left.replica
+        if left is not None:
+            self._compiler.let_go(left.replica.module)
+        compile_ = partial(self._compiler.apply, device=self._device, modes=stage.modes)
+        return Replica(self._layers[index], residents.parameters, self.buffers.place, stage.modes, compile_)
+
+    def watch(self, stage: Stage, index: int) -> LayerWatch:
+        """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
+        if index not in stage.watches:
+            pairs = stage.replicas[index].pairs
+            stage.watches[index] = LayerWatch(pairs, self._device, self.buffers, self._writers, stage.modes)
+        return stage.watches[index]
+
+    def release(self, stage: Stage) -> None:
+        """A visit is over. To be called before its slots are released."""
+        for watch in stage.watches.values():
+            watch.give_back()
+        for index, replica in stage.replicas.items():
+            # A backward may set something too, by hooks on tensors or because it runs a part of the layer again.
+            if (index in stage.untouched and stage.visit.pass_ is Pass.FORWARD) or replica.is_as_made:
+                self._leave(stage, index, replica)
+            else:
+                self._compiler.let_go(replica.module)
+        for index, residents in stage.residents.items():
+            residents.accumulator.let_go()
+            if residents.are_in(self._residency):
+                self._residents[index] = residents
+        stage.forget_landing()
+        stage.replicas.clear()
+        stage.watches.clear()
+        stage.residents.clear()
+
+    def _leave(self, stage: Stage, index: int, replica: Replica) -> None:
+        """To the next visit of the layer, unless another one that was under way has left its own already."""
+        replica.empty()
+        if index in self._left:
+            self._compiler.let_go(replica.module)
+        else:
+            watch = stage.watches.get(index)
+            is_light = watch is not None and not (replica.with_buffers or watch.keeps_tensors)
+            self._left[index] = _Left(replica, watch if is_light else None)
+
+    def forget(self) -> None:
+        """After a failure nothing is taken for granted. No visit may be under way.
+
+        Also buffers may have been written without a trace; that is only looked for at the end of a visit.
+        """
+        self.buffers.clear()
+        self._residents.clear()
+        for left in self._left.values():
+            self._compiler.let_go(left.replica.module)
+        self._left.clear()

@@ -1,0 +1,390 @@
+"""The optimizer thread: adds up landed gradients, runs ``step_fn`` on masters, has the new weights published.
+
+[Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
+being the last step before a flush. Step t's job first publishes W_(t-1), layer by layer, then runs ``step_fn``; it may
+write working copies because every call that read older ones was committed by a job queued before it. Layers with a
+second working copy are published by their own step; see [Note: two working copies].
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ..params.gradients import LandedLayer
+from ..params.masters import Masters
+from ..params.window import GradientWindow
+from ..params.working import ParameterStore
+from ..system.cores import usable_cores
+from ..threads.interrupts import SteadyCondition, deferred
+from ..threads.worker import Job, Worker
+from ..trace import spans
+from . import context
+from .handle import StepHandle
+from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
+from .late_error import LateError
+from .turns import Turns
+from .updates import pending_updates
+from .write_back import Publisher
+
+_log = logging.getLogger("roundpipe")
+
+
+class Backward(Protocol):
+    """What has made gradients: a call, or a backward pass over several."""
+
+    @property
+    def landed(self) -> Sequence[LandedLayer]: ...
+
+    def wait_finished(self) -> None:
+        """Blocks until all that landed is known and on the host; raises what kept it from landing."""
+        ...
+
+
+@contextmanager
+def _noted(what: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"RoundPipe: {what}, on the optimizer thread")
+        raise
+
+
+def leave_cores_for(num_devices: int) -> Job:
+    """A job that limits the intra-op threads of the thread it runs on.
+
+    Each device's worker issues work from a core of its own and the caller needs one; an update that takes all cores
+    is several times slower than one that leaves a quarter of them, because its threads then wait for each other.
+    """
+    cores = usable_cores()
+    count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
+
+    def limit() -> None:
+        torch.set_num_threads(count)
+        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        torch.get_num_threads()
+
+    return limit
+
+
+class StepThread:
+    """Owns masters and windows while jobs run. All public methods but ``is_published`` are for the caller's thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        condition: SteadyCondition,
+        store: ParameterStore,
+        masters: Masters,
+        new_window: Callable[[], GradientWindow],
+    ) -> None:
+        self._worker = worker
+        self._condition = condition
+        self._store = store
+        self._masters = masters
+        self._new_window = new_window
+        self._window = new_window()
+        self._learnt = LearntOptimizers()
+        self._late = late = LateError(condition)
+        self._publisher = Publisher(condition, store, masters, late)
+        self._jobs_left = 0
+        self._flushed = 0
+        self.num_steps = 0
+        self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
+        self.num_loads = 0
+        self.name = ""  # its engine's, for others that have to do with this
+        self.is_closed = False
+        self._is_over = False
+        # Because a forgotten engine publishes on its own thread, while the caller may have it give way.
+        self._bringing_home = threading.Lock()
+        self.turns = Turns(self, store.uses.keys())
+        hook_optimizers()
+        context.register(self)
+
+    def __repr__(self) -> str:
+        published = self._publisher.version
+        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, published {published}>"
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that a call made now computes with. See [Note: versions]."""
+        return max(self.num_steps - 1, self._flushed)
+
+    @property
+    def weights(self) -> tuple[int, int, int]:
+        """Tells whether two calls would compute with the same working weights: equal if so."""
+        return self.num_steps, self.version, self.num_loads
+
+    def refuse_other_than(self, weights: tuple[int, int, int]) -> None:
+        """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was computed with."""
+        if self.weights != weights:
+            raise RuntimeError(
+                "step(), a flush or a load ran between this forward and its backward, so the weights are no longer "
+                "those of the forward; call backward() first"
+            )
+
+    @property
+    def window(self) -> GradientWindow:
+        """The gradients accumulated since the last step. Complete only after ``wait_idle``."""
+        return self._window
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls committed and all steps taken are over."""
+        return self._jobs_left == 0
+
+    def is_published(self, layer: int, version: int) -> bool:
+        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
+
+        Raises what keeps them from ever holding it.
+        """
+        return self._publisher.is_published(layer, version)
+
+    def introduce(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns an optimizer that has just been made, if it is over masters of this engine."""
+        masters = {id(master) for _, master in self._masters.existing()}
+        if any(id(parameter) in masters for group in optimizer.param_groups for parameter in group["params"]):
+            self._learnt.learn(optimizer)
+
+    def raise_late_error(self) -> None:
+        """Raises, once, what failed behind the caller's back since the last engine call."""
+        self._raise_kept()
+        with self._condition:
+            # After an interrupted flush too, when all layers hold ``version`` but not all the newest one.
+            is_behind = self._publisher.error is not None or self._publisher.version < self.version
+            is_idle = self._jobs_left == 0
+        if is_behind and is_idle:
+            self._publish_all()  # because publishing failed, which the caller was told
+
+    def _raise_kept(self) -> None:
+        with self._condition:
+            error = self._late.take()
+            if error is not None:
+                # The caller knows now that these gradients are gone: what it steps next is not to be cancelled.
+                self._window.error = None
+        if error is not None:
+            raise error
+
+    def note_load(self) -> None:
+        """The user's parameters are about to hold other weights, or do so already. With no job left."""
+        self.num_loads += 1
+        self.turns.tell_others()
+
+    # Where other engines have the same weights. See [Note: turns].
+
+    def take_turn(self) -> None:
+        """Before an engine call: goes on from what the others have made of the weights."""
+        self.turns.take(self._follow_others)
+
+    def _follow_others(self) -> None:
+        self.num_loads += 1
+        self._masters.follow_others()
+
+    def give_way(self) -> None:
+        """Another engine is to be used: what is under way ends, and the user's parameters hold the newest weights.
+
+        What they have been written since the update stays, as it does if an engine loads it. Raises what failed behind
+        the caller's back. After ``close()``, which has raised what kept it from publishing, it is tried once more.
+        """
+        if self._is_over:
+            return
+        self.wait_idle()
+        try:
+            self._bring_home()
+            self._raise_kept()
+        except Exception as error:
+            if self.is_closed:
+                self._is_over = True  # because later it might overwrite what others have made of the weights
+                _log.warning("%s was closed before its weights were published: the model is without some", self.name)
+                return
+            self._add_whose(error)
+            raise
+
+    def _add_whose(self, error: BaseException) -> None:
+        """For the caller of another engine."""
+        error.add_note(f"RoundPipe: this comes from the engine {self.name}, which has the same weights")
+        if error is self._publisher.error:
+            error.add_note(
+                "RoundPipe: the model may hold some of its weights after the last update and some before; if it goes "
+                "on like this, close() that engine, and load weights through another one"
+            )
+
+    def end_forgotten(self) -> None:
+        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so it never waits."""
+        self._worker.submit(self._end_forgotten)
+
+    def _end_forgotten(self) -> None:
+        try:
+            self._bring_home()
+            self._raise_kept()
+        except BaseException:
+            _log.exception("an engine was forgotten before what had failed could be raised")
+
+    def _bring_home(self) -> None:
+        with self._bringing_home:
+            if self._masters.are_ahead:
+                self._masters.leave_written()
+                self._publish_all()
+
+    def wait_published(self, layer: int) -> None:
+        """Blocks the caller, who computes with the layer himself, until its working copies hold ``version``.
+
+        They then stay as they are until the job of the next step.
+        """
+        version = self.version
+        self._condition.wait_interruptibly(lambda: self.is_published(layer, version))
+
+    def commit(self, call: Backward) -> None:
+        """Queues adding a call's gradients to the current window; that job waits for its late backward visits."""
+        window = self._window
+        self._submit(lambda: self._commit(call, window))
+
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepHandle:
+        """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
+        with deferred():  # because a step that is counted must be queued, or others would wait for its weights forever
+            return self._queue_step(step_fn, is_async, args, kwargs)
+
+    def _queue_step(
+        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepHandle:
+        handle = StepHandle(self._condition, self._late.forget)
+        window, self._window = self._window, self._new_window()
+        self.num_steps += 1
+        number = self.num_steps
+        self.turns.tell_others()
+        is_first = self._learnt.forget_gone()
+        if is_first:
+            self._learnt.find(master for _, master in self._masters.existing())
+        optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
+        context.tell_called(optimizers, handle, is_async)
+        self._submit(lambda: self._step(handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)))
+        if is_async and is_first:
+            # An optimizer made inside step_fn could not be found above: its hyper-parameters are read when it steps.
+            handle.wait_entered()
+        if not is_async:
+            self._flushed = number
+            handle.wait()
+        return handle
+
+    def zero_grad(self) -> None:
+        """Drops gradients not yet stepped, those still in flight included."""
+        window, self._window = self._window, self._new_window()
+        self._submit(window.release)
+
+    def flush(self) -> None:
+        """A synchronisation point: waits for all jobs and publishes the newest weights."""
+        self.wait_idle()
+        if self._publisher.error is None:
+            self._publish_all()  # also after another failure, because steps that succeeded before it must not be lost
+        self.raise_late_error()
+
+    def _publish_all(self) -> None:
+        try:
+            self._publisher.publish(self.num_steps, self._store.layers)
+        except BaseException as error:
+            self._late.forget(error)
+            raise
+        self._flushed = self.num_steps
+
+    def leave_seats(self) -> None:
+        """See `Masters.leave_seats`. Calls go on to compute with the versions that they would have computed with."""
+        self.wait_idle()
+        self.raise_late_error()
+        with deferred():  # because a layer that has left must be known to be behind
+            for layer in self._masters.leave_seats(self.version):
+                self._publisher.set_back(layer, self.version)
+
+    def wait_idle(self) -> None:
+        """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
+        self._condition.wait_interruptibly(lambda: self._jobs_left == 0)
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        def counted() -> None:
+            failure: BaseException | None = None
+            try:
+                job()
+            except BaseException as error:
+                failure = error  # because an error that ended this thread would leave its waiters waiting
+            with self._condition:
+                if failure is not None:
+                    self._fail_late(failure)
+                self._jobs_left -= 1
+                self._condition.notify_all()
+
+        with deferred():
+            with self._condition:
+                self._jobs_left += 1
+            self._worker.submit(counted)
+
+    # Jobs, on the optimizer thread.
+
+    def _fail_late(self, error: BaseException) -> None:
+        self._masters.note_failure(error)
+        if error is not self._publisher.error:  # which is late already, or a waiting call has raised it
+            self._late.keep(error)
+
+    def _commit(self, call: Backward, window: GradientWindow) -> None:
+        try:
+            with spans.span("wait_landed"):
+                call.wait_finished()
+            with spans.span("commit", layers=len(call.landed)):
+                window.commit(call.landed)
+        except BaseException as error:
+            window.error = error
+            self._fail_late(error)
+
+    def _step(
+        self,
+        handle: StepHandle,
+        number: int,
+        is_async: bool,
+        window: GradientWindow,
+        optimizers: StepOptimizers,
+        step_fn: Callable[[], Any],
+    ) -> None:
+        began, result, error = time.perf_counter(), None, None
+        updates = optimizers.updates = pending_updates()
+        try:
+            self._publisher.publish_behind(number - 1)
+            if window.error is not None:
+                raise window.error
+            self._masters.give_gradients(window)
+            with (
+                _noted(f"step_fn of step {number}"),
+                spans.span("step_fn", step=number),
+                context.running_step(optimizers),
+            ):
+                result = step_fn()
+            self._masters.mark_ahead()
+            if is_async:
+                with _noted(f"the update of step {number}"):
+                    self._publisher.update_aside(number, updates, window)
+        except BaseException as raised:
+            error = raised
+            if error is not self._publisher.error:
+                self._publisher.advance(number - 1 if is_async else number)
+            if error is not window.error:
+                self._fail_late(error)
+        finally:
+            try:
+                self._masters.take_gradients()
+            finally:
+                handle._finish(result, error)  # whatever happens, because somebody may be waiting for it
+        try:
+            if error is None and not is_async:
+                # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
+                self._publisher.publish(number, self._store.layers, updates, window)
+        finally:
+            try:
+                updates.compute_all()  # after a failure: masters are to be as the optimizers' steps left them
+            finally:
+                window.release()
+        if error is None:
+            for listener in self.update_listeners:
+                listener(1e3 * (time.perf_counter() - began))

@@ -1,0 +1,4 @@
+"""Devices for tests that make a missing wait or a late copy fail every time.
+
+Imports `device` and what that may import.
+"""

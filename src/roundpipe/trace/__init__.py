@@ -1,0 +1,1 @@
+"""Spans of what runs where, and profiles made of them. Imports `errors` only."""

@@ -1,0 +1,126 @@
+"""What each device did and when: as a file for Chrome or Perfetto, and as a drawing in text."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import spans
+
+_LANES = {"upload": "weights up", "fetch": "weights up", "land": "gradients down", "compute": "compute"}
+_LETTERS = {"step_fn": "S", "update": "S", "publish": "P", "commit": "C"}
+
+
+class Block(NamedTuple):
+    """Something that ran in one row of the drawing: a lane of a device, or a thread. Times in seconds."""
+
+    row: str
+    label: str
+    start: float
+    end: float
+    fields: dict[str, Any]
+
+
+class Profile:
+    """Everything that engines did inside a ``with profile(...)`` block.
+
+    ``blocks`` may be read at any time; work that a device has not done yet is not among them.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[spans.Span] = []
+
+    def __repr__(self) -> str:
+        return f"<Profile: {len(self._spans)} spans>"
+
+    @property
+    def blocks(self) -> list[Block]:
+        """By time. A device's lanes show when work ran there, not when it was queued."""
+        found = (_block(span) for span in list(self._spans))
+        return sorted((block for block in found if block is not None), key=lambda block: block.start)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace that ``chrome://tracing`` and ui.perfetto.dev open."""
+        blocks = self.blocks
+        rows = {row: number for number, row in enumerate(_rows(blocks))}
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": row}}
+            for row, number in rows.items()
+        ]
+        events = [
+            {
+                "name": block.label,
+                "ph": "X",
+                "pid": 0,
+                "tid": rows[block.row],
+                "ts": 1e6 * block.start,
+                "dur": 1e6 * (block.end - block.start),
+                "args": {name: str(value) for name, value in block.fields.items()},
+            }
+            for block in blocks
+        ]
+        Path(path).write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
+
+    def plot_timeline(self, width: int = 100) -> str:
+        """One line per lane and thread, from the first block to the last: what ran most of each character's time.
+
+        F forward, X fused, B backward, U weights up, L gradients down, S update, P publish, ``.`` nothing.
+        """
+        blocks = self.blocks
+        if not blocks:
+            return "nothing ran"
+        first, last = blocks[0].start, max(block.end for block in blocks)
+        scale = width / max(last - first, 1e-9)
+        rows = _rows(blocks)
+        margin = max(map(len, rows))
+        lines = [f"{'':{margin}} {1e3 * (last - first):.1f} ms"]
+        for row in rows:
+            busy = [((b.start - first) * scale, (b.end - first) * scale, b) for b in blocks if b.row == row]
+            lines.append(f"{row:{margin}} {''.join(_letter_at(column, busy) for column in range(width))}")
+        return "\n".join(lines)
+
+
+@contextmanager
+def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
+    """Records what all engines do inside the block.
+
+    Args:
+        path: where to write a Chrome/Perfetto trace at the end; call ``synchronize()`` before it to have all of it.
+
+    Example:
+        >>> with roundpipe.profile("step.json") as profiled:
+        ...     loss = engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+        ...     handle = engine.step(optimizer.step)
+        ...     engine.synchronize()
+        >>> print(profiled.plot_timeline())
+    """
+    profiled = Profile()
+    with spans.listen(profiled._spans.append):
+        yield profiled
+    if path is not None:
+        profiled.save(path)
+
+
+def _block(span: spans.Span) -> Block | None:
+    if "device" not in span.fields:
+        return Block(span.thread, span.name, span.start, span.end, span.fields)
+    if span.name not in _LANES:
+        return None  # giving a slot back takes no time
+    times = (span.start, span.end) if span.on_lane is None else span.on_lane.seconds()
+    if times is None:
+        return None
+    row = f"{span.fields['device']} {_LANES[span.name]}"
+    return Block(row, repr(span.fields["action"]), *times, span.fields)
+
+
+def _rows(blocks: list[Block]) -> list[str]:
+    return sorted({block.row for block in blocks})
+
+
+def _letter_at(column: int, busy: list[tuple[float, float, Block]]) -> str:
+    """What takes most of [column, column + 1)."""
+    shares = [(min(end, column + 1) - max(start, column), block.label) for start, end, block in busy]
+    share, label = max(shares)
+    return _LETTERS.get(label, label[0].upper()) if share > 0 else "."

@@ -1,0 +1,181 @@
+"""How a layer's weights get from the host into a slot: straight from page-locked memory, or through a ring.
+
+[Note: staging] A ring needs somebody to fill it while the worker goes on queueing computations, so each device that has
+one also has a helper thread. The worker hands it a shipment and goes on; before it queues the first computation that
+reads the slot it waits until the last copy is *queued*, and the compute lane then waits for that copy's event.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..device import Device, Event
+from ..errors import InternalError
+from ..memory.pinning import HostMemory
+from ..memory.ring import Piece, StagingRing
+from ..params.working import LayerParameters, ParameterStore, ParameterUse, view_of
+from ..threads.worker import Job, Worker
+
+_MOST_THREADS = 4
+
+
+class Sent(Protocol):
+    """A layer on its way into a slot. Used by the worker that sent it."""
+
+    def event(self) -> Event:
+        """When the slot is filled. May block until that is known, and raises what kept it from being filled."""
+        ...
+
+    def give_up(self) -> None:
+        """Nobody will read the slot: afterwards no more copies into it are queued, and nothing reads the weights on the
+        host but copies queued already."""
+        ...
+
+
+class Sender(Protocol):
+    """Sends layers to one device."""
+
+    helper: Worker | None
+
+    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
+        """Starts writing ``uses``, all or some of the layer's at that version, to ``slot``; returns at once.
+
+        The up lane waits for the slot already.
+
+        The working copies must not be written until the slot is filled.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what sending needed. Nothing may be under way."""
+        ...
+
+
+class Queued(NamedTuple):
+    """All copies are queued."""
+
+    ready: Event
+
+    def event(self) -> Event:
+        return self.ready
+
+    def give_up(self) -> None:
+        return
+
+
+class DirectSender:
+    """Queues copies on the up lane itself: one for a layer that lies in one block, else some per parameter."""
+
+    def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
+        self.helper: Worker | None = None
+        self._lane = device.up
+        self._store = store
+        self._memory = memory
+
+    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
+        spare, image = self._store.spare_of(layer, version), self._store.image_of(layer)
+        others = uses
+        if spare is not None:
+            there = [use for use in uses if use.place in spare.tensors]
+            others = [use for use in uses if use.place not in spare.tensors]
+            for start, stop in _runs(layer, there):
+                source = spare.image[start - spare.offset : stop - spare.offset]
+                self._lane.copy_(slot[start : start + source.nbytes], source)
+        if image is not None:
+            for start, stop in _runs(layer, others):
+                self._lane.copy_(slot[start:stop], image[start:stop])
+        else:
+            for use in others:
+                for target, source in self._memory.copies(view_of(slot, use), self._store.working(use, version)):
+                    self._lane.copy_(target, source)
+        return Queued(self._lane.record())
+
+    def close(self) -> None:
+        return
+
+
+class RingSender:
+    """Has a helper thread pass unpinned weights through a ring. See [Note: staging]."""
+
+    def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
+        self._ring = StagingRing(device.up, memory, max(layer.num_bytes for layer in store.layers))
+        self._stager = Worker(f"roundpipe-stager-{device.name}")
+        self._stager.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
+        self.helper: Worker | None = self._stager
+
+    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
+        shipment = _Shipment(self._ring, slot, uses)
+        self._stager.submit(shipment.run)
+        return shipment
+
+    def close(self) -> None:
+        self._ring.close()
+
+
+class _Shipment:
+    """``run`` is the helper's, the rest the worker's."""
+
+    def __init__(self, ring: StagingRing, slot: torch.Tensor, uses: Sequence[ParameterUse]) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._uses = uses
+        self._is_wanted = True
+        self._queued: Future[Event] = Future()
+
+    def run(self) -> None:
+        """Never raises: what goes wrong is the worker's to tell."""
+        try:
+            pieces = [_piece(use) for use in self._uses]
+            ready = self._ring.send(self._slot, pieces, lambda: self._is_wanted)
+            if not self._is_wanted:
+                raise InternalError("weights were asked for that had been given up on the way")
+            self._queued.set_result(ready)
+        except BaseException as error:
+            self._queued.set_exception(error)
+
+    def event(self) -> Event:
+        # Every shipment before this one ends by itself, since all events that the helper waits for are queued already.
+        return self._queued.result()
+
+    def give_up(self) -> None:
+        self._is_wanted = False
+        wait([self._queued])
+
+
+def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Sender:
+    """What suits how the working copies lie in host memory."""
+    return RingSender(device, store, memory) if memory.needs_staging else DirectSender(device, store, memory)
+
+
+def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
+    """From where to where ``uses`` lie in the layer's image: neighbours together."""
+    bounds = sorted([*(use.offset for use in layer.uses), layer.num_bytes])
+    ends = dict(pairwise(bounds))
+    start = stop = 0
+    for offset in sorted(use.offset for use in uses):
+        if offset != stop:
+            if stop > start:
+                yield start, stop
+            start = offset
+        stop = ends[offset]
+    if stop > start:
+        yield start, stop
+
+
+def _piece(use: ParameterUse) -> Piece:
+    flat = use.parameter.detach().contiguous().view(-1)
+    return Piece(use.offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
+
+
+def _limit_threads(count: int) -> Job:
+    """Copies need few threads, and those they take are taken from the optimizer."""
+
+    def limit() -> None:
+        torch.set_num_threads(count)
+        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        torch.get_num_threads()
+
+    return limit

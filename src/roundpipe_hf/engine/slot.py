@@ -1,0 +1,188 @@
+"""The engine of a trainer: built when first needed, kept while the model stays the same, replaced when it changes.
+
+Lazily, because a model is not final when Trainer is constructed: PEFT wraps it, embeddings are resized, `model_init`
+makes a new one for every run.
+"""
+
+import logging
+import operator
+import time
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from roundpipe import RoundPipe
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
+
+from ..arguments import engine_devices, pipeline_of
+from ..compat import base_model
+from .refusals import refuse_model
+
+logger = logging.getLogger(__name__)
+
+
+class Laid(NamedTuple):
+    """What an engine lays out once about a parameter. Resizing embeddings keeps the object and changes its shape."""
+
+    parameter: nn.Parameter
+    is_trained: bool
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+class Layout(NamedTuple):
+    """What an engine is made over."""
+
+    modules: list[nn.Module]
+    parameters: list[Laid]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Layout":
+        parameters = [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
+        return cls(list(model.modules()), parameters)
+
+    def is_same(self, now: "Layout", *, trains: bool) -> bool:
+        """``trains``: whether it matters which parameters train."""
+        if len(self.modules) != len(now.modules) or len(self.parameters) != len(now.parameters):
+            return False
+        return all(map(operator.is_, self.modules, now.modules)) and all(
+            a.parameter is b.parameter and a[2:] == b[2:] and (a.is_trained == b.is_trained or not trains)
+            for a, b in zip(self.parameters, now.parameters, strict=True)
+        )
+
+
+class EngineSlot:
+    """Holds at most one engine. Used by the user's thread only."""
+
+    def __init__(self, engine: RoundPipe | None = None) -> None:
+        self._engine = engine
+        self._owns_engine = engine is None
+        self._seen = None if engine is None else Layout.of(engine.model)
+        self._versions = [] if engine is None else _versions(engine.model)
+        self.build_seconds = 0.0
+
+    @property
+    def current(self) -> RoundPipe | None:
+        """None also where it was closed from outside, which only frees what it held: the next use builds another."""
+        if self._engine is not None and self._owns_engine and self._engine.is_closed:
+            self._engine = None
+        return self._engine
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the engine is the user's own, which is theirs to configure and to close."""
+        return not self._owns_engine
+
+    def engine_for(self, model: nn.Module, args: TrainingArguments, *, trains: bool = True) -> RoundPipe:
+        """The engine of ``model``; the one before is closed if it was made for another state of the model.
+
+        ``trains``: if not, it does not matter which parameters train, as while adapters are disabled.
+        """
+        if not self._fits(model, trains=trains):
+            self._replace(model, args)
+        assert self._engine is not None
+        return self._engine
+
+    def synchronize(self, model: nn.Module, *, is_in_run: bool) -> None:
+        """Brings every update into the engine's model. An engine that ``model`` has grown out of since the last run,
+        when adapters were merged, say, ends with that: the next use builds another."""
+        if self.current is None:
+            return
+        if self.is_given or self._fits(model, trains=False):
+            self.current.synchronize()
+        elif is_in_run:
+            raise changed_in_run()
+        else:
+            self.current.close()
+
+    def reload(self, model: nn.Module) -> None:
+        """Weights of ``model`` may have changed: the engine's copies follow, unless the next use rebuilds it anyway.
+
+        The engine must be flushed, and have been so before they changed.
+        """
+        if self.current is not None and self._fits(model):
+            self.current.reload_parameters()
+            self._versions = _versions(model)
+
+    def begin(self, model: nn.Module) -> None:
+        """A run begins: anything may have been done to weights since the last one, which flushed if it ended well."""
+        if self.current is not None and self._fits(model):
+            self.current.synchronize()
+            self.reload(model)
+
+    def rest(self) -> None:
+        """No run is going on: what is dropped now, the trainer itself for example, can be collected."""
+        if self.current is not None:
+            self.current.rest()
+
+    def follow_writes(self, model: nn.Module) -> None:
+        """The same, only where somebody has written to weights in place; what went through ``.data`` is not seen.
+
+        Publishing does not count as a write.
+        """
+        if _versions(model) != self._versions:
+            self.reload(model)
+
+    def _fits(self, model: nn.Module, *, trains: bool = True) -> bool:
+        engine = self.current
+        if engine is None or engine.model is not model or self._seen is None:
+            return False
+        return self._seen.is_same(Layout.of(model), trains=trains)
+
+    def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
+        refuse_model(model)
+        if self.current is not None and self._owns_engine:
+            self.current.close()  # first, because its pinned memory is what the next one needs
+        self._engine = None
+        started = time.perf_counter()
+        self._engine = _build(model, args)
+        self._owns_engine = True
+        self.build_seconds = time.perf_counter() - started
+        self._seen = Layout.of(model)
+        self._versions = _versions(model)
+
+
+def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
+    pipeline = pipeline_of(args)
+    engine = wrap_model_to_roundpipe(
+        model,
+        optim_dtype=pipeline.master_dtype(),
+        devices=engine_devices(args),
+        pin_model=pipeline.pin_model,
+        max_gpu_memory=pipeline.max_gpu_memory,
+        compile=args.torch_compile,
+        model_run_config=pipeline.run_config(),
+        name=type(model).__name__,
+    )
+    # Or an AutoRoundPipe, which is the same to a trainer but for the calls in in_parts.py.
+    return cast(RoundPipe, engine)
+
+
+def changed_in_run() -> ConfigError:
+    return ConfigError(
+        "modules or parameters of the model were added, removed, replaced, cast, frozen or unfrozen during train(), "
+        "which the optimizer cannot follow; do it before, or between two calls of train()"
+    )
+
+
+def _versions(model: nn.Module) -> list[int]:
+    return [parameter._version for parameter in model.parameters()]
+
+
+def runs_by_preset(engine: RoundPipe) -> bool:
+    """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss exactly."""
+    return engine.statistics()["layers"] > 1 and not isinstance(engine.model, nn.Sequential)
+
+
+def stop_checkpointing(model: Any) -> None:
+    """Trainer turns activation checkpointing on at every `train()`; the engine recomputes already.
+
+    Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only checkpointing needs.
+    """
+    if getattr(model, "is_gradient_checkpointing", False):
+        logger.info("gradient_checkpointing=True: the engine recomputes already, see recompute_grain")
+        model.gradient_checkpointing_disable()
+        base_model(model).disable_input_require_grads()

@@ -1,0 +1,79 @@
+"""Whether anybody may look at the model's weights between an update and the next use of the engine, or at gradients.
+
+A synchronous step publishes to the model behind the caller's back, while the next round's first stages already go up;
+whatever the engine does itself waits layer by layer, and evaluation and saving wait for all of it. So the step is only
+made to wait where code that is not ours or Hugging Face's comes in between.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError
+
+# Callbacks of transformers read weights only while saving; some of TRL's do at every step.
+_CALLBACKS, _TRAINERS = ("transformers.",), ("transformers.", "trl.", "roundpipe_hf.")
+# What Trainer calls after the step and before the next round, besides callbacks.
+_BETWEEN = (
+    "training_step",
+    "_prepare_inputs",
+    "get_batch_samples",
+    "log",
+    "_maybe_log_save_evaluate",
+    "floating_point_ops",
+)
+
+
+def reads_weights(trainer: Any) -> bool:
+    """Whether a callback, or an override of a method called between steps, is somebody else's."""
+    if not all(_comes_from(type(callback), _CALLBACKS) for callback in trainer.callback_handler.callbacks):
+        return True
+    owners = [cls for cls in type(trainer).__mro__ if any(name in vars(cls) for name in _BETWEEN)]
+    return not all(_comes_from(cls, _TRAINERS) for cls in owners) or any(name in vars(trainer) for name in _BETWEEN)
+
+
+class Shown(NamedTuple):
+    """A gradient as a callback was given it."""
+
+    parameter: nn.Parameter
+    gradient: torch.Tensor
+    version: int
+
+
+def reads_gradients(trainer: Any) -> bool:
+    """Whether a callback of somebody else's is called between clipping and the update."""
+    calls = [type(callback).on_pre_optimizer_step for callback in trainer.callback_handler.callbacks]
+    return not all(f"{call.__module__}.".startswith(_CALLBACKS) for call in calls)
+
+
+def show_gradients(trainer: Any) -> list[Shown]:
+    """Puts copies of the gradients into the model's ``.grad``, unscaled and clipped, as Trainer has them there then.
+
+    The engine's own stay where they are: they are clipped in the optimizer's step.
+    """
+    trainer.synchronize()
+    parameters = [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
+    if trainer.processes is not None:
+        trainer.processes.average_gradients(parameters)
+    if trainer.scaler is not None:
+        for parameter in parameters:
+            parameter.grad.div_(trainer.scaler.get_scale())
+    if trainer.args.max_grad_norm > 0:
+        nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+    return [Shown(parameter, parameter.grad, parameter.grad._version) for parameter in parameters]
+
+
+def refuse_written(shown: Sequence[Shown]) -> None:
+    """Raises where a callback has changed what it was given: the update would not know."""
+    for parameter, gradient, version in shown:
+        if parameter.grad is not gradient or gradient._version != version:
+            raise ConfigError(
+                "a callback changed gradients in on_pre_optimizer_step, but sees copies of them there: change them in "
+                "the step of an optimizer of your own, see optimizer_cls_and_kwargs"
+            )
+
+
+def _comes_from(cls: type, packages: tuple[str, ...]) -> bool:
+    return f"{cls.__module__}.".startswith(packages)

@@ -1,0 +1,86 @@
+"""The gradients of parameters that a loss brings itself, put back before its rounds run again.
+
+Those of the model's weights belong to the engine, which drops them. These land in the parameters' own ``.grad``, where
+a round that has failed leaves what some of its microbatches have added.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from ..engine.calls import LossFn
+
+
+class LossGradients:
+    """As they were before the rounds since the last step. Workers note, the user's thread restores between rounds."""
+
+    def __init__(self) -> None:
+        # Several workers evaluate a loss at once, and only the first of them sees the gradient as it was.
+        self._lock = threading.Lock()
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+
+    def noted(self, loss_fn: LossFn) -> LossFn:
+        """``loss_fn``, whose own parameters' gradients are looked at before it returns, and so before its backward."""
+
+        def noting(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
+            model = _Outputs(outputs)
+            losses = loss_fn(outputs, label)
+            leaves = [leaf for loss in losses for leaf in model.leaves_beside(loss)]
+            with self._lock:
+                for leaf in leaves:
+                    if leaf not in self._before:
+                        self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
+            return losses
+
+        return noting
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        """Whether a loss computes with it."""
+        return parameter in self._before
+
+    def restore(self) -> None:
+        """No worker may be in a backward."""
+        self._wait_for_devices()  # because what failed may still be queued there, on a worker's stream
+        for leaf, before in self._before.items():
+            if before is None or leaf.grad is None:
+                leaf.grad = before
+            else:
+                leaf.grad.copy_(before)  # in place, because somebody may hold it
+        self._wait_for_devices()  # because the copies' memory is a worker's stream's again once they are gone
+        self._before.clear()
+
+    def forget(self) -> None:
+        """They count."""
+        self._before.clear()
+
+    def _wait_for_devices(self) -> None:
+        for device in {leaf.device for leaf in self._before} - {torch.device("cpu")}:
+            torch.get_device_module(device).synchronize(device)
+
+
+class _Outputs:
+    """Where the model's part of a loss's graph begins. To be made before the loss can write to the outputs."""
+
+    def __init__(self, outputs: Any) -> None:
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self._nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        self._tensors = set(tensors)
+
+    def leaves_beside(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """What a backward of ``loss`` gives gradients without going through the model."""
+        if loss.is_leaf and loss.requires_grad and loss not in self._tensors:
+            yield loss
+        waiting, seen = [loss.grad_fn], set(self._nodes)
+        while waiting:
+            node: Node | None = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)  # of a node that adds to the gradient of a leaf
+            if leaf is not None and leaf not in self._tensors:
+                yield leaf
+            waiting += [following for following, _ in node.next_functions]

@@ -1,0 +1,146 @@
+"""One accumulation window as one pipeline round: its microbatches, and the loss function the workers call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from roundpipe.microbatch import batch_size_of, split
+
+from ..arguments import losses_on
+from ..engine.calls import Microbatch
+from .model_call import ComputeLoss, ModelAnswer, ModelCall, Replay, copied
+from .rule import LossRule, Measure, weighted
+
+# They describe all rows of a packed batch together: a batch that has them is not cut.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+class StashedBatch(NamedTuple):
+    """A batch of the accumulation window that waits for the window to close.
+
+    ``divisor`` is what Trainer divides this batch's loss by: the window's number of batches, where the loss was not
+    divided by the window's number of items already.
+    """
+
+    inputs: Mapping[str, Any]
+    num_items: torch.Tensor | int | None
+    divisor: int
+
+
+class MicrobatchLabel(NamedTuple):
+    """What the loss function needs besides the outputs. Tensors in it are on the worker's device by then."""
+
+    batch: int
+    inputs: dict[str, Any]
+    num_items: torch.Tensor | int | None
+    weight: float
+
+
+def cut_window(
+    batches: Sequence[StashedBatch],
+    call: ModelCall,
+    answer: ModelAnswer,
+    rule: LossRule,
+    num_microbatch: int,
+    measure: Measure,
+) -> list[Microbatch]:
+    """All microbatches of the window, batch by batch, each row once."""
+    return [
+        (
+            (),
+            answer.arguments(call.arguments(inputs, batch.num_items)),
+            MicrobatchLabel(index, inputs, batch.num_items, weight),
+        )
+        for index, batch in enumerate(batches)
+        for inputs, weight in _cut(batch.inputs, rule, num_microbatch, measure)
+    ]
+
+
+def parts_of(inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
+    """The microbatches of one batch."""
+    count = min(num_microbatch, most_parts(inputs))
+    return [kwargs for _, kwargs in split((), dict(inputs), None, count).inputs]
+
+
+def most_parts(inputs: Mapping[str, Any]) -> int:
+    """Into how many microbatches a batch can be cut."""
+    is_packed = any(inputs.get(name) is not None for name in _PACKED)
+    return 1 if is_packed else rows_of(inputs)
+
+
+def rows_of(inputs: Mapping[str, Any]) -> int:
+    """How many rows a batch has; 1 if nothing in it has rows."""
+    return batch_size_of((), dict(inputs)) or 1
+
+
+def _cut(
+    inputs: Mapping[str, Any], rule: LossRule, num_microbatch: int, measure: Measure
+) -> list[tuple[dict[str, Any], float]]:
+    parts = parts_of(inputs, num_microbatch if rule.can_cut else 1)
+    if rule.mean_over is None or len(parts) == 1:
+        return [(part, 1.0) for part in parts]
+    counted = measure(inputs, rule.mean_over)
+    if not counted:  # a mean over nothing: whatever the loss makes of that, it makes of the whole batch
+        return [(part, 1.0) for part in parts_of(inputs, 1)]
+    return [(part, (measure(part, rule.mean_over) or 0.0) / counted) for part in parts]
+
+
+class RoundLoss:
+    """The loss function of a round. Called by workers, once per microbatch; owns no tensors afterwards.
+
+    Returns one loss per batch of the window, all but the microbatch's own zero, so that the engine's sums are the
+    batches' losses.
+
+    Args:
+        writes: whether the loss may write to the batch, of which it gets a copy then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss: ComputeLoss,
+        call: ModelCall,
+        answer: ModelAnswer,
+        rule: LossRule,
+        batches: Sequence[StashedBatch],
+        finish_outputs: Callable[[Any], Any],
+        *,
+        writes: bool,
+    ) -> None:
+        self._model = model
+        self._compute_loss = compute_loss
+        self._call = call
+        self._answer = answer
+        self._rule = rule
+        self._divisors = [batch.divisor for batch in batches]
+        self._container = type(batches[0].inputs)
+        self._finish_outputs = finish_outputs
+        self._writes = writes
+
+    def __call__(self, outputs: Any, label: MicrobatchLabel) -> list[torch.Tensor]:
+        loss = self._share(outputs, label) / self._divisors[label.batch]
+        return [loss if index == label.batch else torch.zeros_like(loss) for index in range(len(self._divisors))]
+
+    def _share(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
+        if label.weight == 0.0:  # a mean over nothing is nan, and so would be its gradient
+            return _no_loss(outputs)
+        return weighted(self._rule, label.weight, lambda times: self._evaluate(outputs, label, times))
+
+    def _evaluate(self, outputs: Any, label: MicrobatchLabel, times: int) -> torch.Tensor:
+        num_items = label.num_items if times == 1 or label.num_items is None else label.num_items * times
+        given = copied(label.inputs) if self._writes else label.inputs
+        inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
+        expected = self._answer.arguments(self._call.arguments(given, num_items))
+        replay = Replay(self._model, self._answer, self._finish_outputs(outputs), expected, label.batch)
+        with losses_on(replay.device):
+            loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
+        return loss
+
+
+def _no_loss(outputs: Any) -> torch.Tensor:
+    """Zero, with a graph, so that backward has somewhere to start. From the logits, for the model's loss is nan."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return max(leaves, key=torch.Tensor.numel).float().sum() * 0.0

@@ -1,0 +1,145 @@
+"""The part of the mixin that computes losses and predictions without training. Hooks only."""
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import Trainer
+
+from roundpipe import RoundPipe, RoundPipeRunConfig
+
+from ..arguments import HOST, losses_on
+from ..compat import note_rows, returns_loss, should_reduce_batch_size
+from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
+from ..engine.precision import Precision, full_eval_of, precision_of
+from ..engine.slot import EngineSlot, runs_by_preset
+from ..errors import UnknownModelCall
+from ..loss.model_call import EngineStandIn, ModelAnswer, ModelStandIn
+from ..loss.round import rows_of
+from ..processes import Processes
+from .window import AccumulationWindow
+
+if TYPE_CHECKING:
+    _Base = Trainer
+else:
+    _Base = object
+
+
+class EvaluationMixin(_Base):
+    model: Any  # wider than Trainer's: never None once it is constructed
+    answer: ModelAnswer = ModelAnswer()
+    _slot: EngineSlot
+    _window: AccumulationWindow
+    _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
+    processes: Processes | None = None
+    is_in_loop: bool  # while `train()` runs
+    _replays: bool = True  # until a loss turns out to call the model in another way
+
+    def _engine(self, *, trains: bool = True) -> RoundPipe:
+        return self._slot.engine_for(self.model, self.args, trains=trains)
+
+    def synchronize(self) -> None:
+        """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
+        self._slot.synchronize(self.model, is_in_run=self.is_in_loop)
+
+    def precision(self) -> Precision:
+        """What the engine computes in now."""
+        return precision_of(self.args, self.model, full_eval=self._full_eval)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        return super().compute_loss(
+            self._stand_in_for(model), inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Trainer's around a loss that it computes itself, from outputs that come to the host."""
+        contexts = super().compute_loss_context_manager()
+        contexts.enter_context(losses_on(HOST))
+        return contexts
+
+    def has_stock_loss(self) -> bool:
+        """Whether the loss is Trainer's own, so that what is known about that need not be asked."""
+        owners = {cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)}
+        return owners <= {EvaluationMixin, Trainer} and "compute_loss" not in vars(self)
+
+    def stand_in(self, *, num_microbatch: int | None = None) -> EngineStandIn:
+        """A model for `compute_loss` whose call runs through the engine, without gradients."""
+        return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
+
+    @losses_on(None)  # because it is a loss that calls it
+    def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:
+        engine, precision = self._engine(trains=False), self.precision()
+        if num_microbatch is None and not runs_by_preset(engine):
+            num_microbatch = 1  # because nobody knows how to merge its loss
+        arguments = self.answer.arguments(given)
+
+        def attempt(footprint: Footprint) -> Any:
+            count = num_microbatch or footprint.num_microbatch
+            with precision.in_model():
+                return engine(roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments)
+
+        outputs = self._window.evaluating(engine, attempt, lambda: num_microbatch or rows_of(arguments))
+        return self.answer.outputs(precision.finish(outputs), given)
+
+    def _stand_in_for(self, model: Any) -> Any:
+        return self.stand_in() if model is self._slot.current and not isinstance(model, ModelStandIn) else model
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Where only the loss is wanted it is computed where the outputs are; else outputs come to the host."""
+        if self.processes is None:
+            note_rows(self, inputs)
+        if prediction_loss_only and model is self._slot.current and self._replays and returns_loss(self, inputs):
+            inputs = self._prepare_inputs(inputs)
+            num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
+            try:
+                loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+                return self._to_gather((loss, None, None))
+            except UnknownModelCall:
+                self._replays = False  # because here the model may be called in any way
+        found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        return self._to_gather(found)
+
+    def _to_gather(self, found: Any) -> Any:
+        """Where several processes can gather them: their backend may only know tensors of its device."""
+        if self.processes is None:
+            return found
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
+        given = self.args.bf16_full_eval, self.args.fp16_full_eval
+        if not self.is_in_train:
+            self._full_eval = full_eval_of(self.args)
+        # Trainer would cast the model for good, and masters with it.
+        self.args.bf16_full_eval = self.args.fp16_full_eval = False
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            raise EvaluationOutOfMemory(str(error), "lower per_device_eval_batch_size") from error
+        finally:
+            self._full_eval = None
+            self.args.bf16_full_eval, self.args.fp16_full_eval = given
+            if not self.is_in_loop:
+                self._slot.rest()
+
+
+def on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:
+    return num_items.cpu() if isinstance(num_items, torch.Tensor) else num_items

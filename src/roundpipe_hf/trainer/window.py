@@ -1,0 +1,215 @@
+"""The accumulation window: batches wait until it closes, go down as one pipeline round, and are stepped with."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from roundpipe import GradScaler, OptimizerCtx, RoundPipe, StepHandle
+from roundpipe.errors import ConfigError
+
+from ..arguments import pipeline_of
+from ..compat import tell_skipped
+from ..engine.calls import LossFn, forward_backward, forward_loss, num_cut
+from ..engine.optimizer import PipelineOptimizer
+from ..engine.out_of_memory import Footprint, Ladder
+from ..engine.watchers import Shown, reads_gradients, reads_weights, refuse_written, show_gradients
+from ..loss.gradients import LossGradients
+from ..loss.learnt import LearntLoss
+from ..loss.round import StashedBatch
+
+if TYPE_CHECKING:
+    from .mixin import RoundPipeTrainerMixin
+
+Round = list[StashedBatch]
+T = TypeVar("T")
+
+
+class AccumulationWindow:
+    """Used by the user's thread only.
+
+    [Note: again] Where memory runs out, all rounds since the last step run again, because late visits of one may have
+    failed behind the others: their gradients are dropped first, and those of the loss's own parameters put back, so
+    nothing is counted twice. Batches are kept until the step has them. Random numbers are those of the first attempt: a
+    call in which a layer drew has no late visits.
+    """
+
+    def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
+        self._trainer = trainer
+        self._loss = LearntLoss(trainer)
+        self._loss_gradients = LossGradients()
+        self._batches: Round = []
+        self._since_step: list[Round] = []
+        self._shown: list[Shown] = []
+        self._largest_landed = 0
+        self._training, self._evaluation = Ladder("training"), Ladder("evaluation")
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether some round since the last step has left gradients."""
+        return bool(self._since_step)
+
+    def add(self, batch: StashedBatch) -> None:
+        self._batches.append(batch)
+
+    def forget(self) -> None:
+        """Drops batches and all that was learnt about the loss: a new run starts."""
+        self._batches.clear()
+        self._since_step.clear()
+        self._shown = []
+        self._loss.forget()
+        self._loss_gradients.forget()
+
+    def run(self, engine: RoundPipe) -> list[torch.Tensor]:
+        """Trains on the stashed batches in one round. Returns each batch's loss; the window is empty afterwards, also
+        after an error."""
+        batches, self._batches = self._batches, []
+        rounds = [*self._since_step, batches]
+        attempts = 0
+
+        def attempt(footprint: Footprint) -> list[torch.Tensor]:
+            nonlocal attempts
+            attempts += 1
+            return self._run(engine, batches, footprint) if attempts == 1 else self._again(engine, rounds, footprint)
+
+        losses = self._attempted(engine, rounds, attempt)
+        if self._trainer.is_in_loop:
+            self._since_step = rounds
+        else:
+            self._loss_gradients.forget()
+        return losses
+
+    def before_step(self) -> None:
+        """Before the callbacks that come before the step: some look at its gradients."""
+        self._shown = show_gradients(self._trainer) if reads_gradients(self._trainer) else []
+
+    def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
+        """Steps with what the rounds left; where one ran out of memory behind our back, runs them again first."""
+        engine, rounds = optimizer.engine, self._since_step
+        refuse_written(self._shown)
+        self._shown = []
+        if optimizer.is_async:
+            self._wait_for_the_largest(rounds)
+        attempts = 0
+
+        def attempt(footprint: Footprint) -> StepHandle | Exception:
+            nonlocal attempts
+            attempts += 1
+            if attempts > 1:
+                self._again(engine, rounds, footprint)
+            try:
+                return optimizer.submit()
+            except Exception as error:
+                if optimizer.has_begun or not rounds:
+                    return error  # nothing to do with the rounds, or nothing to run again
+                raise
+
+        done = self._attempted(engine, rounds, attempt)
+        self._since_step = []
+        self._loss_gradients.forget()
+        if isinstance(done, Exception):
+            raise done
+        return done
+
+    def stepped(self, optimizer: PipelineOptimizer) -> None:
+        """The update was handed over: Trainer goes on to its scheduler and its callbacks."""
+        trainer = self._trainer
+        tell_skipped(trainer.optimizer, optimizer.was_skipped)
+        if not optimizer.is_async and reads_weights(trainer):
+            optimizer.engine.synchronize()
+
+    def evaluate(
+        self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """The batch's loss. Outputs are dropped where they were made."""
+        batch = StashedBatch(inputs, num_items, divisor=1)
+
+        def attempt(footprint: Footprint) -> torch.Tensor:
+            microbatches, loss_fn = self._loss.cut(engine, [batch], num_cut(engine, footprint))
+            with self._trainer.precision().in_model():
+                (loss,) = forward_loss(engine, microbatches, loss_fn, footprint)
+            return loss
+
+        loss: torch.Tensor = self.evaluating(engine, attempt, lambda: self._loss.most_microbatches(engine, [batch]))
+        return loss
+
+    def evaluating(self, engine: RoundPipe, attempt: Callable[[Footprint], Any], most: Callable[[], int]) -> Any:
+        """A call without gradients, which can only be cut finer."""
+        start = Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain="layer", is_joined=False)
+        return self._evaluation.run(engine, start, most, attempt)
+
+    def _attempted(self, engine: RoundPipe, rounds: Sequence[Round], attempt: Callable[[Footprint], T]) -> T:
+        try:
+            return self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+        except Exception:
+            self._loss_gradients.restore()  # because a smaller batch may be tried next
+            raise
+
+    def _start(self, engine: RoundPipe) -> Footprint:
+        grain: Any = pipeline_of(self._trainer.args).recompute_grain
+        return Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain=grain or "stage", is_joined=True)
+
+    def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:
+        return max(self._loss.most_microbatches(engine, batches) for batches in rounds)
+
+    def _again(self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint) -> list[torch.Tensor]:
+        """The losses of the last round. See [Note: again]."""
+        engine.zero_grad()
+        self._loss_gradients.restore()
+        losses: list[torch.Tensor] = []
+        for batches in rounds:
+            losses = self._run(engine, batches, footprint)
+        return losses
+
+    def _run(self, engine: RoundPipe, batches: Round, footprint: Footprint) -> list[torch.Tensor]:
+        calls = [batches] if footprint.is_joined else [[batch] for batch in batches]
+        return [loss for call in calls for loss in self._forward_backward(engine, call, footprint)]
+
+    def _forward_backward(self, engine: RoundPipe, batches: Round, footprint: Footprint) -> list[torch.Tensor]:
+        trainer = self._trainer
+        microbatches, loss_fn = self._loss.cut(engine, batches, num_cut(engine, footprint))
+        scaler = trainer.scaler
+        with trainer.precision().in_model():
+            losses = forward_backward(
+                engine,
+                microbatches,
+                self._loss_gradients.noted(loss_fn if scaler is None else _scaled(loss_fn, scaler)),
+                footprint,
+            )
+        self._refuse_gradients_of_the_model(engine)
+        return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
+
+    def _refuse_gradients_of_the_model(self, engine: RoundPipe) -> None:
+        """The engine computes with copies of the weights; a gradient of the model's own would silently be lost."""
+        for name, parameter in engine.model.named_parameters():
+            if parameter in self._loss_gradients:
+                engine.zero_grad()
+                raise ConfigError(
+                    f"compute_loss computes with the model's own parameter {name!r}, whose gradient would be lost: the "
+                    "pipeline works on copies. Take a penalty on weights into the optimizer, as weight_decay is"
+                )
+
+    def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
+        """Waits for late visits of a round larger than all before, which are those that may run out of memory.
+
+        Because what fails behind an asynchronous step can no longer be run again before it.
+        """
+        size = max((_elements(batch) for batches in rounds for batch in batches), default=0)
+        if size > self._largest_landed:
+            with OptimizerCtx():  # waits, and publishes nothing
+                self._largest_landed = size
+
+
+def _scaled(loss_fn: LossFn, scaler: GradScaler) -> LossFn:
+    def scaled(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
+        losses: Sequence[torch.Tensor] = scaler.scale(loss_fn(outputs, label))
+        return losses
+
+    return scaled
+
+
+def _elements(batch: StashedBatch) -> int:
+    return sum(value.numel() for value in batch.inputs.values() if isinstance(value, torch.Tensor))

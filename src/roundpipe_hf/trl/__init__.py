@@ -1,0 +1,1 @@
+"""TRL's trainers over the engine. Imports every other room."""

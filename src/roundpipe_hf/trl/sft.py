@@ -1,0 +1,225 @@
+"""`trl.SFTTrainer` over the pipeline engine. Data, packing and loss are TRL's; here is what the loss gets of the model.
+
+[Note: fused head] TRL calls the model with ``fused_lm_head=True`` and gets no logits but what it needs of them: for
+each next label its log-probability, the entropy there and whether it is the likeliest. The pipeline's last layer
+answers with TRL's own kernel, so logits exist only tile by tile. Where the loss is made of logits (a loss function of
+the user's, label smoothing), and for architectures without a preset of their own, the pipeline runs the model plainly,
+and loss and metrics are made of the same logits.
+"""
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from roundpipe.errors import ConfigError
+from roundpipe.presets.preset import has_own_preset
+
+from ..arguments import PipelineArguments
+from ..compat import base_model
+from ..engine.slot import runs_by_preset
+from ..loading import model_for_trainer
+from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
+from ..trainer.mixin import RoundPipeTrainerMixin
+from .compat import FusedCausalLMOutput, drop_fused_forward, fused_outputs, note, notes_of, tokens_in
+
+logger = logging.getLogger(__name__)
+
+_IGNORED = -100
+
+
+@dataclass
+class RoundPipeSFTConfig(PipelineArguments, SFTConfig):
+    """`trl.SFTConfig` plus the engine's settings."""
+
+
+class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
+    """`trl.SFTTrainer` whose models may be far larger than the memory of the devices.
+
+    Takes the same arguments and gives the same results and metrics; packing and padding-free batches included, whose
+    single row is one microbatch, so accumulate to keep several devices busy. A model given by its name is loaded in the
+    dtype of its files and into host memory.
+
+    Raises:
+        ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss of mixtures of
+            experts.
+
+    Example:
+        >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)
+        >>> trainer = RoundPipeSFTTrainer("path/to/model", args, train_dataset=dataset, peft_config=LoraConfig())
+        >>> trainer.train()
+    """
+
+    args: RoundPipeSFTConfig  # or a plain SFTConfig
+
+    def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
+        given = getattr(args, "model_init_kwargs", None)
+        if isinstance(model, str):
+            model = model_for_trainer(model, args)
+            if given is not None:
+                args.model_init_kwargs = None  # for TRL would say that they had been ignored
+        super().__init__(model, args, *others, **kwargs)
+        if given is not None:
+            args.model_init_kwargs = given
+        self._tally = Tally()
+        self._stashed_tokens = 0
+        if self.processes is not None:
+            raise ConfigError(
+                "RoundPipeSFTTrainer does not support several processes: TRL's loss gathers its metrics from all of "
+                "them at every microbatch; start the script with plain python, which drives all devices"
+            )
+        if self._is_vision_dataset:
+            raise ConfigError("RoundPipeSFTTrainer does not support data sets with images: no preset cuts such models")
+        if self.aux_loss_enabled:
+            raise ConfigError(
+                "RoundPipeSFTTrainer does not support router_aux_loss_coef yet: the auxiliary loss is no sum over "
+                "microbatches; set router_aux_loss_coef=0.0"
+            )
+        drop_fused_forward(base_model(self.model))
+        if not has_own_preset(self.model):
+            logger.warning(
+                "%s has no preset of its own, so the logits of a microbatch exist as a whole; use small microbatches",
+                type(base_model(self.model)).__name__,
+            )
+
+    @property
+    def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model
+        """See [Note: fused head]."""
+        smooths = self.label_smoother is not None and self.args.loss_type == "nll"
+        wants_logits = smooths or self.compute_loss_func is not None
+        has_head = has_own_preset(self.model) and runs_by_preset(self._engine(trains=False))
+        return FusedAnswer() if has_head and not wants_logits else LogitsAnswer()
+
+    def has_stock_loss(self) -> bool:
+        """TRL's loss adds up as Trainer's does: log-probabilities, summed and divided by the window's tokens."""
+        owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
+        return owners[0] is RoundPipeSFTTrainer and "compute_loss" not in vars(self)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        watched = _Watched(model, self._tally) if isinstance(model, Replay) else model
+        return super().compute_loss(
+            watched, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._stashed_tokens += tokens_in(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _run_window(self) -> list[torch.Tensor]:
+        total = self._total_train_tokens + self._stashed_tokens
+        self._stashed_tokens = 0
+        with self._one_value_per_batch("train"):
+            losses = super()._run_window()
+            self._total_train_tokens = total  # TRL counts in every microbatch, on several threads at once
+        return losses
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._one_value_per_batch("eval"):
+            return super().prediction_step(*args, **kwargs)
+
+    @contextmanager
+    def _one_value_per_batch(self, mode: str) -> Iterator[None]:
+        """Metrics are noted as if batches had not been cut. Nothing is, where the batch was called whole."""
+        before = notes_of(self)
+        self._tally.clear()
+        yield
+        values = self._tally.values()
+        if values:
+            note(self, before, mode, values)
+
+
+class Tally:
+    """What the microbatches of a round add up to, batch by batch. Added to by workers, read by the user's thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def clear(self) -> None:
+        self._sums.clear()
+
+    def add(self, batch: int, outputs: Any) -> None:
+        """Sums stay on their device: reading one would make the worker wait for it."""
+        sums = [outputs.label_mask.sum(), outputs.entropy.detach().sum(), outputs.is_top1.sum()]
+        added = torch.stack([sum_.to(torch.float32) for sum_ in sums])
+        with self._lock:
+            self._sums[batch].append(added)
+
+    def values(self) -> dict[str, list[float]]:
+        """TRL's metrics, one value per batch; none if no microbatch was counted."""
+        entropies, accuracies = [], []
+        for batch in sorted(self._sums):
+            valid, entropy, correct = torch.stack([sums.cpu().double() for sums in self._sums[batch]]).sum(0).tolist()
+            entropies.append(entropy / valid if valid else 0.0)
+            accuracies.append(correct / valid if valid else 0.0)
+        return {"entropy": entropies, "mean_token_accuracy": accuracies} if entropies else {}
+
+
+class _Watched(ModelStandIn):
+    """Counts what a microbatch's answer says about tokens."""
+
+    def __init__(self, replay: Replay, tally: Tally) -> None:
+        super().__init__(replay)  # type: ignore[arg-type]  # reads fall through to it, and on to the model
+        self._replay = replay
+        self._tally = tally
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._replay(*args, **kwargs)
+        if isinstance(outputs, FusedCausalLMOutput):
+            self._tally.add(self._replay.batch, outputs)
+        return outputs
+
+
+class FusedAnswer(ModelAnswer):
+    """The last layer answers with per-token values. See [Note: fused head]."""
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        asked = {name: value for name, value in given.items() if name != "fused_lm_head"}
+        return asked | {"readout": _read_out} if given.get("fused_lm_head") else asked
+
+
+class LogitsAnswer(ModelAnswer):
+    """The pipeline runs the model without labels; every call is answered with those logits or what they say."""
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in given.items() if name not in ("fused_lm_head", "labels")}
+
+    def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
+        return _of_logits(outputs.logits, given["labels"]) if given.get("fused_lm_head") else outputs
+
+    def repeat(self) -> None:
+        """TRL calls the model for its loss, then for its metrics."""
+
+
+def _read_out(head: Any, hidden_states: torch.Tensor, labels: torch.Tensor | None) -> Any:
+    if labels is None:
+        raise ConfigError("RoundPipeSFTTrainer needs labels in every batch; the data collator made none")
+    return fused_outputs(head.config, head.head, hidden_states, labels)
+
+
+def _of_logits(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+    """What the fused head says."""
+    targets = labels[:, 1:].to(logits.device)
+    mask = targets != _IGNORED
+    log_p = logits[:, :-1].float().log_softmax(dim=-1)
+    chosen = targets.clamp(min=0).unsqueeze(-1)
+    return FusedCausalLMOutput(
+        log_probs=log_p.gather(-1, chosen).squeeze(-1).masked_fill(~mask, 0.0),
+        entropy=-(log_p.exp() * log_p).sum(dim=-1).masked_fill(~mask, 0.0),
+        is_top1=(log_p.argmax(dim=-1) == targets) & mask,
+        label_mask=mask,
+    )
