@@ -7,7 +7,7 @@ Each setting trains for some steps in a process of its own; what counts is the m
 shared pages, looked at every few milliseconds), less what it had before the model was made. A virtual device's slots
 and sums are host memory too: layers are many and visited one by one, so that they are small beside the rest, and are
 left in the figure. Asynchronous figures have up to 2 bytes more where an update is so slow that the next call's
-gradients land beside those it still reads.
+gradients offload beside those it still reads.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def one_pass(arrays: Arrays) -> None:
 
 
 def two_passes(arrays: Arrays) -> None:
-    """As for asynchronous steps without memory for a second working copy: publishing is a pass of its own."""
+    """As for asynchronous steps without memory for a second working copy: writing back is a pass of its own."""
     for matrices in arrays.layers():
         updates.compute([UpdateInto(update_of(each), None) for each in matrices])
     for each in arrays.matrices():
@@ -175,7 +175,7 @@ def main() -> None:
             "torch: cast, fused AdamW, cast": (three_passes, BYTES),
             "torch: fused AdamW alone": (fused, BYTES),
             "torch's kernels in chunks": (in_chunks, BYTES),
-            "update, then publishing": (two_passes, BYTES),
+            "update, then writing back": (two_passes, BYTES),
             "one pass": (one_pass, BYTES),
             "gradient norm": (norm, 2),
         }

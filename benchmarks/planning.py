@@ -16,7 +16,7 @@ from roundpipe.autoplan.planner import Planner
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.working import ParameterStore
-from roundpipe.plan.costs import LayerCosts, Round
+from roundpipe.plan.costs import LayerCosts, Workload
 from roundpipe.plan.execute_plan import plan_for
 
 MIB = 2**20
@@ -39,7 +39,7 @@ def blocks(count: int) -> LayerCosts:
         backward=(41.2,) * count,
         weight_bytes=(416 * MIB,) * count,
         gradient_bytes=(832 * MIB,) * count,
-        landed_bytes=(416 * MIB,) * count,
+        offloaded_bytes=(416 * MIB,) * count,
         saved_bytes=(1100 * MIB,) * count,
         passing_bytes=(220 * MIB,) * count,
         input_bytes=(64 * MIB,) * count,
@@ -68,14 +68,14 @@ def main() -> None:
     count = parser.parse_args().layers
     print(f"{count} layers: a known plan takes {known_plan_ms(count):.2f} ms; a new one, ms:")
     print("devices  shares  memory  steps  plan")
-    for devices, may_share, budget, overlaps in product((1, 2, 8), (False, True), (inf, 20e9), (False, True)):
+    for devices, may_share, limit, overlaps in product((1, 2, 8), (False, True), (inf, 20e9), (False, True)):
         if may_share and devices == 1:
             continue
-        round_ = Round(
-            num_devices=devices, num_microbatches=16, overlaps=overlaps, budget_bytes=budget, may_share=may_share
+        workload = Workload(
+            num_devices=devices, num_microbatches=16, overlaps=overlaps, limit_bytes=limit, may_share=may_share
         )
-        ms = milliseconds(lambda round_=round_: plan_for("fused", blocks(count), round_), repeats=3)  # type: ignore[misc]
-        memory, steps = "ample" if budget == inf else "20 GB", "async" if overlaps else "sync"
+        ms = milliseconds(lambda workload=workload: plan_for("fused", blocks(count), workload), repeats=3)  # type: ignore[misc]
+        memory, steps = "ample" if limit == inf else "20 GB", "async" if overlaps else "sync"
         print(f"{devices:7}  {'yes' if may_share else 'no':6}  {memory:6}  {steps:5}  {ms:6.1f}")
 
 

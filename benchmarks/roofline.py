@@ -17,7 +17,7 @@ from roundpipe.trace.profile import Block
 Intervals = list[tuple[float, float]]
 """Sorted, without overlap; seconds."""
 
-_OPTIMIZER = {"step_fn", "update", "publish", "commit"}
+_OPTIMIZER = {"step_fn", "update", "write_back", "commit"}
 TRACED_STEPS = 2
 
 
@@ -61,7 +61,7 @@ def summary(blocks: Sequence[Block], begin: float, end: float, steps: int) -> Re
     """Seconds of each step between ``begin`` and ``end``, of the average device.
 
     ``compute_s``, ``up_s``, ``down_s``, ``optimizer_s``: how long that lane or thread was busy. ``uneven_s``: by how
-    much microbatches were on the compute lane longer than the fastest of their visit's kind, which is what they waited
+    much microbatches were on the compute lane longer than the fastest of their stage run's kind, which is what they waited
     inside. ``idle_s``: what else ran while nothing was computed, in this order: weights on their way up, the optimizer,
     gradients on their way down; the rest is nobody's.
     """
@@ -122,8 +122,8 @@ def _uneven(computed: Sequence[Block], begin: float, end: float) -> float:
 
 
 def _kind(block: Block) -> object:
-    visit = block.fields["action"].visit
-    return visit.pass_, visit.layers
+    stage_run = block.fields["action"].stage_run
+    return stage_run.pass_, stage_run.layers
 
 
 def _clipped(blocks: Iterable[Block], begin: float, end: float) -> Intervals:

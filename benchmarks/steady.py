@@ -22,9 +22,9 @@ TOLERATED_MB = 64
 
 
 class Footprint(NamedTuple):
-    """Bytes, and a count since the process began. ``seated``: of optimizer state on GPUs, and of weights there."""
+    """Bytes, and a count since the process began. ``on_device``: of optimizer state on GPUs, and of weights there."""
 
-    seated: int
+    on_device: int
     host: int
     allocated: int
     reserved: int
@@ -37,7 +37,7 @@ def footprint(trained: Training) -> Footprint:
     cards = range(torch.cuda.device_count())
     statistics = [torch.cuda.memory_stats(card) for card in cards]
     return Footprint(
-        seated=trained.engine.statistics()["seat_bytes"],
+        on_device=trained.engine.statistics()["device_state_bytes"],
         host=_host_bytes(),
         allocated=sum(torch.cuda.memory_allocated(card) for card in cards),
         reserved=sum(torch.cuda.memory_reserved(card) for card in cards),
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
                 trained.step(tokens)
                 steps += 1
             now = footprint(trained)
-            if now.seated == looks[0].seated:
+            if now.on_device == looks[0].on_device:
                 looks.append(now)
             else:
                 looks, steps, began = [now], 0, time.monotonic()

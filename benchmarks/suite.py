@@ -132,9 +132,9 @@ def run_row(row: Row, extra: list[str], out: Path, limit_s: float) -> Record:
     return {"row": row.command, "became": became, "figure": figure, "s": time.monotonic() - began}
 
 
-def run(rows: list[Row], out: Path, budget_s: float, extra: list[str]) -> list[Record]:
-    """All rows; one that cannot end within the budget is not begun."""
-    deadline, results = time.monotonic() + budget_s, []
+def run(rows: list[Row], out: Path, limit_s: float, extra: list[str]) -> list[Record]:
+    """All rows; one that cannot end within the limit is not begun."""
+    deadline, results = time.monotonic() + limit_s, []
     for row in rows:
         left = deadline - time.monotonic()
         if left < min(row.limit_s, 30):
@@ -167,7 +167,7 @@ def main() -> int:
     extra = ["--tiny"] if options.tiny else []
     if options.tiny:
         rows = [Row(row.command, 5 * row.limit_s) for row in rows]  # because a CPU is slower than the model is small
-    results: list[dict[str, Any]] = run(rows, options.out, options.budget_s, extra)
+    results: list[dict[str, Any]] = run(rows, options.out, options.limit_s, extra)
     print(f"\n{table(results, ['row', 'became', 'figure', 's'])}")
     return int(any(result["became"] != "ok" for result in results))
 

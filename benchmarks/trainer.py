@@ -44,7 +44,7 @@ COLUMNS = [
     "base_gb", "growth_gb", "growth_of_base", "loss_first", "loss_last",
 ]  # fmt: skip
 PART_BYTES = 2**30
-# Working copy, master, two moments and a landed gradient that its sum outlives: what training itself needs.
+# Working copy, master, two moments and a offloaded gradient that its sum outlives: what training itself needs.
 BYTES_PER_TRAINABLE = 2 + 4 + 8 + 2
 
 

@@ -6,7 +6,7 @@ from roundpipe.testing.adversarial import AdversarialDevice
 class FullDevice(AdversarialDevice):
     """Tells planners that it has next to no room, so that all kept inputs wait on the host."""
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return 1
 
 

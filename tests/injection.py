@@ -28,10 +28,10 @@ MICROBATCHES = 3
 SPILLING_SITES = ["spill", "fetch"]
 """Reached on devices without room, whose kept inputs wait on the host."""
 SITES = [
-    *["upload", "fetch", "forward", "fused", "loss", "fused backward", "recompute", "backward", "landing"],
+    *["upload", "fetch", "forward", "fused", "loss", "fused backward", "recompute", "backward", "offloading"],
     *(pytest.param(site, marks=pytest.mark.slow) for site in ("arrival", "spill")),
 ]
-LATE_SITES = ["recompute", "backward", "landing"]
+LATE_SITES = ["recompute", "backward", "offloading"]
 """What may still be to come when a call that draws nothing has returned."""
 
 
@@ -77,7 +77,7 @@ class HookedDevice(AdversarialDevice):
     def __init__(self, index: int, num_bytes: int | None = None) -> None:
         super().__init__(index, num_bytes=num_bytes)
         _report_copies(self.up, "upload", "fetch")
-        _report_copies(self.down, "landing", "spill")
+        _report_copies(self.down, "offloading", "spill")
         _report_arrivals(self.up)
 
 
@@ -336,7 +336,7 @@ def held(engine: RoundPipe) -> Held:
     Free blocks, free gradient memory and devices' copies of buffers are let go of first: how many there ever were is
     a matter of timing, and which device has come by a layer with a buffer one of how many calls there were.
     """
-    engine._host.crew.blocks.clear()
+    engine._host.worker_pool.blocks.clear()
     engine._host.buffers.clear()
     for executor in engine._pipeline._executors:
         executor._replicas.buffers.clear()

@@ -1,6 +1,6 @@
 """A layer whose backward waits, for tests of what the caller does after a call has returned and before its late part.
 
-The late part of `forward_backward` are the backward visits after the fused one. `LATE` makes two of them, of which the
+The late part of `forward_backward` are the backward stage runs after the fused one. `LATE` makes two of them, of which the
 first pauses; the layers below are recomputed after it.
 """
 

@@ -130,8 +130,8 @@ class Reference:
         self._load_working(self._versions[max(steps_taken - self._staleness, self._flushed_at)])
         call = plain_call(self._working, microbatches, loss_fn)
         for name, gradient in call.gradients.items():
-            landed = gradient if self._grad_dtype is None else gradient.to(self._grad_dtype).to(gradient.dtype)
-            self._gradients[name] = self._gradients[name] + landed if name in self._gradients else landed
+            offloaded = gradient if self._grad_dtype is None else gradient.to(self._grad_dtype).to(gradient.dtype)
+            self._gradients[name] = self._gradients[name] + offloaded if name in self._gradients else offloaded
         return call.loss
 
     def step(self, before_update: Callable[[Iterable[Tensor]], object] | None = None) -> None:

@@ -3,14 +3,14 @@
 import pytest
 from roofline import bounds_of, line, summary
 
-from roundpipe.plan.actions import Action, Op, Pass, Visit
+from roundpipe.plan.actions import Action, Op, Pass, StageRun
 from roundpipe.trace.profile import Block
 
 RATES = {"bf16 matmul": 1.0, "H2D": 2.0, "D2H": 4.0, "host AdamW (torch fused)": 0.5}
 
 
 def on_lane(lane: str, start: float, end: float, device: int = 0, pass_: Pass = Pass.FUSED) -> Block:
-    action = Action(Op.COMPUTE, Visit(pass_, 0, range(2), device, range(2)), 0)
+    action = Action(Op.COMPUTE, StageRun(pass_, 0, range(2), device, range(2)), 0)
     return Block(f"cuda:{device} {lane}", repr(action), start, end, {"device": f"cuda:{device}", "action": action})
 
 
@@ -30,8 +30,8 @@ def test_time_in_which_nothing_is_computed_is_laid_to_what_else_ran() -> None:
         on_lane("compute", 8, 12),
         on_lane("weights up", 2, 5),
         on_thread("update", 4, 8),
-        on_thread("wait_landed", 0, 16),
-        on_thread("publish", 14, 15),
+        on_thread("wait_offloaded", 0, 16),
+        on_thread("write_back", 14, 15),
         on_lane("gradients down", 9, 12),
         on_lane("gradients down", 14, 15),
     ]
@@ -41,7 +41,7 @@ def test_time_in_which_nothing_is_computed_is_laid_to_what_else_ran() -> None:
     assert (found["up_s"], found["optimizer_s"], found["down_s"]) == (1.5, 2.5, 2.0)
 
 
-def test_what_a_microbatch_takes_longer_than_the_fastest_of_its_visit_is_waiting() -> None:
+def test_what_a_microbatch_takes_longer_than_the_fastest_of_its_stage_run_is_waiting() -> None:
     blocks = [on_lane("compute", 0, 5), on_lane("compute", 5, 7), on_lane("compute", 7, 9)]
     other = [on_lane("compute", 9, 10, pass_=Pass.BACKWARD)]
     assert summary([*blocks, *other], begin=0, end=10, steps=1)["uneven_s"] == 3

@@ -25,7 +25,7 @@ def test_rows_that_fail_or_do_not_end_leave_the_others_alone(scripts: Path) -> N
     out = scripts / "run.jsonl"
     out.write_text('{"bench": "before"}\n')
     rows = [Row("failing.py", 60), Row("endless.py", 1), Row("good.py 'one word'", 60)]
-    results = suite.run(rows, out, budget_s=100, extra=[])
+    results = suite.run(rows, out, limit_s=100, extra=[])
     assert [result["became"] for result in results] == ["failed (3)", "stopped after 1 s", "ok"]
     assert [result["figure"] for result in results] == [1, "-", 5]
     records = [json.loads(line) for line in out.read_text().splitlines()]
@@ -34,7 +34,7 @@ def test_rows_that_fail_or_do_not_end_leave_the_others_alone(scripts: Path) -> N
 
 
 def test_a_row_is_not_begun_without_time_for_it(scripts: Path) -> None:
-    results = suite.run([Row("good.py x", 60)], scripts / "run.jsonl", budget_s=1, extra=[])
+    results = suite.run([Row("good.py x", 60)], scripts / "run.jsonl", limit_s=1, extra=[])
     assert results[0]["became"].startswith("not begun")
 
 

@@ -53,7 +53,7 @@ def test_speed_of_the_optimizer_does_not_matter(
 
 
 def test_a_slow_update_consumes_the_gradients_of_its_own_step(devices: DeviceSet, engines: Engines) -> None:
-    """The gradients are recorded inside the slow `step`, after the next call's may already have begun to land."""
+    """The gradients are recorded inside the slow `step`, after the next call's may already have begun to offload."""
     seen: list[dict[str, torch.Tensor]] = []
 
     class Recording(PausingSGD):

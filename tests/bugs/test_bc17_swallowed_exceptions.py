@@ -205,7 +205,7 @@ def test_the_trap_itself_is_transparent() -> None:
 def test_an_error_in_step_fn_arrives_and_the_next_step_works(
     is_async: bool, devices: DeviceSet, engines: Engines
 ) -> None:
-    """At the call when synchronous, at the latest at the next engine call when not; nothing was published."""
+    """At the call when synchronous, at the latest at the next engine call when not; nothing was written back."""
     TRAP.set(None)
     engine = engines(make_model().eval(), devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
@@ -329,7 +329,7 @@ def test_a_failure_after_the_call_returned_cancels_the_step_that_waits_for_it(
     with pytest.raises(Boom):
         engine.synchronize()
     TRAP.set(None)
-    assert stepped == [True], "the step ran on gradients that never landed"
+    assert stepped == [True], "the step ran on gradients that never offloaded"
     devices.check(engine_weights(engine), start)
     expected = plain_call(make_copy(model, start), BATCH.split(MICROBATCHES), BATCH.loss_fn)
     run_batch(engine, BATCH, MICROBATCHES, execute_plan=plan)

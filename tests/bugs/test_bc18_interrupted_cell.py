@@ -25,7 +25,7 @@ from models import make_mlp, mlp_batch, squared_error_over
 from optimizers import PATIENCE_S
 from reference import Reference, weights_of
 from roundpipe import RoundPipe
-from roundpipe.threads.mailbox import Board
+from roundpipe.threads.mailbox import Mailbox
 
 NUM_STEPS = 4
 CELL = compile(
@@ -59,13 +59,13 @@ CELL = compile(
 @contextmanager
 def told() -> Iterator[threading.Event]:
     """Set once a call knows that it is over."""
-    event, fail = threading.Event(), Board.fail
+    event, fail = threading.Event(), Mailbox.fail
 
-    def noted(board: Board, error: BaseException) -> None:
-        fail(board, error)
+    def noted(mailbox: Mailbox, error: BaseException) -> None:
+        fail(mailbox, error)
         event.set()
 
-    with mock.patch.object(Board, "fail", noted):
+    with mock.patch.object(Mailbox, "fail", noted):
         yield event
 
 

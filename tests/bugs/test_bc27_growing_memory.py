@@ -59,7 +59,7 @@ def rows_of(number: int) -> int:
 
 
 def use_all_buffers(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """An asynchronous step may still use the gradients of one call while those of the next land: two sets of memory.
+    """An asynchronous step may still use the gradients of one call while those of the next offload: two sets of memory.
 
     Whether they are ever both needed depends on timing, so it is made sure here.
     """
@@ -158,7 +158,7 @@ def test_saving_takes_at_most_one_copy(engines: Engines, tmp_path: Path) -> None
 
 
 def test_optimizer_state_is_as_large_as_documented(engines: Engines) -> None:
-    """Two fp32 moments: 8 bytes a parameter; masters 4, and gradients no more than they land in."""
+    """Two fp32 moments: 8 bytes a parameter; masters 4, and gradients no more than they offload in."""
     engine = engines(make_mlp(2, WIDTH), TWO)
     optimizer = torch.optim.AdamW(engine.optim_parameters(), lr=1e-3)
     for _ in range(3):

@@ -25,7 +25,7 @@ def make(name: str) -> Any:
 
 
 def train(engines: Engines, model: Any) -> Any:
-    """Two asynchronous steps: nothing has been published when the saving begins."""
+    """Two asynchronous steps: nothing has been written back when the saving begins."""
     engine = engines(model)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     for _ in range(2):

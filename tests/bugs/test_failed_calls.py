@@ -1,7 +1,7 @@
 """A call or step that failed had counted already, or hung.
 
 A call's gradients, buffers and random numbers were the user's before its outputs were merged, which may raise: repeated
-after the error, it counted twice. A synchronous step that failed marked the asynchronous one before it as published
+after the error, it counted twice. A synchronous step that failed marked the asynchronous one before it as written back
 although it never was, so calls went on at weights two steps old. And a device that dies, as CUDA does after a device
 assert, raised from the very waits that end a call, so that its caller waited for ever.
 """

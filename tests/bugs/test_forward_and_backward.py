@@ -42,7 +42,7 @@ def evaluate(engine: RoundPipe) -> None:
     [RoundPipe.state_dict, RoundPipe.synchronize, lambda engine: list(engine.parameters()), evaluate],
     ids=["state_dict", "synchronize", "parameters", "evaluation"],
 )
-def test_publishing_an_update_between_forward_and_backward_is_refused(
+def test_writing_back_an_update_between_forward_and_backward_is_refused(
     between: Callable[[RoundPipe], object], devices: DeviceSet, engines: Engines
 ) -> None:
     """The update was asynchronous, so the forward was at the weights before it."""

@@ -2,8 +2,8 @@
 
 Optimizers work on masters, copies at their own precision. They followed a load only for keys spelled as the parameters
 are, and only if nothing was raised: a hook that renames keys (torch's own, for weight norm of older checkpoints), or a
-strict error after some keys had been loaded, left masters behind, and the next step published those. Likewise
-`reload_parameters` threw away the update that was still to be published.
+strict error after some keys had been loaded, left masters behind, and the next step written back those. Likewise
+`reload_parameters` threw away the update that was still to be written back.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ def train(engine: RoundPipe, optimizer: torch.optim.Optimizer, *, is_async: bool
 
 
 def without_learning(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Its next steps publish the masters as they are."""
+    """Its next steps write back the masters as they are."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     return optimizer
@@ -110,7 +110,7 @@ def test_masters_follow_what_a_failing_load_has_loaded(
     devices.check(engine_weights(engine), held)
 
 
-def test_reloading_while_an_update_is_to_be_published_is_refused(devices: DeviceSet, engines: Engines) -> None:
+def test_reloading_while_an_update_is_to_be_written_back_is_refused(devices: DeviceSet, engines: Engines) -> None:
     """The weights that were changed are older than the masters: either would be lost. After synchronize() it works."""
     model = make_mlp()
     engine = engines(model, devices)

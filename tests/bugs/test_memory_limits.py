@@ -2,14 +2,14 @@
 
 The parts of a model that is no sequence peaked at nearly twice `max_gpu_memory`. A backward round held the gradients
 that it had handed on until the whole backward pass was over. The worker ran ahead of the copies that were to take kept
-inputs and gradients down to the host, visit after visit, and all that time their memory was in use. Outputs were not
+inputs and gradients down to the host, stage run after stage run, and all that time their memory was in use. Outputs were not
 counted, and those left on the device were copied there for fear that somebody else might hold them. Parts were promised
 room by guesses in the first call, although the size of what goes in is known. And where no guess fitted, the planner's
 error held all that its callers had on devices, until a collection came.
 
 Long sequences through a large frozen model: before anything was measured, layers stayed on the device as if there were
 no activations; slots of an earlier plan were kept, and those given back were held by replicas waiting for their next
-visit; and a plan that had run out of memory was tried again and again. A frozen model whose inputs train was planned
+stage run; and a plan that had run out of memory was tried again and again. A frozen model whose inputs train was planned
 for as if it had no backward.
 
 The devices here count what is on them. The adversarial one copies as late as it may.
@@ -31,7 +31,7 @@ from engines import engine_gradients
 from models import Batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.autoplan.free_memory import Leftover
+from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.slots import SlotPool
 from roundpipe.testing.adversarial import AdversarialDevice
@@ -48,7 +48,7 @@ class Limited(VirtualDevice):
         super().__init__(0, AMPLE)
         self.limit = limit
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return self.limit
 
 
@@ -57,7 +57,7 @@ class LimitedAdversary(AdversarialDevice):
         super().__init__(0, num_bytes=AMPLE)
         self.limit = limit
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return self.limit
 
 
@@ -170,7 +170,7 @@ def test_chained_engines_let_go_of_what_they_have_handed_on(kind: Any) -> None:
 
 
 def test_gradients_are_down_before_more_are_made() -> None:
-    """While a visit sums, those of one visit more may be on their way, however late the copies are."""
+    """While a stage run sums, those of one stage run more may be on their way, however late the copies are."""
     torch.manual_seed(0)
     layers, x = [nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(10)], torch.randn(8, 4 * WIDTH)
     single = [range(layer, layer + 1) for layer in range(10)]
@@ -197,7 +197,7 @@ def frozen_but_the_last(length: int) -> nn.Sequential:
 
 @of_both_kinds
 def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    monkeypatch.setattr(FreeMemory, "resident_layers", lambda *_, **__: frozenset())
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
     device = kind(8 * sum(parameter.nbytes for parameter in model[0].parameters()))
     layers = [range(index, index + 1) for index in range(12)]
@@ -214,7 +214,7 @@ def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytes
 @of_both_kinds
 def test_slots_of_plans_in_turn_stay_where_there_is_room(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and evaluation, or short and long batches: to give slots back is to wait for lanes."""
-    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    monkeypatch.setattr(FreeMemory, "resident_layers", lambda *_, **__: frozenset())
     dropped: list[int] = []
     keep_only = SlotPool.keep_only
     monkeypatch.setattr(SlotPool, "keep_only", lambda *given: (dropped.append(1), keep_only(*given)))

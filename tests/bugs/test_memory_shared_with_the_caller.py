@@ -1,6 +1,6 @@
 """Labels, inputs, losses or outputs were changed in place after `forward_backward` had returned, and so its gradients.
 
-The call returns while backward visits go on. Where a tensor handed in or out was the very memory that autograd had
+The call returns while backward stage runs go on. Where a tensor handed in or out was the very memory that autograd had
 saved for them, whatever the caller did to it counted: silently through numpy, as an error of a later call through
 torch, even for `loss /= 10`.
 """

@@ -1,7 +1,7 @@
 """A model that had an engine was given another one, and training went on from the wrong weights.
 
 The story: a test of a model that is wrapped again failed now and then. The last update of an asynchronous step is not
-published until somebody flushes, and nobody did: the new engine began one update back, or wherever the first one's
+written back until somebody flushes, and nobody did: the new engine began one update back, or wherever the first one's
 thread was at that moment. What it trained was then overwritten when the first was closed. And of two engines that were
 both kept, each went on from its own copies of the weights, whatever the other had made of them.
 """
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 SEQUENCE = Case(make_mlp, {})
 CASES = {
     "sequence": SEQUENCE,
-    "seated": Case(make_mlp, {"max_gpu_memory": 1.0}, roundpipe.optim),
+    "on_device": Case(make_mlp, {"max_gpu_memory": 1.0}, roundpipe.optim),
     "in parts": Case(make_branches, {"upper_threshold": 100}),
 }
 
@@ -255,7 +255,7 @@ def test_what_failed_in_the_first_engine_is_raised_once(wrap: Wrap) -> None:
     assert_same(model, plain)
 
 
-def test_an_engine_that_cannot_publish_stops_the_others_until_it_is_closed(
+def test_an_engine_that_cannot_write_back_stops_the_others_until_it_is_closed(
     case: Case, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of its weights may be in the model. They say whose they are, and go on from what is there."""
@@ -271,7 +271,7 @@ def test_an_engine_that_cannot_publish_stops_the_others_until_it_is_closed(
         raise OSError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(first._masters, "publish", fail)
+        patch.setattr(first._masters, "write_back", fail)
         train(first, sgd(first.optim_parameters(), case), 0, is_async=False)
         for use in (second, second, lambda _: wrap(model, case)):
             with pytest.raises(OSError, match="no room") as raised:
@@ -292,7 +292,7 @@ def test_an_engine_that_cannot_publish_stops_the_others_until_it_is_closed(
     assert_same(model, plain)
 
 
-def test_what_was_not_published_at_the_close_is_published_when_others_go_on(
+def test_what_was_not_written_back_at_the_close_is_written_back_when_others_go_on(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The close raised it, and what was in the way is gone."""
@@ -303,7 +303,7 @@ def test_what_was_not_published_at_the_close_is_published_when_others_go_on(
         raise OSError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(first._masters, "publish", fail)
+        patch.setattr(first._masters, "write_back", fail)
         train(first, sgd(first.optim_parameters()), 0, is_async=False)
         with pytest.raises(OSError, match="no room"):
             first.close()

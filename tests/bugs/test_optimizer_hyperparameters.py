@@ -2,7 +2,7 @@
 
 `roundpipe.optim.Adam(decoupled_weight_decay=True)` decayed as Adam does by default. An optimizer made after the first
 step was not known to the engine, which so read its learning rate when the update ran instead of when it was asked for.
-And a gradient that `step_fn` had kept, for a log, changed when the next call landed its own in the same memory.
+And a gradient that `step_fn` had kept, for a log, changed when the next call offloaded its own in the same memory.
 """
 
 from collections.abc import Callable, Iterable

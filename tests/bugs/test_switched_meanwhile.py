@@ -1,4 +1,4 @@
-"""What the user switches, replaces or removes while late visits of a call still run belongs to later calls.
+"""What the user switches, replaces or removes while late stage runs of a call still run belongs to later calls.
 
 The story: `forward_backward` returns when the losses are known; another adapter was set, or a hook removed, before the
 last stages had been through their backward. They recomputed with what was there by then, and the gradients of the
@@ -45,12 +45,12 @@ def late_plan(num_layers: int) -> RoundPipeRunConfig:
 def gradients(
     engine: RoundPipe, run: Callable[[], object], gate: Gate, switch: Callable[[], None], *, late: bool
 ) -> dict[str, Tensor]:
-    """Of one call; ``switch`` comes while its last visit still runs, or after it."""
+    """Of one call; ``switch`` comes while its last stage run still runs, or after it."""
     if not late:
         gate.open()
     run()
     if not late:
-        with OptimizerCtx():  # waits for all visits
+        with OptimizerCtx():  # waits for all stage runs
             pass
     switch()
     gate.open()

@@ -18,7 +18,7 @@ def sha256(data: bytes) -> str:
 
 @pytest.fixture
 def asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asset:
-    """A published asset: pip finds its wheel in a folder and asks nobody else."""
+    """A written back asset: pip finds its wheel in a folder and asks nobody else."""
     index = tmp_path / "index"
     index.mkdir()
     wheel = index / "tiny_asset-1.0-py3-none-any.whl"

@@ -29,7 +29,6 @@ from reference import buffers_of
 from roundpipe import RoundPipe
 from roundpipe.params.masters import Masters
 from roundpipe.params.working import LayerParameters
-from roundpipe.step import write_back
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 
@@ -64,7 +63,7 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", SITES)
 def test_a_failed_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
-    """With dropout a call returns after its last visit, so that every failure is a failure of the call itself."""
+    """With dropout a call returns after its last stage run, so that every failure is a failure of the call itself."""
     twin = make_engine(engines, count, 0.3, site)
     call(twin)
     engine = make_engine(engines, count, 0.3, site)
@@ -151,21 +150,21 @@ def test_a_step_after_the_error_was_raised_is_not_cancelled(
     ONE.check(engine_weights(engine), engine_weights(twin))
 
 
-# Publishing. Its error is injected where masters are written to working copies, which no user code takes part in.
+# Writing back. Its error is injected where masters are written to working copies, which no user code takes part in.
 
 
 @contextmanager
-def failing_to_publish(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    publish = Masters.publish
+def failing_to_write_back(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    write_back = Masters.write_back
 
     def failing(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
         if layers[0].layer == layer:
-            INJECTION.reach("publish")
-        publish(self, layers, *rest)
+            INJECTION.reach("write_back")
+        write_back(self, layers, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)
-        patch.setattr(Masters, "publish", failing)
+        patch.setattr(Masters, "write_back", failing)
         yield
         assert not INJECTION.is_armed
 
@@ -173,7 +172,7 @@ def failing_to_publish(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("layer", [0, 6])
 @pytest.mark.parametrize("then", ["read", "call"])
-def test_an_update_that_could_not_be_published_is_published_later(
+def test_an_update_that_could_not_be_written_back_is_written_back_later(
     then: str, layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The masters have it. Whatever comes next raises the error once, also if it waits for those very weights."""
@@ -184,9 +183,9 @@ def test_an_update_that_could_not_be_published_is_published_later(
 
     def step_fn() -> None:
         optimizers[0].step()
-        INJECTION.arm("publish", raise_boom, at=1)
+        INJECTION.arm("write_back", raise_boom, at=1)
 
-    with failing_to_publish(layer, monkeypatch), pytest.raises(Boom, match="injected"):
+    with failing_to_write_back(layer, monkeypatch), pytest.raises(Boom, match="injected"):
         step_and_go_on(engine, step_fn, then, is_async=False)
     if then == "call":
         call(engine)
@@ -198,7 +197,7 @@ def test_an_update_that_could_not_be_published_is_published_later(
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("layer", [0, 6])
-def test_an_asynchronous_step_that_cannot_publish_the_one_before_is_cancelled(
+def test_an_asynchronous_step_that_cannot_write_back_the_one_before_is_cancelled(
     layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that waits for those weights fails instead of waiting forever; the step before is not lost."""
@@ -207,8 +206,8 @@ def test_an_asynchronous_step_that_cannot_publish_the_one_before_is_cancelled(
     for one, optimizer in zip((engine, twin), optimizers, strict=True):
         one.step(optimizer.step).wait()
         call_only(one)
-    INJECTION.arm("publish", raise_boom, at=1)
-    with failing_to_publish(layer, monkeypatch), pytest.raises(Boom, match="injected"):
+    INJECTION.arm("write_back", raise_boom, at=1)
+    with failing_to_write_back(layer, monkeypatch), pytest.raises(Boom, match="injected"):
         step_and_go_on(engine, optimizers[0].step, "call", is_async=True)
     ONE.check(engine_weights(engine), engine_weights(twin))
     for one in (engine, twin):
@@ -227,18 +226,18 @@ def step_and_go_on(engine: RoundPipe, step_fn: Callable[[], object], then: str, 
 def test_gradients_on_their_way_down_keep_their_memory_when_another_device_fails(engines: Engines) -> None:
     """The fused stage's device is done, its copies are not: what they write to may be given up only after them."""
     engine = make_engine(engines, 3, 0.3)
-    landed = threading.Event()
-    count_landings(engine, landed)
-    INJECTION.arm("backward", lambda: raise_boom() if landed.wait(PATIENCE_S) else None, at=3)
+    offloaded = threading.Event()
+    count_landings(engine, offloaded)
+    INJECTION.arm("backward", lambda: raise_boom() if offloaded.wait(PATIENCE_S) else None, at=3)
     with suppress(Boom):
         call(engine)
-    assert landed.is_set()
+    assert offloaded.is_set()
     gc.collect()
     call(engine)
     check_no_fault(engine)
 
 
-def count_landings(engine: RoundPipe, landed: threading.Event) -> None:
+def count_landings(engine: RoundPipe, offloaded: threading.Event) -> None:
     """Sets the event when the gradients of the fused stage have all been queued."""
     counts = (len(list(layer.parameters())) for layer in list(engine.model.children())[4:])
     left = sum(count + 1 for count in counts if count)  # each layer's norms go down too
@@ -250,6 +249,6 @@ def count_landings(engine: RoundPipe, landed: threading.Event) -> None:
             copy_(target, source)
             left -= 1
             if left == 0:
-                landed.set()
+                offloaded.set()
 
         device.down.copy_ = counted  # type: ignore[method-assign]

@@ -25,7 +25,6 @@ from reference import buffers_of
 from roundpipe import RoundPipe
 from roundpipe.params.masters import Masters
 from roundpipe.params.working import LayerParameters
-from roundpipe.step import write_back
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 
@@ -63,7 +62,7 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", SITES)
 def test_an_interrupted_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
-    """With dropout a call returns after its last visit, so that every interrupt meets the call itself."""
+    """With dropout a call returns after its last stage run, so that every interrupt meets the call itself."""
     twin = make_engine(engines, count, 0.3, site)
     call(twin)
     engine = make_engine(engines, count, 0.3, site)
@@ -91,7 +90,9 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(site: str, count: int, en
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
     memory = held(engine)
     with Interruption(is_allowed=False) as interruption:
-        INJECTION.arm(site, interruption.hang, at=2 if site != "landing" else 1 + landed_by_the_fused_stage(engine))
+        INJECTION.arm(
+            site, interruption.hang, at=2 if site != "offloading" else 1 + offloaded_by_the_fused_stage(engine)
+        )
         call_only(engine)
         with pytest.raises(KeyboardInterrupt):
             allow_and_synchronize(engine, interruption)
@@ -104,8 +105,8 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(site: str, count: int, en
     check_no_fault(engine)
 
 
-def landed_by_the_fused_stage(engine: RoundPipe) -> int:
-    """Its gradients go down before the losses are announced; the next one belongs to a late visit."""
+def offloaded_by_the_fused_stage(engine: RoundPipe) -> int:
+    """Its gradients go down before the losses are announced; the next one belongs to a late stage run."""
     counts = (len(list(engine.model[layer].parameters())) for layer in PLAN.bwd_plan[0])  # type: ignore[index]
     return sum(count + 1 for count in counts if count)  # each layer's norms go down too
 
@@ -173,21 +174,21 @@ def test_a_call_that_waits_for_an_update_can_be_interrupted(count: int, engines:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("layer", [0, 6])
-def test_a_call_that_waits_for_publishing_can_be_interrupted(
+def test_a_call_that_waits_for_writing_back_can_be_interrupted(
     layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
-    publish = Masters.publish
+    write_back = Masters.write_back
 
     def hanging(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
         if layers[0].layer == layer:
-            INJECTION.reach("publish")
-        publish(self, layers, *rest)
+            INJECTION.reach("write_back")
+        write_back(self, layers, *rest)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)
-        patch.setattr(Masters, "publish", hanging)
-        INJECTION.arm("publish", interruption.hang, at=1)
+        patch.setattr(Masters, "write_back", hanging)
+        INJECTION.arm("write_back", interruption.hang, at=1)
         with pytest.raises(KeyboardInterrupt):
             step_and_call(engine, optimizer)
         assert interruption.has_arrived

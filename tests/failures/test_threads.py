@@ -37,7 +37,7 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("restless")
 def test_calls_of_several_threads_do_not_wait_for_each_other(engines: Engines) -> None:
-    """Each visits both devices several times; handed out in another order on each they would."""
+    """Each stage runs both devices several times; handed out in another order on each they would."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_LAYERS)))
     engine = engines(model, TWO, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH))
     inputs = torch.randn(4, 8)

@@ -69,16 +69,16 @@ def whole_device_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("whole_device_afterwards")
-def test_the_budget_is_the_least_of_what_is_free_allowed_and_asked_for(engines: Engines) -> None:
+def test_the_limit_is_the_least_of_what_is_free_allowed_and_asked_for(engines: Engines) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     (device,) = engines(make_sleepers(1), ACCELERATORS[0]).devices
-    free = device.budget_bytes()
+    free = device.limit_bytes()
     taken = torch.empty(2**30, dtype=torch.uint8, device="cuda:0")
-    assert device.budget_bytes() == pytest.approx(free - taken.nbytes, abs=2**27)
+    assert device.limit_bytes() == pytest.approx(free - taken.nbytes, abs=2**27)
     torch.cuda.set_per_process_memory_fraction(0.25, 0)
-    assert device.budget_bytes() <= 0.25 * total - taken.nbytes
+    assert device.limit_bytes() <= 0.25 * total - taken.nbytes
     (limited,) = engines(make_sleepers(1), ACCELERATORS[0], max_gpu_memory=2**28).devices
-    assert limited.budget_bytes() == 2**28
+    assert limited.limit_bytes() == 2**28
 
 
 @pytest.mark.skipif(len(ACCELERATORS) < 2, reason="needs two GPUs")

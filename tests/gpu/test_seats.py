@@ -12,7 +12,7 @@ from engines import Engines
 from roundpipe import RoundPipe, clip_grad_norm_
 from roundpipe.autoplan.planner import Planner
 from roundpipe.device.accelerator import AcceleratorDevice
-from roundpipe.memory.copier import Pair, StagedCopies
+from roundpipe.memory.copier import Pair, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES
 from roundpipe.optim import SGD, Adam, AdamW
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def _seats_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def _device_states_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "hides_update", lambda *_: False)
 
 
@@ -68,7 +68,7 @@ def test_updates_on_the_device_are_torchs(kind: str, is_async: bool, engines: En
         reference.step()
         reference.zero_grad()
     engine.synchronize()
-    assert engine.statistics()["seat_bytes"] > 0
+    assert engine.statistics()["device_state_bytes"] > 0
     for actual, expected in zip(engine.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-4, atol=1e-5)
     for actual, expected in zip(engine.optim_parameters(), plain.parameters(), strict=True):
@@ -91,17 +91,17 @@ def test_close_gives_the_memory_back(is_async: bool) -> None:
             engine.forward_backward((x,), label=label, loss_fn=total)
             engine.step(optimizer.step, is_async=is_async)
         engine.synchronize()
-        seat_bytes = engine.statistics()["seat_bytes"]
-        assert memory() - before >= seat_bytes * 3 // 4
-    assert seat_bytes > 0
-    assert memory() - before < seat_bytes // 4
+        device_state_bytes = engine.statistics()["device_state_bytes"]
+        assert memory() - before >= device_state_bytes * 3 // 4
+    assert device_state_bytes > 0
+    assert memory() - before < device_state_bytes // 4
     assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
 
 
 def test_state_passes_through_page_locked_slices_in_the_order_of_the_lane() -> None:
     """More than all slices hold, both ways, while the lane is kept busy; what is page-locked needs none."""
     device, host_memory = AcceleratorDevice(torch.device("cuda", 0)), HostMemory("alloc", accelerated=True)
-    copies = StagedCopies(device.compute, host_memory, 1 << 40)
+    copies = PinnedCopier(device.compute, host_memory, 1 << 40)
     sizes = [NUM_SLICES * SLICE_BYTES // 2 + 3, 5, 0, SLICE_BYTES]
     hosts = [torch.randn(size) for size in sizes]
     with device.compute.work():

@@ -11,7 +11,7 @@ from device_sets import ACCELERATORS, DeviceSet
 from engines import Engines
 from roundpipe.device.accelerator import AcceleratorDevice
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES, Piece, StagingRing
+from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES, Piece, PinnedRing
 
 pytestmark = pytest.mark.gpu
 WIDTH = 2048
@@ -52,7 +52,7 @@ def test_slices_are_page_locked_and_filled_again_only_when_sent(devices: DeviceS
     """More data than the ring holds, three times over, while the lane is kept busy."""
     assert not isinstance(devices.argument, int)
     device = AcceleratorDevice(devices.argument[0])
-    ring = StagingRing(device.up, HostMemory("off", accelerated=True), largest=1 << 40)
+    ring = PinnedRing(device.up, HostMemory("off", accelerated=True), largest=1 << 40)
     assert all(arena.bytes.is_pinned() for arena in ring._slices)
     content = torch.randint(0, 255, (3 * NUM_SLICES * SLICE_BYTES + 17,), dtype=torch.uint8)
     with device.up.work():

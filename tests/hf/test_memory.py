@@ -1,6 +1,6 @@
 """A device runs out of memory: the same batch goes through in smaller pieces, and the run is what it would have been.
 
-Errors are injected at every phase of a round. What comes up in a late visit is only known when the update is due.
+Errors are injected at every phase of a round. What comes up in a late stage run is only known when the update is due.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from roundpipe_hf import RoundPipeTrainer
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])
 SITES = ["forward", "recompute"]
-OTHER_SITES = ["upload", "fused", "loss", "backward", "landing"]
+OTHER_SITES = ["upload", "fused", "loss", "backward", "offloading"]
 # 3 steps of 2 batches of 4 rows. 3 microbatches at first, so that the next try has 4.
 ROWS = token_rows(24)
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -93,7 +93,7 @@ def engines_give_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("site", [*SITES, *(pytest.param(site, marks=pytest.mark.slow) for site in OTHER_SITES)])
 def test_more_microbatches(site: str, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever runs out, the losses, norms and weights are those of enough memory; one line says what was done."""
-    with hooked_engine(has_hooked_lanes=site in ("upload", "landing")) as engine:
+    with hooked_engine(has_hooked_lanes=site in ("upload", "offloading")) as engine:
         trainer = run(make_trainer(RoundPipeTrainer, engine, ROWS, callbacks=[RunsShort(site)], **SETTINGS))
         assert_is(trainer, plain)
     assert caplog.text.count("ran out of device memory") == 1
@@ -106,7 +106,7 @@ def test_more_microbatches(site: str, plain: Any, caplog: pytest.LogCaptureFixtu
 def test_then_less_recomputed_at_a_time_then_batch_by_batch(
     site: str, times: int, plain: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line or in several, as a late visit fails before or after its call has returned."""
+    """In one line or in several, as a late stage run fails before or after its call has returned."""
     with hooked_engine() as engine:
         trainer = run(make_trainer(RoundPipeTrainer, engine, ROWS, callbacks=[RunsShort(site, times)], **SETTINGS))
         assert_is(trainer, plain)
@@ -130,7 +130,7 @@ def test_then_the_error_is_the_devices_own_and_nothing_has_happened() -> None:
 @pytest.mark.parametrize("site", ["fused", "recompute"])
 @pytest.mark.slow
 def test_with_an_asynchronous_optimizer(site: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Late visits of the first round of its size are waited for, and run again with weights just as old."""
+    """Late stage runs of the first round of its size are waited for, and run again with weights just as old."""
     runs = []
     for shortage in (None, site):
         with hooked_engine() as engine:

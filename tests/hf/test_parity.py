@@ -117,10 +117,10 @@ def test_bf16_masters_follow_fp32_training() -> None:
     norm = masters["model.norm.weight"]
     assert bool((norm != 1.0).any())
     assert bool((weights(pair.plain)["model.norm.weight"] == 1.0).all()), "plain bf16 no longer shows the difference"
-    assert_published(masters, weights(pair.ours))
+    assert_written_back(masters, weights(pair.ours))
 
 
-def assert_published(masters: dict[str, nn.Parameter], working: dict[str, Tensor]) -> None:
+def assert_written_back(masters: dict[str, nn.Parameter], working: dict[str, Tensor]) -> None:
     for name, master in masters.items():
         assert torch.equal(master.detach().to(torch.bfloat16), working[name]), name
 

@@ -25,7 +25,7 @@ AMPLE = 1 << 40
 ROWS = token_rows(24)
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 SITES = ["backward"]
-OTHER_SITES = ["forward", "fused", "landing", "loss", "recompute"]
+OTHER_SITES = ["forward", "fused", "offloading", "loss", "recompute"]
 
 
 @pytest.fixture(autouse=True)

@@ -141,8 +141,8 @@ def test_evaluates_as_the_plain_trainer(wants: str, tokenizer: PreTrainedTokeniz
     def compute_metrics(prediction: Any) -> dict[str, float]:
         return {"largest": float(prediction.predictions.max())}
 
-    wish = {"compute_metrics": compute_metrics} if wants == "logits" else {}
-    settings = {"eval_dataset": HELD_OUT, "eval_strategy": "epoch", **wish}
+    plan_key = {"compute_metrics": compute_metrics} if wants == "logits" else {}
+    settings = {"eval_dataset": HELD_OUT, "eval_strategy": "epoch", **plan_key}
     pair = Pair(*(make_trainer(cls, tokenizer, **settings) for cls in (RoundPipeSFTTrainer, SFTTrainer)))
     alone = [[without_clock(trainer.evaluate())] for trainer in pair]
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"} <= alone[0][0].keys()

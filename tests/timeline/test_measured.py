@@ -14,7 +14,7 @@ from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
 from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.autoplan.free_memory import Leftover
+from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.memory.slots import Slot, SlotPool
 from roundpipe.plan.costs import LayerCosts
@@ -109,9 +109,9 @@ def test_nothing_is_timed_below_the_first_layer_that_trains(clock: Clock, engine
 
 def test_the_first_call_which_compiles_and_allocates_is_not_timed(clock: Clock, engines: Engines) -> None:
     engine = engines(nn.Sequential(*(Slow(clock) for _ in range(4))), ONE)
-    prior = engine.planner.measured().costs()
+    estimate = engine.planner.measured().costs()
     costs = costs_after(engine, clock, 1, execute_plan=PLAN)
-    assert (costs.forward, costs.backward) == (prior.forward, prior.backward)
+    assert (costs.forward, costs.backward) == (estimate.forward, estimate.backward)
 
 
 def test_copy_rates_are_measured_each_way(clock: Clock, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_slots_are_neither_given_back_nor_made_while_a_plan_stays(
         taken[0] += pool.num_bytes - before
         return slot
 
-    monkeypatch.setattr(Leftover, "resident_layers", lambda *_, **__: frozenset())
+    monkeypatch.setattr(FreeMemory, "resident_layers", lambda *_, **__: frozenset())
     monkeypatch.setattr(SlotPool, "keep_only", counted_keep_only)
     monkeypatch.setattr(SlotPool, "take", counted_take)
     devices = SimpleNamespace(argument=[VirtualDevice(0, 100_000)])

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from engines import Engines
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.autoplan.free_memory import Leftover
+from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.plan.costs import StageSums
 from roundpipe.plan.execute_plan import plan_peak
@@ -94,8 +94,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, HeldBytes]]:
 
 @pytest.fixture
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are given back after every visit, as on a device that has no memory to spare."""
-    monkeypatch.setattr(Leftover, "resident_layers", lambda self, *_, **__: frozenset())
+    """Slots are given back after every stage run, as on a device that has no memory to spare."""
+    monkeypatch.setattr(FreeMemory, "resident_layers", lambda self, *_, **__: frozenset())
 
 
 def make_engine(
@@ -126,7 +126,7 @@ def run(engine: RoundPipe, plan: ModelExecutePlan | None, grain: Any = None) -> 
 
 
 def counted_peaks(engine: RoundPipe, held: dict[str, HeldBytes], *args: Any) -> list[int]:
-    """The peak of a warm call on each device, slots included. As many calls as bring every visit to every device."""
+    """The peak of a warm call on each device, slots included. As many calls as bring every stage run to every device."""
     count = len(engine.devices)
     for _ in range(count):
         run(engine, *args)
@@ -199,7 +199,7 @@ class Telling(VirtualDevice):
         super().__init__(0)
         self._told = told
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return self._told
 
 
@@ -222,16 +222,16 @@ def test_slots_that_stay_are_counted(engines: Engines) -> None:
     engine = make_engine(engines, [VirtualDevice(0, 2**30)])
     run(engine, plan)
     (passes,) = plan.rounds("fused")
-    costs, round_ = engine.planner.problem("fused", MICROBATCHES)
+    costs, workload = engine.planner.problem("fused", MICROBATCHES)
     planned = engine.planner.plan("fused", MICROBATCHES, plan)
-    resident = engine._leftover.resident_layers(planned, [passes])
+    resident = engine._free_memory.resident_layers(planned, [passes])
     assert resident
-    expected = predicted_peak(passes, StageSums(costs), round_, resident=resident)
+    expected = predicted_peak(passes, StageSums(costs), workload, resident=resident)
     assert expected.slots == engine.statistics()["slot_bytes"]["virtual:0"]
 
 
 def test_graphs_and_inputs_of_all_layers_are_measured_in_the_first_call(engines: Engines) -> None:
-    """In forward visits, where nothing is kept, as in the fused stage: equal layers have equal graphs."""
+    """In forward stage runs, where nothing is kept, as in the fused stage: equal layers have equal graphs."""
     engine = make_engine(engines)
     assert not engine.planner.measured().knows_graphs
     run(engine, PLANS["half fused"])
@@ -244,16 +244,16 @@ def test_graphs_and_inputs_of_all_layers_are_measured_in_the_first_call(engines:
 
 
 @pytest.mark.usefixtures("nothing_stays")
-def test_a_plan_made_from_measurements_keeps_within_its_budget(engines: Engines, held: dict[str, HeldBytes]) -> None:
+def test_a_plan_made_from_measurements_keeps_within_its_limit(engines: Engines, held: dict[str, HeldBytes]) -> None:
     """Asked for half of what one fused stage would take."""
     engine = make_engine(engines)
     run(engine, PLANS["half fused"])
-    budget = predicted(engine, PLANS["one fused stage"]).bytes.total / 2
-    tight = make_engine(engines, [Telling(int(budget / 0.9))])
+    limit = predicted(engine, PLANS["one fused stage"]).bytes.total / 2
+    tight = make_engine(engines, [Telling(int(limit / 0.9))])
     run(tight, PLANS["half fused"])
     plan = ModelExecutePlan.auto("fused", tight)
     assert isinstance(plan, ModelExecutePlan)
-    assert predicted(tight, plan).bytes.total <= budget
-    fresh = make_engine(engines, [VirtualDevice(0, int(budget / 0.9))])  # without the other plan's slots
+    assert predicted(tight, plan).bytes.total <= limit
+    fresh = make_engine(engines, [VirtualDevice(0, int(limit / 0.9))])  # without the other plan's slots
     (peak,) = counted_peaks(fresh, held, plan)
-    assert peak <= 1.1 * budget
+    assert peak <= 1.1 * limit

@@ -7,7 +7,7 @@ from roundpipe.plan.schedule import Schedule, fused_passes, round_robin, saved_l
 
 PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(3, 4), range(3)])
 
-# U uploads the stage's weights, L lands its gradients, R releases its slots; X is the fused stage. Each device uploads
+# U uploads the stage's weights, L offloads its gradients, R releases its slots; X is the fused stage. Each device uploads
 # its next stage as soon as it has queued the computes of the one before.
 DRAWINGS = {
     1: [
@@ -72,11 +72,11 @@ def test_drawing(num_devices: int) -> None:
 
 @pytest.mark.parametrize(("num_devices", "after"), [(1, [0, 0, 0]), (2, [1, 0, 1]), (3, [2, 1, 0]), (8, [5, 2, 7])])
 def test_round_robin_carries_on_across_calls(num_devices: int, after: list[int]) -> None:
-    """Five visits a call: the next call's first visit goes where this call's sixth would have gone."""
+    """Five stage runs a call: the next call's first stage run goes where this call's sixth would have gone."""
     position, positions = 0, []
     for _ in range(3):
         drawn = schedule(num_devices, position)
-        assert drawn.visits[0].device == position
+        assert drawn.stage_runs[0].device == position
         position = drawn.next_device
         positions.append(position)
     assert positions == after
@@ -91,7 +91,7 @@ def test_a_later_call_is_the_same_drawing_on_other_devices() -> None:
 
 
 def test_nothing_below_the_first_trained_layer_is_visited_backward() -> None:
-    """Layers 0 to 2 are frozen: the last backward stage is gone, and no forward visit keeps an input for it."""
+    """Layers 0 to 2 are frozen: the last backward stage is gone, and no forward stage run keeps an input for it."""
     assert draw(schedule(3, first_trained=3)) == [
         "UF0@0 F0.0@0 F0.1@0 UB3@0 RF0@0 B3.0@0 B3.1@0 LB3@0 RB3@0",
         "UF1@1 F1.0@1 F1.1@1 RF1@1",
@@ -114,7 +114,8 @@ def test_shares_are_as_equal_as_they_can_be_and_never_empty() -> None:
 
     def microbatches(count: int) -> list[range]:
         return [
-            v.microbatches for v in round_robin(passes, num_devices=3, num_microbatches=count, first_device=0).visits
+            v.microbatches
+            for v in round_robin(passes, num_devices=3, num_microbatches=count, first_device=0).stage_runs
         ]
 
     assert microbatches(7) == [range(7), range(3), range(3, 5), range(5, 7), range(7)]

@@ -337,8 +337,8 @@ REMOVALS = {
     "a layer waits for its input": (Removal(AdversarialLane.wait, ("transfer",), ("compute",)), ANY),
     "a boundary is sent when it is made": (Removal(AdversarialLane.wait, ("transfer",), ("up", "down")), SEVERAL),
     "a boundary is kept until it is sent": (Removal(AdversarialLane.borrow, ("transfer",), ("down",)), SEVERAL),
-    "gradients land when they are summed": (Removal(AdversarialLane.wait, ("gradients",)), ANY),
-    "sums are kept until they have landed": (Removal(AdversarialLane.borrow, ("gradients",)), ANY),
+    "gradients offload when they are summed": (Removal(AdversarialLane.wait, ("gradients",)), ANY),
+    "sums are kept until they have offloaded": (Removal(AdversarialLane.borrow, ("gradients",)), ANY),
     "the optimizer waits for gradients": (Removal(AdversarialEvent.wait, ("call",), ("down",)), ANY),
     # Whoever waits for one of them has waited for the other.
     "the caller waits for outputs and buffers": (Removal(AdversarialEvent.wait, ("pipeline", "results")), ANY),

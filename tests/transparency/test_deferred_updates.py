@@ -24,7 +24,7 @@ from roundpipe.autoplan.planner import Planner
 from roundpipe.kernels import native
 from roundpipe.params.placement.pending import Held
 from roundpipe.step import write_back
-from roundpipe.step.write_back import Publisher
+from roundpipe.step.write_back import WriteBack
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
 ONE_STAGE = ModelExecutePlan([], [range(7)])
@@ -235,7 +235,9 @@ def test_gradients_zeroed_right_after_the_step_were_used(reads: bool, engines: E
 
 
 @both
-def test_after_an_error_the_masters_have_the_update_and_nothing_is_published(is_async: bool, engines: Engines) -> None:
+def test_after_an_error_the_masters_have_the_update_and_nothing_is_written_back(
+    is_async: bool, engines: Engines
+) -> None:
     """As in torch: what `optimizer.step()` was asked to do is done, whatever is raised afterwards."""
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)
@@ -267,16 +269,16 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, m
     """The update of the last layer begins only when the first layer has been seen to run the next call."""
     from roundpipe.params.masters import Masters
 
-    publish, ran = Masters.publish, threading.Event()
+    write_back, ran = Masters.write_back, threading.Event()
     waited: list[bool] = []
 
-    def publish_last_late(self: Masters, layers: Any, *rest: Any) -> None:
+    def write_back_last_late(self: Masters, layers: Any, *rest: Any) -> None:
         if layers[0].layer == 6 and is_stepped:
             waited.append(ran.wait(20))
-        publish(self, layers, *rest)
+        write_back(self, layers, *rest)
 
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 0)
-    monkeypatch.setattr(Masters, "publish", publish_last_late)
+    monkeypatch.setattr(Masters, "write_back", write_back_last_late)
     is_stepped = False
     model, reference = make_mlp(), Reference(make_mlp(), plain_adamw)
     expected = reference_steps(reference, BATCHES[:2], 2)
@@ -395,7 +397,7 @@ def test_an_update_that_cannot_be_computed_keeps_no_other_from_being_done(
     place: str, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small layers are updated together. Hyper-parameters of a group of its own are checked by nobody."""
-    monkeypatch.setattr(Planner, "hides_update", lambda *_: False)  # because then there are no seats
+    monkeypatch.setattr(Planner, "hides_update", lambda *_: False)  # because then there are no device states
     settings = {"max_gpu_memory": 1.0} if place == "device" else {}
 
     def make(**of_two_layers: Any) -> tuple[RoundPipe, Optimizer]:
@@ -410,7 +412,7 @@ def test_an_update_that_cannot_be_computed_keeps_no_other_from_being_done(
         return engine, optimizer
 
     (engine, optimizer), (twin, twins) = make(betas=(1.0, 0.999)), make(lr=0.0)
-    assert bool(engine.statistics()["seat_bytes"]) is (place == "device")
+    assert bool(engine.statistics()["device_state_bytes"]) is (place == "device")
     for _ in range(2):  # the second has another working copy to write to
         with pytest.raises(ZeroDivisionError):
             one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
@@ -425,9 +427,9 @@ def test_small_layers_do_not_wait_for_the_update_of_a_large_one_behind_them(
 ) -> None:
     """They are what the next forward needs first."""
     marked: list[list[int]] = []
-    mark = Publisher._mark
+    mark = WriteBack._mark
 
-    def listening(self: Publisher, layers: Iterable[int], version: int) -> None:
+    def listening(self: WriteBack, layers: Iterable[int], version: int) -> None:
         marked.append(sorted(layers))
         mark(self, marked[-1], version)
 
@@ -437,7 +439,7 @@ def test_small_layers_do_not_wait_for_the_update_of_a_large_one_behind_them(
     for _ in range(2):  # the second has another working copy to write to
         one_step_and_synchronize(engine, optimizer.step, is_async=is_async)
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 3 * 4 * 16 * 17)
-    monkeypatch.setattr(Publisher, "_mark", listening)
+    monkeypatch.setattr(WriteBack, "_mark", listening)
     one_step(engine, optimizer.step, is_async=is_async)
     engine._steps.wait_idle()
     assert [layers for layers in marked if layers] == [[0, 1], [2], [3], [4]]

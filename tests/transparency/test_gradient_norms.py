@@ -96,7 +96,7 @@ def test_a_norm_after_clipping_is_the_clipped_one(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32, torch.float16])
-def test_the_norm_is_that_of_the_gradients_as_they_landed(grad_dtype: torch.dtype | None, engines: Engines) -> None:
+def test_the_norm_is_that_of_the_gradients_as_they_offloaded(grad_dtype: torch.dtype | None, engines: Engines) -> None:
     """Rounded to 16 bits; fp16 overflows to inf, which must show."""
     model = make_mlp().bfloat16()
     batch = mlp_batch(rows=4)
@@ -106,8 +106,8 @@ def test_the_norm_is_that_of_the_gradients_as_they_landed(grad_dtype: torch.dtyp
         engine = engines(make_mlp().bfloat16(), ONE, optim_dtype=torch.float32, grad_dtype=grad_dtype)
         run_batch(engine, batch._replace(loss_fn=loss_fn), 2)
         gradients = plain_call(model, batch.split(2), loss_fn).gradients.values()
-        landed = [gradient.to(grad_dtype or torch.bfloat16).double() for gradient in gradients]
-        assert norms_of(engine, engine) == pytest.approx(float(torch.nn.utils.get_total_norm(landed)), rel=1e-6)
+        offloaded = [gradient.to(grad_dtype or torch.bfloat16).double() for gradient in gradients]
+        assert norms_of(engine, engine) == pytest.approx(float(torch.nn.utils.get_total_norm(offloaded)), rel=1e-6)
 
 
 def scaled(loss_fn: Any, factor: float) -> Any:

@@ -310,7 +310,7 @@ def test_default_arguments_of_a_call_are_not_shared(engines: Engines) -> None:
 
 
 def test_the_caller_may_overwrite_its_tensors_once_the_call_has_returned(devices: DeviceSet, engines: Engines) -> None:
-    """Late backward visits recompute from the inputs; a loader that reuses its buffers must not reach into them."""
+    """Late backward stage runs recompute from the inputs; a loader that reuses its buffers must not reach into them."""
     model = make_mlp()
     batch = mlp_batch(rows=6)
     expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)

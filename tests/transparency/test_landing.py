@@ -79,8 +79,8 @@ def test_one_copy_for_all_small_ones_of_a_layer(
     count = sum(parameter.numel() for parameter in model[0].parameters() if parameter.requires_grad)
     assert [target.numel() for target in copies if target.numel() == count] == [count] * len(model)
     expected = plain_call(model, batch.split(3), batch.loss_fn).gradients
-    landed = {name: gradient.to(dtype).float() for name, gradient in expected.items()}
-    ONE.check(engine_gradients(engine), landed)
+    offloaded = {name: gradient.to(dtype).float() for name, gradient in expected.items()}
+    ONE.check(engine_gradients(engine), offloaded)
 
 
 class Wave(nn.Module):
@@ -93,7 +93,7 @@ class Wave(nn.Module):
 
 
 @pytest.mark.parametrize("least", [1, ALL])
-def test_complex_gradients_land_too(least: int, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complex_gradients_offload_too(least: int, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "_LEAST_ALONE", least)
     torch.manual_seed(0)
     model, batch = nn.Sequential(Wave(), nn.Linear(MLP_WIDTH, MLP_WIDTH)), mlp_batch(rows=6)
@@ -106,7 +106,7 @@ def test_complex_gradients_land_too(least: int, engines: Engines, monkeypatch: p
     torch.testing.assert_close(norm, plain, rtol=1e-6, atol=0)
 
 
-def test_landing_together_takes_memory_for_what_lands_alone() -> None:
+def test_offloading_together_takes_memory_for_what_offloads_alone() -> None:
     """Sums are twice as wide, and nobody has planned for them to be there twice."""
     device = VirtualDevice(0, num_bytes=1 << 30)
     assert device.capacity is not None

@@ -141,7 +141,7 @@ def test_recompute_draws_the_masks_of_the_forward(
 
 
 def test_draws_of_the_main_thread_between_calls_are_its_own(engines: Engines) -> None:
-    """Late backward visits recompute dropout while the caller goes on drawing: neither sees the other's numbers."""
+    """Late backward stage runs recompute dropout while the caller goes on drawing: neither sees the other's numbers."""
     plan = ModelExecutePlan(fwd_plan=[range(5)], bwd_plan=[range(5, 7), range(3, 5), range(3)])
 
     def train(devices: DeviceSet) -> tuple[Tensor, dict[str, Tensor]]:

@@ -203,7 +203,7 @@ def test_what_a_recompute_puts_into_a_list_is_dropped(devices: DeviceSet, engine
 class Leaving(nn.Module):
     """Its recomputes leave in a dictionary what they have made, with a graph behind it.
 
-    No buffer, so that visits leave each other all that they know of it.
+    No buffer, so that stage runs leave each other all that they know of it.
     """
 
     made: list[weakref.ref[Tensor]]
@@ -381,7 +381,7 @@ class Scaled(nn.Module):
 
 
 class Containing(nn.Module):
-    """Numbers in containers, and no buffer, so that visits leave each other all that they know of it."""
+    """Numbers in containers, and no buffer, so that stage runs leave each other all that they know of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 def test_what_the_user_changes_after_the_call_is_for_the_next_one(
     change: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """A late visit recomputes what the call computed."""
+    """A late stage run recomputes what the call computed."""
     batch = BATCHES[0]
     expected = plain_call(make_changeable(open_gate()), batch.split(2), batch.loss_fn)
     gate = Gate()
@@ -433,10 +433,10 @@ def test_what_the_user_changes_after_the_call_is_for_the_next_one(
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
-def test_what_the_user_changes_before_a_late_visit_the_next_call_sees_in_all_passes(
+def test_what_the_user_changes_before_a_late_stage_run_the_next_call_sees_in_all_passes(
     change: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Though the late visit has left its modules as the call before saw them."""
+    """Though the late stage run has left its modules as the call before saw them."""
     batch = BATCHES[0]
     plain = make_changeable(open_gate())
     CHANGES[change](plain)

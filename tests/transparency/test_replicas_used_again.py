@@ -1,4 +1,4 @@
-"""A visit goes on with the replica that the visit before has left, and yet sees the user's modules as they are now."""
+"""A stage run goes on with the replica that the stage run before has left, and yet sees the user's modules as they are now."""
 
 import copy
 import gc
@@ -16,7 +16,7 @@ from models import LORA_LLAMA, MLP_WIDTH, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan
 from roundpipe.layers import replica
-from roundpipe.layers.parameters import Residents
+from roundpipe.layers.parameters import ReplicaParameters
 
 BATCH = mlp_batch(rows=6)
 PLANS = {
@@ -125,7 +125,7 @@ def test_what_the_user_changes_between_calls_is_seen(
     for _ in range(2):
         run_batch(engine, BATCH, 2, execute_plan=PLANS[plan])
     engine.zero_grad()
-    engine.synchronize()  # because late visits read weights and closures as they are by then
+    engine.synchronize()  # because late stage runs read weights and closures as they are by then
     with torch.no_grad():
         do(model[0])
         do(model[2])
@@ -150,7 +150,7 @@ def test_a_hook_that_is_removed_is_gone(room: float | None, plan: str, engines: 
 
 
 @pytest.mark.parametrize("plan", [None, ModelExecutePlan([range(3)], [range(3, 6), range(3)])], ids=["fused", "staged"])
-def test_modules_are_copied_once_for_all_visits(
+def test_modules_are_copied_once_for_all_stage_runs(
     plan: ModelExecutePlan | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copying the modules of a layer with adapters takes longer than queueing its kernels."""
@@ -182,7 +182,7 @@ class HooksItsWeight(nn.Module):
         return self.linear(hidden).tanh()
 
 
-def test_what_a_forward_hangs_on_a_weight_goes_with_the_visit(engines: Engines) -> None:
+def test_what_a_forward_hangs_on_a_weight_goes_with_the_stage_run(engines: Engines) -> None:
     model = nn.Sequential(HooksItsWeight(), HooksItsWeight())
     expected = plain_call(copy.deepcopy(model), BATCH.whole(), BATCH.loss_fn)
     engine = engines(model, max_gpu_memory=1.0)
@@ -257,7 +257,9 @@ def test_replicas_that_wait_hold_no_slots(room: float | None, engines: Engines) 
     assert len(waiting) == len(model)
     assert not any(list(waits.module.parameters()) for waits in waiting)
     kept = [
-        thing for thing in gc.get_objects() if isinstance(thing, Residents) and not own.isdisjoint(thing.parameters)
+        thing
+        for thing in gc.get_objects()
+        if isinstance(thing, ReplicaParameters) and not own.isdisjoint(thing.parameters)
     ]
     assert bool(kept) == (room is not None)
 

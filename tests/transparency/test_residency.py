@@ -1,4 +1,4 @@
-"""Weights that stay on a device between visits: they are not sent again, and never are old ones computed with.
+"""Weights that stay on a device between stage runs: they are not sent again, and never are old ones computed with.
 
 A virtual device keeps nothing unless it is told how much it may hold, so these tests say so.
 """
@@ -63,7 +63,7 @@ def test_frozen_weights_go_up_once(sent: Counter[int], engines: Engines) -> None
     assert sent[6] == 2 * len(BATCHES)
 
 
-def test_one_call_sends_a_layer_once_to_a_device_for_all_its_visits(sent: Counter[int], engines: Engines) -> None:
+def test_one_call_sends_a_layer_once_to_a_device_for_all_its_stage_runs(sent: Counter[int], engines: Engines) -> None:
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     run_batch(engine, BATCHES[0], 2, execute_plan=THREE_STAGES)
     engine.synchronize()
@@ -93,7 +93,7 @@ def test_outputs_take_the_room_only_of_calls_that_return_them(
     assert [sent[layer] for layer in (0, 2, 4)] == [2, 2, 2]
 
 
-def test_without_room_every_visit_sends_its_layers(sent: Counter[int], engines: Engines) -> None:
+def test_without_room_every_stage_run_sends_its_layers(sent: Counter[int], engines: Engines) -> None:
     engine = engines(make_mlp())
     run_batch(engine, BATCHES[0], 2, execute_plan=THREE_STAGES)
     engine.synchronize()
@@ -195,12 +195,12 @@ def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     """Asked before anything was measured, and so at the same state of the measurements."""
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
-    assert engine._leftover.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
+    assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
     engine.model[0].requires_grad_(requires_grad=False)
-    assert engine._leftover.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
+    assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
 
 
-def test_one_visit_keeps_what_is_partly_frozen() -> None:
+def test_one_stage_run_keeps_what_is_partly_frozen() -> None:
     """Its slots are held anyway; but one that is filled anew by every call had better go round."""
     assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], room_for(0)) == {0, 1}
 
@@ -219,10 +219,10 @@ def test_after_a_failure_nothing_is_taken_for_granted(sent: Counter[int], engine
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("num_microbatch", [1, 3])
 @pytest.mark.parametrize("make", [make_mlp, frozen_but_the_last, LORA_LLAMA.make])
-def test_every_layer_in_a_backward_is_done_before_its_visit_is_over(
+def test_every_layer_in_a_backward_is_done_before_its_stage_run_is_over(
     make: Any, num_microbatch: int, grain: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next call's first weights would wait for the whole visit."""
+    """Else the next call's first weights would wait for the whole stage run."""
     done: set[int] = set()
     release = StageLoader.release
 

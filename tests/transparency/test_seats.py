@@ -1,4 +1,4 @@
-"""Layers whose optimizer state lives on the device ([Note: seats]): nobody can tell, but by the time and the memory."""
+"""Layers whose optimizer state lives on the device ([Note: device states]): nobody can tell, but by the time and the memory."""
 
 import copy
 import gc
@@ -23,23 +23,23 @@ from device_sets import ONE, TWO, DeviceSet
 from engines import Engines
 from injection import Places
 from roundpipe import RoundPipe, RoundPipeRunConfig
-from roundpipe.autoplan.free_memory import Leftover
+from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
-from roundpipe.memory.copier import NUM_SLICES, StagedCopies
+from roundpipe.memory.copier import NUM_SLICES, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.optim import SGD, Adam, AdamW, Lion
 from roundpipe.params.masters import Masters
-from roundpipe.params.placement.on_device import Link, Seat, Seats, _Away
+from roundpipe.params.placement.device_state import DeviceState, DeviceStates, Link, _Away
 from roundpipe.params.placement.pending import Held, free
 from roundpipe.params.working import LayerParameters
 from roundpipe.plan.execute_plan import ModelExecutePlan
-from roundpipe.runtime.worker_pool import Crew
+from roundpipe.runtime.worker_pool import WorkerPool
 
 WIDTH, ROWS, STEPS = 16, 6, 8
 PLENTY = 16e6  # bytes of a device
-SPARE_BYTES = Leftover.left_bytes
-FETCHING = tuple(map(inspect.getfile, (Held, Seat, StagedCopies, VirtualDevice)))
+SPARE_BYTES = FreeMemory.left_bytes
+FETCHING = tuple(map(inspect.getfile, (Held, DeviceState, PinnedCopier, VirtualDevice)))
 PAGEABLE = HostMemory("off", accelerated=False)
 Touch = Callable[[RoundPipe, torch.optim.Optimizer], Any]
 
@@ -88,7 +88,7 @@ def make_model(tied: type[nn.Module] | None = None) -> nn.Sequential:
 
 
 @pytest.fixture(autouse=True)
-def _seats_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def _device_states_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise an asynchronous run takes them only if updates turn out to be slow."""
     monkeypatch.setattr(Planner, "hides_update", lambda *_: False)
 
@@ -109,7 +109,7 @@ class Run:
         optimizer = make_optimizer(engine.optim_parameters(), lr=1e-2)
         self.results: list[Tensor] = []
         norms: list[Tensor] = []
-        self.seat_bytes: list[int] = []
+        self.device_state_bytes: list[int] = []
 
         def step() -> None:
             norms.append(roundpipe.clip_grad_norm_(optimizer, 0.5))
@@ -127,7 +127,7 @@ class Run:
                 touch(engine, optimizer)
             if number >= STEPS // 2:
                 engine.synchronize()
-            self.seat_bytes.append(engine.statistics()["seat_bytes"])
+            self.device_state_bytes.append(engine.statistics()["device_state_bytes"])
         masters = [master.detach().clone() for master in engine.optim_parameters()]
         engine.close()
         self.results += norms + [parameter.detach().clone() for parameter in engine.model.parameters()] + masters
@@ -140,7 +140,7 @@ class Run:
 
 
 def know_graphs(engine: RoundPipe) -> None:
-    """Seats are taken only once graphs are measured, which the first look at the plan may come too early for."""
+    """Device states are taken only once graphs are measured, which the first look at the plan may come too early for."""
     engine.synchronize()
     for _ in range(2):
         engine._planner.reconsider()
@@ -149,8 +149,8 @@ def know_graphs(engine: RoundPipe) -> None:
 def run(engines: Engines, room: float | None, *, tied: type[nn.Module] | None = None, **settings: Any) -> Run:
     """On a device that leaves so much room; of no size, because counting what is on one takes time."""
     engine = engines(make_model(tied), model_run_config=RoundPipeRunConfig(num_microbatch=3))
-    if room is not None and Leftover.left_bytes is SPARE_BYTES:
-        engine._leftover.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
+    if room is not None and FreeMemory.left_bytes is SPARE_BYTES:
+        engine._free_memory.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
     return Run(engine, **settings)
 
 
@@ -177,8 +177,8 @@ def test_an_optimizer_on_the_device_changes_no_bit(
     expected = run(engines, None, tied=tied, make_optimizer=MAKERS[kind], is_async=is_async)
     device = engines(make_model(tied), max_gpu_memory=PLENTY, model_run_config=RoundPipeRunConfig(num_microbatch=3))
     actual = Run(device, make_optimizer=MAKERS[kind], is_async=is_async)
-    assert actual.seat_bytes[-1] > 0
-    assert not any(expected.seat_bytes)
+    assert actual.device_state_bytes[-1] > 0
+    assert not any(expected.device_state_bytes)
     assert actual.agrees_with(expected)
 
 
@@ -187,7 +187,7 @@ def test_an_optimizer_without_a_rule_for_devices_stays_on_the_host(
     kind: Callable[..., torch.optim.Optimizer], engines: Engines
 ) -> None:
     actual = run(engines, PLENTY, make_optimizer=kind, is_async=False)
-    assert not any(actual.seat_bytes)
+    assert not any(actual.device_state_bytes)
 
 
 def read_a_master(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
@@ -274,7 +274,7 @@ def test_whoever_looks_or_writes_finds_everything_on_the_host(
 ) -> None:
     expected = run(engines, None, tied=tied, is_async=is_async, touch=touch)
     actual = run(engines, PLENTY, tied=tied, is_async=is_async, touch=touch)
-    assert max(actual.seat_bytes) > 0
+    assert max(actual.device_state_bytes) > 0
     assert actual.agrees_with(expected)
 
 
@@ -297,7 +297,7 @@ def test_evaluation_sees_weights_that_were_swapped_without_a_trace(is_async: boo
             found.append(engine.forward_loss((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum()))
 
         done = run(engines, max_gpu_memory, is_async=is_async, touch=swap, every_step=True)
-        assert (done.seat_bytes[-1] > 0) == (max_gpu_memory is not None)
+        assert (done.device_state_bytes[-1] > 0) == (max_gpu_memory is not None)
         return found + done.results
 
     expected = losses(None)
@@ -313,28 +313,28 @@ def test_a_layer_whose_state_is_read_after_every_step_goes_back_to_the_host(is_a
 
     expected = run(engines, None, is_async=is_async, touch=read_first, every_step=True)
     actual = run(engines, PLENTY, is_async=is_async, touch=read_first, every_step=True)
-    assert 0 < actual.seat_bytes[-1] < max(actual.seat_bytes)
+    assert 0 < actual.device_state_bytes[-1] < max(actual.device_state_bytes)
     assert actual.agrees_with(expected)
 
 
 @pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_seats_give_way_to_what_a_call_needs(
+def test_device_states_give_way_to_what_a_call_needs(
     is_async: bool, tied: type[nn.Module] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And every call goes on to compute with the weights that it would have computed with."""
     calls: list[None] = []
 
-    def spare_bytes(*_: Any) -> float:
+    def second_buffer_bytes(*_: Any) -> float:
         calls.append(None)
         return PLENTY if len(calls) < STEPS // 2 else 9e3
 
-    monkeypatch.setattr(Leftover, "left_bytes", spare_bytes)
+    monkeypatch.setattr(FreeMemory, "left_bytes", second_buffer_bytes)
     expected = run(engines, None, tied=tied, is_async=is_async, touch=wait, every_step=True)
-    assert not expected.seat_bytes[-1] > 9e3
+    assert not expected.device_state_bytes[-1] > 9e3
     calls.clear()
     with_all = run(engines, PLENTY, tied=tied, is_async=is_async, touch=wait, every_step=True)
-    assert max(with_all.seat_bytes) > 9e3 >= with_all.seat_bytes[-1]
+    assert max(with_all.device_state_bytes) > 9e3 >= with_all.device_state_bytes[-1]
     monkeypatch.undo()
     assert with_all.agrees_with(run(engines, None, tied=tied, is_async=is_async, touch=wait, every_step=True))
 
@@ -349,7 +349,7 @@ def test_no_wait_is_missing(seed: int, is_async: bool, engines: Engines) -> None
     devices = Adversaries(1, seed, num_bytes=int(PLENTY))
     actual = train(devices, None)
     assert not devices.faults
-    assert actual.seat_bytes[-1] > 0
+    assert actual.device_state_bytes[-1] > 0
     assert actual.agrees_with(train(ONE, None))
 
 
@@ -365,23 +365,23 @@ def test_state_passes_through_slices_of_any_size(
     devices = Adversaries(1, num_bytes=int(PLENTY))
     actual = Run(engines(model, devices, pin_model="off"), is_async=is_async, touch=save_the_state)
     assert not devices.faults
-    assert actual.seat_bytes[-1] > 0
+    assert actual.device_state_bytes[-1] > 0
     assert actual.agrees_with(expected)
 
 
-def test_slices_are_there_while_layers_have_seats(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_there_while_layers_have_device_states(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     Limits(monkeypatch, worth_from=3, none_from=6)
     engine = engines(make_model())
     held: list[int] = []
 
     def count(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         wait(engine, optimizer)
-        link = engine._host.seats._link
+        link = engine._host.device_states._link
         assert link is not None
         held.append(len(link.copies._slices))
 
     done = Run(engine, is_async=False, touch=count, every_step=True)
-    assert [num_bytes > 0 for num_bytes in done.seat_bytes] == [num_slices > 0 for num_slices in held]
+    assert [num_bytes > 0 for num_bytes in done.device_state_bytes] == [num_slices > 0 for num_slices in held]
     assert max(held) == NUM_SLICES
     assert held[0] == held[-1] == 0
 
@@ -389,8 +389,8 @@ def test_slices_are_there_while_layers_have_seats(engines: Engines, monkeypatch:
 def test_an_optimizer_state_can_be_used_when_the_engine_is_closed(engines: Engines) -> None:
     engine = engines(make_model(), max_gpu_memory=PLENTY)
     done = Run(engine, is_async=False)
-    assert done.seat_bytes[-1] > 0
-    assert engine.statistics()["seat_bytes"] == 0
+    assert done.device_state_bytes[-1] > 0
+    assert engine.statistics()["device_state_bytes"] == 0
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -404,13 +404,13 @@ def test_a_checkpoint_has_what_is_on_the_device(is_async: bool, engines: Engines
 
     expected = run(engines, None, is_async=is_async, touch=save_and_load)
     actual = run(engines, PLENTY, is_async=is_async, touch=save_and_load)
-    assert max(actual.seat_bytes) > 0
+    assert max(actual.device_state_bytes) > 0
     assert actual.agrees_with(expected)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_step_that_fails_loses_nothing(is_async: bool, engines: Engines) -> None:
-    """Its update is computed and not published, wherever the state is; the next step publishes."""
+    """Its update is computed and not written back, wherever the state is; the next step writes back."""
 
     def fail(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         def step() -> None:
@@ -426,21 +426,21 @@ def test_a_step_that_fails_loses_nothing(is_async: bool, engines: Engines) -> No
     assert run(engines, PLENTY, is_async=is_async, touch=fail).agrees_with(expected)
 
 
-def test_after_running_out_of_memory_no_layer_has_a_seat(engines: Engines) -> None:
+def test_after_running_out_of_memory_no_layer_has_a_device_state(engines: Engines) -> None:
     def run_out(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         def loss_fn(out: Tensor, _: Any) -> Tensor:
             raise torch.OutOfMemoryError("injected")
 
-        assert engine.statistics()["seat_bytes"] > 0
+        assert engine.statistics()["device_state_bytes"] > 0
         with pytest.raises(torch.OutOfMemoryError, match="injected"):
             engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=loss_fn)
 
     actual = run(engines, PLENTY, is_async=False, touch=run_out)
-    assert actual.seat_bytes[-1] == 0
+    assert actual.device_state_bytes[-1] == 0
     assert actual.agrees_with(run(engines, None, is_async=False))
 
 
-def test_running_out_of_memory_before_there_are_seats_keeps_none_away(engines: Engines) -> None:
+def test_running_out_of_memory_before_there_are_device_states_keeps_none_away(engines: Engines) -> None:
     """It was not they that took the memory; a call that is made again is no reason to train slowly for good."""
     engine = engines(make_model(), max_gpu_memory=PLENTY)
     optimizer = SGD(engine.optim_parameters(), lr=1e-2)
@@ -455,28 +455,30 @@ def test_running_out_of_memory_before_there_are_seats_keeps_none_away(engines: E
     for _ in range(5):
         engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=total)
         engine.step(optimizer.step, is_async=False)
-    assert engine.statistics()["seat_bytes"] > 0
+    assert engine.statistics()["device_state_bytes"] > 0
 
 
-def test_several_devices_have_no_seats(engines: Engines) -> None:
+def test_several_devices_have_no_device_states(engines: Engines) -> None:
     engine = engines(make_model(), TWO, max_gpu_memory=PLENTY)
-    assert not any(Run(engine, is_async=False).seat_bytes)
+    assert not any(Run(engine, is_async=False).device_state_bytes)
 
 
-def test_a_device_without_room_for_a_seat_is_no_error(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_room_for_a_device_state_is_no_error(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was thought free is not."""
     empty = torch.empty
 
     def full(*args: Any, **kwargs: Any) -> Tensor:
-        is_for_a_seat = Path(sys._getframe(1).f_code.co_filename).stem == "seats"
-        if is_for_a_seat and kwargs["dtype"] is torch.float32:
+        is_for_a_device_state = Path(sys._getframe(1).f_code.co_filename).stem == "device_states"
+        if is_for_a_device_state and kwargs["dtype"] is torch.float32:
             raise torch.OutOfMemoryError("full")
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr("roundpipe.params.placement.on_device.torch.empty", full)
+    monkeypatch.setattr("roundpipe.params.placement.device_state.torch.empty", full)
     actual = run(engines, PLENTY, is_async=False)
     monkeypatch.undo()
-    assert actual.seat_bytes[-1] == 0
+    assert actual.device_state_bytes[-1] == 0
     assert actual.agrees_with(run(engines, None, is_async=False))
 
 
@@ -485,23 +487,23 @@ def test_an_asynchronous_update_that_nobody_waits_for_stays_on_the_host(
     devices: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Planner, "hides_update", lambda *_: True)
-    assert not any(run(engines, PLENTY, is_async=True).seat_bytes)
+    assert not any(run(engines, PLENTY, is_async=True).device_state_bytes)
 
 
 def test_a_limit_that_is_not_sure_takes_nothing_for_good() -> None:
     layer = LayerParameters(0, (), 0)
-    store: Any = type("Store", (), {"seats": {}, "layers": (layer,)})()
-    seats = Seats(store, VirtualDevice(0), PAGEABLE)
-    seats.let(100.0, is_sure=False, is_worth_it=True)
-    assert not seats.has_room
-    seats.let(100.0, is_sure=True, is_worth_it=True)
-    assert seats.has_room
-    seats.let(0.0, is_sure=False, is_worth_it=True)
-    assert not seats.has_room
-    seats.let(200.0, is_sure=True, is_worth_it=False)
-    assert not seats.has_room
-    seats.let(200.0, is_sure=True, is_worth_it=True)
-    assert seats.has_room
+    store: Any = type("Store", (), {"device_states": {}, "layers": (layer,)})()
+    device_states = DeviceStates(store, VirtualDevice(0), PAGEABLE)
+    device_states.let(100.0, is_sure=False, is_worth_it=True)
+    assert not device_states.has_room
+    device_states.let(100.0, is_sure=True, is_worth_it=True)
+    assert device_states.has_room
+    device_states.let(0.0, is_sure=False, is_worth_it=True)
+    assert not device_states.has_room
+    device_states.let(200.0, is_sure=True, is_worth_it=False)
+    assert not device_states.has_room
+    device_states.let(200.0, is_sure=True, is_worth_it=True)
+    assert device_states.has_room
 
 
 def wait(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
@@ -511,33 +513,35 @@ def wait(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Limits:
-    """What calls leave of the device, by the number of the call, and from which on more seats are worth it."""
+    """What calls leave of the device, by the number of the call, and from which on more device states are worth it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, worth_from: int, none_from: int) -> None:
         self.num_calls = 0
 
-        def spare_bytes(*_: Any) -> float:
+        def second_buffer_bytes(*_: Any) -> float:
             self.num_calls += 1
             return PLENTY if self.num_calls < none_from else 0.0
 
-        monkeypatch.setattr(Leftover, "left_bytes", spare_bytes)
+        monkeypatch.setattr(FreeMemory, "left_bytes", second_buffer_bytes)
         monkeypatch.setattr(Planner, "hides_update", lambda *_: self.num_calls < worth_from)
 
 
 def test_a_layer_that_leaves_at_once_is_computed_with_the_copy_that_it_had(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights of the version before the seat may lie in the second working copy."""
+    """Its weights of the version before the device state may lie in the second working copy."""
     monkeypatch.setattr("roundpipe.step.write_back._SPARED_BYTES", 0)
     expected = run(engines, None, is_async=True, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=3, none_from=4)
     actual = run(engines, PLENTY, is_async=True, touch=wait, every_step=True)
-    assert actual.seat_bytes[2] > 0 == actual.seat_bytes[3]
+    assert actual.device_state_bytes[2] > 0 == actual.device_state_bytes[3]
     assert actual.agrees_with(expected)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_the_memory_of_seats_comes_back_without_a_collection(is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_device_states_comes_back_without_a_collection(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = VirtualDevice(0, num_bytes=int(PLENTY))
     capacity = device.capacity
     assert capacity is not None
@@ -567,15 +571,15 @@ def test_the_memory_of_seats_comes_back_without_a_collection(is_async: bool, mon
 def test_a_device_without_room_for_an_image_is_no_error(
     num_images: int, is_async: bool, tied: type[nn.Module] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_image, added = Seat.add_image, [0]
+    add_image, added = DeviceState.add_image, [0]
 
-    def full(seat: Seat) -> None:
+    def full(device_state: DeviceState) -> None:
         added[0] += 1
         if added[0] > num_images:
             raise torch.OutOfMemoryError("full")
-        add_image(seat)
+        add_image(device_state)
 
-    monkeypatch.setattr(Seat, "add_image", full)
+    monkeypatch.setattr(DeviceState, "add_image", full)
     actual = run(engines, PLENTY, tied=tied, is_async=is_async)
     assert added[0] > num_images or not is_async
     assert actual.agrees_with(run(engines, None, tied=tied, is_async=is_async))
@@ -600,7 +604,7 @@ def _run_out(_: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["autograd", "late"])
-def test_running_out_of_memory_in_a_backward_ends_seats_too(is_late: bool, engines: Engines) -> None:
+def test_running_out_of_memory_in_a_backward_ends_device_states_too(is_late: bool, engines: Engines) -> None:
     model = nn.Sequential(FailsInBackward(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     plan = ModelExecutePlan(fwd_plan=[range(1)], bwd_plan=[range(1, 3), range(1)])
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
@@ -613,7 +617,7 @@ def test_running_out_of_memory_in_a_backward_ends_seats_too(is_late: bool, engin
     for _ in range(4):
         engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=total, run_config=config)
         engine.step(optimizer.step, is_async=False)
-    assert engine.statistics()["seat_bytes"] > 0
+    assert engine.statistics()["device_state_bytes"] > 0
     with pytest.raises(torch.OutOfMemoryError, match="injected"):  # noqa: PT012 - a late one is raised by the next call
         if is_late:
             engine.forward_backward((torch.ones(1, WIDTH),), loss_fn=total, run_config=config)
@@ -621,7 +625,7 @@ def test_running_out_of_memory_in_a_backward_ends_seats_too(is_late: bool, engin
         else:
             engine(torch.ones(1, WIDTH), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).sum().backward()
     engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=total, run_config=config)
-    assert engine.statistics()["seat_bytes"] == 0
+    assert engine.statistics()["device_state_bytes"] == 0
 
 
 class Shrinks(nn.Module):
@@ -639,7 +643,7 @@ class Shrinks(nn.Module):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_layer_that_writes_to_its_weights_has_no_seat(is_async: bool, engines: Engines) -> None:
+def test_a_layer_that_writes_to_its_weights_has_no_device_state(is_async: bool, engines: Engines) -> None:
     def train(max_gpu_memory: float | None) -> Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shrinks())
@@ -647,27 +651,27 @@ def test_a_layer_that_writes_to_its_weights_has_no_seat(is_async: bool, engines:
         return Run(engine, is_async=is_async, touch=accumulate, every_step=True)
 
     expected, actual = train(None), train(PLENTY)
-    assert actual.seat_bytes[-1] > 0
+    assert actual.device_state_bytes[-1] > 0
     assert actual.agrees_with(expected)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_an_interrupt_while_seats_are_left_waits_until_they_are(
+def test_an_interrupt_while_device_states_are_left_waits_until_they_are(
     is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_seats = Masters.leave_seats
+    leave_devices = Masters.leave_devices
     caught: list[None] = []
 
     def interrupted(masters: Masters, version: int) -> Iterator[int]:
         """Behind the first layer that was told of; once, because a second interrupt does not wait."""
-        behind = leave_seats(masters, version)
+        behind = leave_devices(masters, version)
         yield from itertools.islice(behind, 1)
         signal.raise_signal(signal.SIGINT)
         yield from behind
 
     expected = run(engines, None, is_async=is_async, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=0, none_from=4)
-    monkeypatch.setattr(Masters, "leave_seats", interrupted)
+    monkeypatch.setattr(Masters, "leave_devices", interrupted)
     forward_backward = RoundPipe.forward_backward
 
     def again(engine: RoundPipe, *args: Any, **kwargs: Any) -> Any:
@@ -699,7 +703,7 @@ def test_an_interrupt_while_values_are_fetched_leaves_each_readable(
             free(tensor)
 
         with monkeypatch.context() as patched:
-            patched.setattr("roundpipe.params.placement.on_device.free", free_one)
+            patched.setattr("roundpipe.params.placement.device_state.free", free_one)
             if any(type(state) is not Tensor for state in optimizer.state[master].values()):
                 with pytest.raises(KeyboardInterrupt):
                     master.norm()
@@ -709,7 +713,7 @@ def test_an_interrupt_while_values_are_fetched_leaves_each_readable(
 
     expected = run(engines, None, is_async=False, touch=interrupted)
     actual = run(engines, PLENTY, is_async=False, touch=interrupted)
-    assert max(actual.seat_bytes) > 0
+    assert max(actual.device_state_bytes) > 0
     assert actual.agrees_with(expected)
 
 
@@ -768,7 +772,7 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("what", ["bring_home", "fetch_all"])
 @pytest.mark.parametrize("place", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_error_while_seats_are_left_loses_no_version(
+def test_an_error_while_device_states_are_left_loses_no_version(
     place: int,
     what: str,
     is_async: bool,
@@ -780,7 +784,7 @@ def test_an_error_while_seats_are_left_loses_no_version(
     forward_backward = RoundPipe.forward_backward
 
     def train(room: float | None) -> Run:
-        """With another step before the fourth call: where that has failed, before the seats are asked to leave again"""
+        """With another step before the fourth call: where that has failed, before the device states are asked to leave again"""
         num_calls = itertools.count(1)
 
         def call(engine: RoundPipe, *args: Any, **kwargs: Any) -> Any:
@@ -798,35 +802,40 @@ def test_an_error_while_seats_are_left_loses_no_version(
     Limits(monkeypatch, worth_from=0, none_from=4)
     fail_once(monkeypatch, what, place)
     actual = train(PLENTY)
-    assert max(actual.seat_bytes) > 0 == actual.seat_bytes[-1]
+    assert max(actual.device_state_bytes) > 0 == actual.device_state_bytes[-1]
     assert actual.agrees_with(expected)
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, what: str, place: int) -> None:
-    """A method of seats raises at its ``place``-th call while seats are left."""
-    leave_seats, method, is_leaving, places = Masters.leave_seats, getattr(Seat, what), [False], itertools.count()
+    """A method of device states raises at its ``place``-th call while device states are left."""
+    leave_devices, method, is_leaving, places = (
+        Masters.leave_devices,
+        getattr(DeviceState, what),
+        [False],
+        itertools.count(),
+    )
 
     def leave(masters: Masters, version: int) -> Iterator[int]:
         is_leaving[0] = True
         try:
-            yield from leave_seats(masters, version)
+            yield from leave_devices(masters, version)
         finally:
             is_leaving[0] = False
 
-    def failing(seat: Seat, *args: Any) -> Any:
+    def failing(device_state: DeviceState, *args: Any) -> Any:
         if is_leaving[0] and next(places) == place:
             raise ValueError("injected")
-        return method(seat, *args)
+        return method(device_state, *args)
 
-    monkeypatch.setattr(Masters, "leave_seats", leave)
-    monkeypatch.setattr(Seat, what, failing)
+    monkeypatch.setattr(Masters, "leave_devices", leave)
+    monkeypatch.setattr(DeviceState, what, failing)
 
 
 def test_state_comes_home_also_if_a_worker_does_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = Crew.close
+    close = WorkerPool.close
 
-    def failing(crew: Crew) -> None:
-        close(crew)
+    def failing(worker_pool: WorkerPool) -> None:
+        close(worker_pool)
         raise ValueError("injected")
 
     engine = RoundPipe(make_model(), max_gpu_memory=PLENTY)
@@ -834,11 +843,11 @@ def test_state_comes_home_also_if_a_worker_does_not_end_well(monkeypatch: pytest
     for _ in range(4):
         accumulate(engine, optimizer)
         engine.step(optimizer.step, is_async=False)
-    assert engine.statistics()["seat_bytes"] > 0
-    monkeypatch.setattr(Crew, "close", failing)
+    assert engine.statistics()["device_state_bytes"] > 0
+    monkeypatch.setattr(WorkerPool, "close", failing)
     with pytest.raises(ValueError, match="injected"):
         engine.close()
-    assert engine.statistics()["seat_bytes"] == 0
+    assert engine.statistics()["device_state_bytes"] == 0
     assert not any(isinstance(master, Held) for master in engine.optim_parameters())
 
 
@@ -846,14 +855,14 @@ def test_tensors_are_taken_back_all_at_once() -> None:
     """Else whoever touches one of them meanwhile would fetch all, and find some held by the update still."""
     store: Any = type("Store", (), {"uses": ()})()
     device = VirtualDevice(0)
-    link = Link(device, StagedCopies(device.compute, PAGEABLE, 1))
-    seat = Seat(store, 0, link, threading.RLock())
+    link = Link(device, PinnedCopier(device.compute, PAGEABLE, 1))
+    device_state = DeviceState(store, 0, link, threading.RLock())
     could_fetch: list[bool] = []
 
     class Watched:
         def __setattr__(self, name: str, value: Any) -> None:
             with ThreadPoolExecutor() as others:
-                could_fetch.append(others.submit(seat.lock.acquire, blocking=False).result())
+                could_fetch.append(others.submit(device_state.lock.acquire, blocking=False).result())
 
-    _Away(seat, (), ()).take_back([Watched(), Watched()])
+    _Away(device_state, (), ()).take_back([Watched(), Watched()])
     assert could_fetch == [False, False]

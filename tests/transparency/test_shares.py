@@ -123,7 +123,7 @@ def test_calls_add_up_share_by_share_until_the_step(devices: DeviceSet, engines:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_every_wait_is_there_on_devices_that_copy_late(count: int) -> None:
-    """Forward and backward apart too, where a visit's inputs were kept on another device."""
+    """Forward and backward apart too, where a stage run's inputs were kept on another device."""
     model, batch = make_mlp(), mlp_batch(ROWS)
     expected = grouped_gradients(model, [batch], [2] * NUM_LAYERS)
     for is_apart in (False, True):

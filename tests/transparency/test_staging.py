@@ -17,7 +17,7 @@ from reference import Reference
 from roundpipe import RoundPipe
 from roundpipe.device import Event
 from roundpipe.memory import ring
-from roundpipe.memory.ring import StagingRing
+from roundpipe.memory.ring import PinnedRing
 
 NUM_MICROBATCH = 2
 
@@ -65,7 +65,7 @@ def test_an_error_while_weights_are_read_reaches_the_caller_and_has_no_effect(
     engine = engines(make_mlp(), devices, pin_model="off")
     batch = mlp_batch(4)
     with monkeypatch.context() as patch:
-        patch.setattr(StagingRing, "_send_slice", _unreadable)
+        patch.setattr(PinnedRing, "_send_slice", _unreadable)
         with pytest.raises(OSError, match="unreadable") as caught:
             run_batch(engine, batch, NUM_MICROBATCH)
         assert any(str(devices.argument[0]) in note or "layer" in note for note in caught.value.__notes__)
@@ -75,7 +75,7 @@ def test_an_error_while_weights_are_read_reaches_the_caller_and_has_no_effect(
     assert not devices.faults
 
 
-def _unreadable(ring: StagingRing, target: Tensor, start: int, pieces: object) -> Event:
+def _unreadable(ring: PinnedRing, target: Tensor, start: int, pieces: object) -> Event:
     raise OSError("unreadable")
 
 

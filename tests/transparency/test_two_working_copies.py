@@ -1,7 +1,7 @@
 """Asynchronous training with one working copy per weight and with two: the same numbers, and reads that never lie.
 
 With memory to spare an asynchronous update writes a second working copy, and the two take turns; without, the new
-weights are published by the next step. See [Note: two working copies].
+weights are written back by the next step. See [Note: two working copies].
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_asynchronous_training_is_one_step_stale_either_way(
     expected = reference_steps(reference, BATCHES, 2)
     engine = engines(make_mlp(), devices)
     losses = train_steps(engine, make(engine.optim_parameters()), BATCHES, 2, is_async=True)
-    assert (engine.statistics()["spare_bytes"] > 0) == (copies == "two copies")
+    assert (engine.statistics()["second_buffer_bytes"] > 0) == (copies == "two copies")
     devices.check(torch.stack(losses), torch.stack(expected))
     devices.check(engine_weights(engine), reference.weights)
 
@@ -103,7 +103,7 @@ def test_tied_and_frozen_weights(case: Any, copies: str, engines: Engines) -> No
     engine = engines(case.make(), TWO)
     optimizer = sgd(engine.optim_parameters())
     losses = train_steps(engine, optimizer, batches, 2, is_async=True)
-    assert (engine.statistics()["spare_bytes"] > 0) == (copies == "two copies")
+    assert (engine.statistics()["second_buffer_bytes"] > 0) == (copies == "two copies")
     TWO.check(torch.stack(losses), torch.stack(expected), bitwise=False)
     TWO.check(engine_weights(engine), reference.weights, bitwise=False)
 
@@ -115,14 +115,14 @@ def test_adapters_are_there_twice_and_the_next_call_waits_for_nothing(copies: st
     batches = [LORA_LLAMA.batch(4, seed) for seed in range(3)]
     train_steps(engine, optimizer, batches, 2, is_async=True)
     engine._steps.wait_idle()
-    assert (engine._steps._publisher.version == len(batches)) == (copies == "two copies")
+    assert (engine._steps._write_back.version == len(batches)) == (copies == "two copies")
     trained = sum(parameter.nbytes for parameter in engine.model.parameters() if parameter.requires_grad)
     frozen = sum(parameter.nbytes for parameter in engine.model.parameters() if not parameter.requires_grad)
-    assert engine.statistics()["spare_bytes"] < trained + frozen / 4
+    assert engine.statistics()["second_buffer_bytes"] < trained + frozen / 4
 
 
-def test_a_step_that_fails_publishes_nothing_and_training_goes_on(copies: str, engines: Engines) -> None:
-    """Its changes to the masters are published with those of the next step that succeeds."""
+def test_a_step_that_fails_writes_back_nothing_and_training_goes_on(copies: str, engines: Engines) -> None:
+    """Its changes to the masters are written back with those of the next step that succeeds."""
     engine, twin = engines(make_mlp(), TWO), engines(make_mlp(), TWO)
     optimizers = [sgd(one.optim_parameters()) for one in (engine, twin)]
 
@@ -178,7 +178,7 @@ def test_changes_in_place_without_a_flush_are_refused(copies: str, engines: Engi
 def test_nothing_is_taken_for_synchronous_training(copies: str, engines: Engines) -> None:
     engine = engines(make_mlp(), ONE)
     train_steps(engine, sgd(engine.optim_parameters()), BATCHES[:3], 2, is_async=False)
-    assert engine.statistics()["spare_bytes"] == 0
+    assert engine.statistics()["second_buffer_bytes"] == 0
 
 
 def test_an_adversarial_device_finds_no_copy_that_could_be_overwritten(copies: str, engines: Engines) -> None:

@@ -120,6 +120,6 @@ def test_an_idle_engine_holds_its_slots(make: Callable[[int], VirtualDevice]) ->
 def test_a_host_that_is_the_only_limit_is_not_counted() -> None:
     device = VirtualDevice(0)
     assert device.capacity is None
-    assert device.budget_bytes() > 1 << 60
+    assert device.limit_bytes() > 1 << 60
     with RoundPipe(nn.Linear(4, 4), devices=[device]) as engine:
         engine(torch.ones(2, 4))

@@ -1,4 +1,4 @@
-"""Whether updates hide behind the rounds beside which they run: what decides if layers are worth a seat."""
+"""Whether updates hide behind the rounds beside which they run: what decides if layers are worth a device state."""
 
 import pytest
 from torch import nn

@@ -104,7 +104,7 @@ def train(engine: RoundPipe, optimizer: torch.optim.Optimizer, steps: list[Batch
 
 
 def curve(make: Any, dtype: torch.dtype) -> list[float]:
-    """A plain loop; the optimizer's masters are fed the gradients by hand, as the engine would land them."""
+    """A plain loop; the optimizer's masters are fed the gradients by hand, as the engine would offload them."""
     model = make_model().to(dtype)
     parameters = list(model.parameters())
     masters = [Master(parameter.detach().clone()) for parameter in parameters]

@@ -11,14 +11,14 @@ import pytest
 
 from optimizers import PATIENCE_S
 from roundpipe.step import context
-from roundpipe.threads.weak_registry import Living
+from roundpipe.threads.weak_registry import WeakRegistry
 
 
 def test_what_is_alive_is_found_in_the_order_in_which_it_came() -> None:
     class Thing:
         pass
 
-    living, things = Living[Thing](), [Thing() for _ in range(4)]
+    living, things = WeakRegistry[Thing](), [Thing() for _ in range(4)]
     for thing in things:
         living.add(thing)
     del things[1], thing

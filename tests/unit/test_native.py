@@ -65,7 +65,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda count: monkeypatch.setattr(torch, "get_num_threads", lambda: count)
 
 
-def make(rule: AdamRule | SGDRule, parts: int, landed: torch.dtype, scale: float) -> RuleUpdate:
+def make(rule: AdamRule | SGDRule, parts: int, offloaded: torch.dtype, scale: float) -> RuleUpdate:
     generator = torch.Generator().manual_seed(0)
     if isinstance(rule, AdamRule):
         num_moments = 3 if rule.amsgrad else 2
@@ -74,7 +74,7 @@ def make(rule: AdamRule | SGDRule, parts: int, landed: torch.dtype, scale: float
     return RuleUpdate(
         weight=torch.randn(COUNT, generator=generator),
         moments=tuple(torch.rand(COUNT, generator=generator) * 0.1 for _ in range(num_moments)),
-        parts=tuple(torch.randn(COUNT, generator=generator).to(landed) for _ in range(parts)),
+        parts=tuple(torch.randn(COUNT, generator=generator).to(offloaded) for _ in range(parts)),
         scale=scale,
         seen=False,
         rule=rule,
@@ -106,9 +106,9 @@ def test_every_rule_gives_torchs_bits(rule: AdamRule | SGDRule) -> None:
 
 
 @pytest.mark.parametrize("working", WIDTHS)
-@pytest.mark.parametrize("landed", WIDTHS)
-def test_every_pair_of_dtypes_gives_torchs_bits(landed: torch.dtype, working: torch.dtype) -> None:
-    given = RULES["adamw"], 1, landed, 1.0
+@pytest.mark.parametrize("offloaded", WIDTHS)
+def test_every_pair_of_dtypes_gives_torchs_bits(offloaded: torch.dtype, working: torch.dtype) -> None:
+    given = RULES["adamw"], 1, offloaded, 1.0
     assert_equal(by_kernel(make(*given), working), by_torch(make(*given), working))
 
 
@@ -125,12 +125,12 @@ def test_every_16_bit_number_is_read_and_written_as_torch_does(working: torch.dt
         torch.testing.assert_close(target, gradient.float().to(working), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("landed", WIDTHS)
+@pytest.mark.parametrize("offloaded", WIDTHS)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_squares_are_summed_precisely_and_alike_on_any_number_of_threads(
-    parts: int, landed: torch.dtype, threads: Any
+    parts: int, offloaded: torch.dtype, threads: Any
 ) -> None:
-    given = make(RULES["sgd"], parts, landed, 1.0).parts
+    given = make(RULES["sgd"], parts, offloaded, 1.0).parts
     for count in (0, 5, 64 * 1024, COUNT):
         some = [part[:count] for part in given]
         sums = set()

@@ -12,7 +12,7 @@ from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import PlanError
 from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.plan.actions import Pass
-from roundpipe.plan.costs import LayerCosts, Round, StageSums
+from roundpipe.plan.costs import LayerCosts, StageSums, Workload
 from roundpipe.plan.execute_plan import RunType, plan_for, plan_peak, plans_for, smallest_plan, step_ms
 from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
@@ -23,7 +23,7 @@ PLAN = ModelExecutePlan(fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8),
 def test_repr_is_one_line_and_str_a_table() -> None:
     assert repr(PLAN) == "ModelExecutePlan(F 0-3 | F 4-5 | X 6-7 | B 3-5 | B 0-2)"
     assert str(PLAN).splitlines() == [
-        "visit  pass      layers",
+        "stage run  pass      layers",
         "    0  forward   0-3",
         "    1  forward   4-5",
         "    2  fused     6-7",
@@ -36,7 +36,7 @@ def test_a_stage_listed_twice_in_a_row_is_one_stage_in_two_shares() -> None:
     plan = ModelExecutePlan([range(4)], [*[range(4, 12)] * 2, range(4)])
     assert repr(plan) == "ModelExecutePlan(F 0-3 | X 4-11 x2 | B 0-3)"
     assert str(plan).splitlines() == [
-        "visit  pass      layers  share",
+        "stage run  pass      layers  share",
         "    0  forward   0-3",
         "    1  fused     4-11    1/2",
         "    2  fused     4-11    2/2",
@@ -99,7 +99,7 @@ def test_auto_keeps_within_the_memory_limit(engines: Engines) -> None:
         ({"model_memory_limit": 0}, "model_memory_limit is 0; it must be positive"),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(arguments: dict[str, Any], fault: str, engines: Engines) -> None:
+def test_plan_keys_that_make_no_sense_are_refused(arguments: dict[str, Any], fault: str, engines: Engines) -> None:
     with pytest.raises(PlanError, match=fault):
         ModelExecutePlan.auto(arguments.pop("run_type", "fused"), engines(make_mlp()), **arguments)
     with pytest.raises(PlanError, match="was given no model"):
@@ -120,14 +120,14 @@ def slowest(plan: ModelExecutePlan, costs: LayerCosts) -> float:
     return max(sum(costs.forward[layer] for layer in stage) for stage in plan.fwd_plan)
 
 
-ROUND = Round(num_devices=4, num_microbatches=8)
+ROUND = Workload(num_devices=4, num_microbatches=8)
 
 
 # In shares.
 
 
-def num_groups(plan: ModelExecutePlan, round_: Round) -> int:
-    return group_of(plan.rounds("fused" if plan.bwd_plan else "infer"), round_).num_groups
+def num_groups(plan: ModelExecutePlan, workload: Workload) -> int:
+    return group_of(plan.rounds("fused" if plan.bwd_plan else "infer"), workload).num_groups
 
 
 SHARING = replace(ROUND, num_devices=2, may_share=True)
@@ -140,7 +140,7 @@ def test_every_device_runs_a_model_that_fits_for_its_share(run_type: Any) -> Non
     alone = plan_for(run_type, costs, replace(SHARING, num_devices=1))
     shared = plan_for(run_type, costs, SHARING)
     assert shared == alone.shared(2)
-    one, two = (step_ms(plan, run_type, costs, round_) for plan, round_ in ((alone, ALONE), (shared, SHARING)))
+    one, two = (step_ms(plan, run_type, costs, workload) for plan, workload in ((alone, ALONE), (shared, SHARING)))
     assert two == pytest.approx(one / 2)
     assert num_groups(plan_for(run_type, costs, replace(SHARING, may_share=False)), SHARING) == 1
 
@@ -150,12 +150,12 @@ ALONE = replace(SHARING, num_devices=1)
 
 def test_what_does_not_fit_is_recomputed_in_shares() -> None:
     costs = replace(equal_layers(12, 1.0), saved_bytes=(300,) * 12, gradient_bytes=(200,) * 12)
-    round_ = replace(SHARING, budget_bytes=3500)
-    plan = plan_for("fused", costs, round_)
+    workload = replace(SHARING, limit_bytes=3500)
+    plan = plan_for("fused", costs, workload)
     plan.check("fused", 12)
-    assert num_groups(plan, round_) == 2
+    assert num_groups(plan, workload) == 2
     assert len(set(plan.bwd_plan)) > 1
-    assert plan_peak(plan, "fused", costs, round_).bytes.total <= 3500
+    assert plan_peak(plan, "fused", costs, workload).bytes.total <= 3500
 
 
 def test_where_copies_are_slow_weights_go_up_once() -> None:
@@ -172,7 +172,7 @@ def frozen_layers(count: int) -> LayerCosts:
     )
 
 
-KEEPING = Round(num_devices=1, num_microbatches=2, keeps_layers=True, budget_bytes=4096)
+KEEPING = Workload(num_devices=1, num_microbatches=2, keeps_layers=True, limit_bytes=4096)
 
 
 def test_layers_that_can_stay_on_a_device_are_planned_to() -> None:
@@ -186,22 +186,22 @@ def test_layers_that_can_stay_on_a_device_are_planned_to() -> None:
     (passes,) = plan.rounds("fused")
     everything = frozenset(range(12))
     total = predicted_peak(passes, StageSums(costs), KEEPING, peak.spilled, everything).total
-    assert total <= KEEPING.budget_bytes
+    assert total <= KEEPING.limit_bytes
 
 
-@pytest.mark.parametrize("budget", [3100, 1 << 40])
-def test_layers_that_train_or_do_not_fit_are_not_planned_to_stay(budget: int) -> None:
-    round_ = replace(KEEPING, budget_bytes=budget)
-    alone = replace(round_, keeps_layers=False)
-    trained = replace(frozen_layers(12), landed_bytes=(100,) * 12)
-    for costs in [trained, *([frozen_layers(12)] if budget == 3100 else [])]:
-        assert plan_for("fused", costs, round_) == plan_for("fused", costs, alone)
+@pytest.mark.parametrize("limit", [3100, 1 << 40])
+def test_layers_that_train_or_do_not_fit_are_not_planned_to_stay(limit: int) -> None:
+    workload = replace(KEEPING, limit_bytes=limit)
+    alone = replace(workload, keeps_layers=False)
+    trained = replace(frozen_layers(12), offloaded_bytes=(100,) * 12)
+    for costs in [trained, *([frozen_layers(12)] if limit == 3100 else [])]:
+        assert plan_for("fused", costs, workload) == plan_for("fused", costs, alone)
 
 
 def test_no_share_is_empty() -> None:
-    round_ = replace(SHARING, num_devices=8, num_microbatches=3)
-    plan = plan_for("fused", equal_layers(12, 1.0), round_)
-    assert num_groups(plan, round_) in (1, 2)
+    workload = replace(SHARING, num_devices=8, num_microbatches=3)
+    plan = plan_for("fused", equal_layers(12, 1.0), workload)
+    assert num_groups(plan, workload) in (1, 2)
 
 
 def test_shares_that_the_optimizer_would_only_wait_longer_for_are_not_made() -> None:
@@ -211,11 +211,11 @@ def test_shares_that_the_optimizer_would_only_wait_longer_for_are_not_made() -> 
 
 def test_a_step_is_the_longer_of_round_and_update_or_both_in_turn() -> None:
     costs, whole = equal_layers(4, 1.0), ModelExecutePlan([], [range(4)])
-    round_ = Round(num_devices=1, num_microbatches=5)
-    assert step_ms(whole, "fused", costs, round_) == 60
-    assert step_ms(whole, "fused", costs, replace(round_, optimizer_ms=90.0)) == 90
-    assert step_ms(whole, "fused", costs, replace(round_, optimizer_ms=90.0, overlaps=False)) == 150
-    assert step_ms(ModelExecutePlan([range(4)]), "infer", costs, replace(round_, optimizer_ms=90.0)) == 20
+    workload = Workload(num_devices=1, num_microbatches=5)
+    assert step_ms(whole, "fused", costs, workload) == 60
+    assert step_ms(whole, "fused", costs, replace(workload, optimizer_ms=90.0)) == 90
+    assert step_ms(whole, "fused", costs, replace(workload, optimizer_ms=90.0, overlaps=False)) == 150
+    assert step_ms(ModelExecutePlan([range(4)]), "infer", costs, replace(workload, optimizer_ms=90.0)) == 20
 
 
 def test_several_models_share_the_target_for_their_slowest_stage() -> None:
@@ -235,8 +235,8 @@ def test_plans_for_several_models_are_valid(run_type: Any, min_stages: int) -> N
     plans = plans_for(run_type, parts, min_stages=min_stages, upper_threshold=1.1)
     for plan, (costs, _) in zip(plans, parts, strict=True):
         plan.check(run_type, costs.num_layers)
-    visits = sum(len(passes) for plan in plans for passes in plan.rounds(run_type))
-    assert visits >= min_stages
+    stage_runs = sum(len(passes) for plan in plans for passes in plan.rounds(run_type))
+    assert stage_runs >= min_stages
 
 
 def test_the_threshold_saves_a_stage_that_would_be_nearly_empty() -> None:
@@ -246,14 +246,14 @@ def test_the_threshold_saves_a_stage_that_would_be_nearly_empty() -> None:
     assert [len(strict.fwd_plan), len(loose.fwd_plan)] == [2, 1]
 
 
-def test_several_models_under_a_budget() -> None:
+def test_several_models_under_a_limit() -> None:
     """Two slots, for the layer that runs and one on its way, are the least."""
     model = replace(equal_layers(12, 1.0), weight_bytes=(10 * ALIGNMENT,) * 12)
-    parts = [(model, replace(ROUND, budget_bytes=50 * ALIGNMENT)) for _ in range(2)]
+    parts = [(model, replace(ROUND, limit_bytes=50 * ALIGNMENT)) for _ in range(2)]
     for plan in plans_for("fused", parts, min_stages=1, upper_threshold=1.1):
         plan.check("fused", 12)
         assert max(map(len, [*plan.fwd_plan, *plan.bwd_plan])) <= 4
-    tight = replace(ROUND, budget_bytes=15 * ALIGNMENT)
+    tight = replace(ROUND, limit_bytes=15 * ALIGNMENT)
     with pytest.raises(
         PlanError, match=r"model 1 of 2: the smallest plan tried needs 5 KiB .*3.75 KiB is allowed; layer 0"
     ):
@@ -271,20 +271,22 @@ def test_what_fits_layer_by_layer_is_not_refused(run_type: RunType) -> None:
         input_bytes=(4 * ALIGNMENT,) * 100,
         up_ms_per_byte=1e-4,
     )
-    round_ = replace(ROUND, num_devices=1, num_microbatches=4)
+    workload = replace(ROUND, num_devices=1, num_microbatches=4)
     smallest = smallest_plan(run_type, 100)
-    least = least_peak([visit for visits in smallest.rounds(run_type) for visit in visits], StageSums(costs), round_)
+    least = least_peak(
+        [stage_run for stage_runs in smallest.rounds(run_type) for stage_run in stage_runs], StageSums(costs), workload
+    )
     for share in (1.0, 1.01, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 8.0):
-        tight = replace(round_, budget_bytes=share * least.total)
+        tight = replace(workload, limit_bytes=share * least.total)
         plan = plan_for(run_type, costs, tight)
-        assert plan_peak(plan, run_type, costs, tight).bytes.total <= tight.budget_bytes
+        assert plan_peak(plan, run_type, costs, tight).bytes.total <= tight.limit_bytes
 
 
 def test_frozen_layers_leave_complete_plans() -> None:
-    round_ = replace(ROUND, first_trained=5)
+    workload = replace(ROUND, first_trained=5)
     for run_type in ("train", "fused"):
-        plan_for(run_type, equal_layers(8, 1.0), round_).check(run_type, 8)
-        for plan in plans_for(run_type, [(equal_layers(8, 1.0), round_)] * 2, min_stages=1, upper_threshold=1.1):
+        plan_for(run_type, equal_layers(8, 1.0), workload).check(run_type, 8)
+        for plan in plans_for(run_type, [(equal_layers(8, 1.0), workload)] * 2, min_stages=1, upper_threshold=1.1):
             plan.check(run_type, 8)
 
 

@@ -14,8 +14,8 @@ from roundpipe.autoplan.measurements import (
     Measurements,
     Rates,
     ShapeMeasurements,
-    prior_costs,
-    prior_update_ms,
+    estimate_costs,
+    estimate_update_ms,
     with_guessed_graphs,
 )
 from roundpipe.autoplan.planner import Planner
@@ -35,22 +35,22 @@ def size(weight_bytes: int, *, multiplied: bool = True, trains: bool = True) -> 
     return LayerSize(
         weight_bytes=weight_bytes,
         gradient_bytes=4 * elements * trains,
-        landed_bytes=2 * elements * trains,
+        offloaded_bytes=2 * elements * trains,
         matmul_elements=elements * multiplied,
         trained_elements=elements * trains,
     )
 
 
 def measurements(*sizes: int) -> ShapeMeasurements:
-    return ShapeMeasurements(prior_costs([size(num_bytes) for num_bytes in sizes], 0), Rates())
+    return ShapeMeasurements(estimate_costs([size(num_bytes) for num_bytes in sizes], 0), Rates())
 
 
-# The prior.
+# The estimate.
 
 
-def test_prior_counts_two_operations_per_weight_and_as_many_for_each_gradient() -> None:
+def test_estimate_counts_two_operations_per_weight_and_as_many_for_each_gradient() -> None:
     """An embedding is looked up and costs next to nothing; a frozen layer passes a gradient on and makes none."""
-    costs = prior_costs([size(100 * MIB, multiplied=False), size(100 * MIB), size(100 * MIB, trains=False)], 0)
+    costs = estimate_costs([size(100 * MIB, multiplied=False), size(100 * MIB), size(100 * MIB, trains=False)], 0)
     embedding, block, frozen = range(3)
     assert costs.forward[embedding] < costs.forward[block] / 100
     assert costs.backward[block] == 2 * costs.forward[block]
@@ -58,35 +58,37 @@ def test_prior_counts_two_operations_per_weight_and_as_many_for_each_gradient() 
     assert costs.gradient_bytes[frozen] == 0
 
 
-def test_prior_has_no_backward_below_the_first_trained_layer() -> None:
-    assert prior_costs([size(MIB, trains=False), size(MIB)], 1).backward[0] == 0
+def test_estimate_has_no_backward_below_the_first_trained_layer() -> None:
+    assert estimate_costs([size(MIB, trains=False), size(MIB)], 1).backward[0] == 0
 
 
 def test_guessed_graphs_are_those_of_a_transformer_block_of_that_size() -> None:
     """Twelve times 2048 squared weights, 8,192 tokens: 34 bytes for each of 8,192 x 2048."""
     layers = [size(24 * 2048**2), size(MIB, multiplied=False)]
-    costs = with_guessed_graphs(prior_costs(layers, 0), layers)
+    costs = with_guessed_graphs(estimate_costs(layers, 0), layers)
     assert costs.saved_bytes == (34 * 8192 * 2048, 0)
     assert costs.input_bytes == (2 * 8192 * 2048, 0)
 
 
 def test_guessed_graphs_grow_with_a_microbatch_and_shrink_with_none() -> None:
     layers = [size(24 * 2048**2)]
-    guesses = [with_guessed_graphs(prior_costs(layers, 0), layers, tokens).saved_bytes[0] for tokens in (100, 90_000)]
+    guesses = [
+        with_guessed_graphs(estimate_costs(layers, 0), layers, tokens).saved_bytes[0] for tokens in (100, 90_000)
+    ]
     assert guesses == [34 * 8192 * 2048, 34 * 90_000 * 2048]
 
 
 def test_a_measured_graph_is_no_guess_and_says_how_wrong_the_others_are() -> None:
     """So a step that ran out of memory on its way is planned better when it is tried again."""
     layers = [size(24 * 1024**2), size(24 * 2048**2)]
-    measured = ShapeMeasurements(prior_costs(layers, 0), Rates())
+    measured = ShapeMeasurements(estimate_costs(layers, 0), Rates())
     measured.record_saved_bytes(0, 2 * 34 * 8192 * 1024)
     costs = with_guessed_graphs(measured.costs(), layers)
     assert costs.saved_bytes == (2 * 34 * 8192 * 1024, 2 * 34 * 8192 * 2048)
 
 
-def test_prior_update_moves_28_bytes_for_each_parameter_that_trains() -> None:
-    ms = prior_update_ms([size(100 * MIB), size(100 * MIB, trains=False)])
+def test_estimate_update_moves_28_bytes_for_each_parameter_that_trains() -> None:
+    ms = estimate_update_ms([size(100 * MIB), size(100 * MIB, trains=False)])
     assert ms == pytest.approx(50 * MIB * 28 / 50e6)
 
 
@@ -118,7 +120,7 @@ def test_what_was_not_timed_is_like_a_layer_of_its_size_or_scaled_like_what_was(
 
 def test_what_is_never_run_takes_no_time_whatever_others_of_its_size_take() -> None:
     """A frozen layer below the first trained one has no backward."""
-    measured = ShapeMeasurements(prior_costs([size(MIB, trains=False), size(MIB)], 1), Rates())
+    measured = ShapeMeasurements(estimate_costs([size(MIB, trains=False), size(MIB)], 1), Rates())
     measured.record_time("backward", 1, 5.0)
     assert measured.costs().backward == (0.0, 5.0)
 
@@ -166,15 +168,15 @@ def test_large_copies_say_more_about_the_rate_than_small_ones() -> None:
 
 
 def test_copy_rates_belong_to_the_machine_and_not_to_shapes() -> None:
-    kept, prior = Measurements(), prior_costs([size(MIB)] * 2, 0)
-    kept.of("long", prior).rates.record_copy("down", 1000, 5.0)
-    assert kept.of("short", prior).costs().down_ms_per_byte == 5.0 / 1000
-    assert kept.of("short", prior).version == 1
+    kept, estimate = Measurements(), estimate_costs([size(MIB)] * 2, 0)
+    kept.of("long", estimate).rates.record_copy("down", 1000, 5.0)
+    assert kept.of("short", estimate).costs().down_ms_per_byte == 5.0 / 1000
+    assert kept.of("short", estimate).version == 1
 
 
 def test_the_first_update_allocates_and_is_forgotten_with_the_second() -> None:
     rates = Rates()
-    assert rates.update_ms(prior=3.0) == 3.0
+    assert rates.update_ms(estimate=3.0) == 3.0
     times = []
     for ms in (500.0, 40.0, 50.0):
         rates.record_update(ms)
@@ -227,10 +229,10 @@ def test_sparse_tensors_that_autograd_keeps_are_passed_over() -> None:
 
 
 def test_measurements_are_kept_by_shapes_and_shared_between_threads() -> None:
-    kept, prior = Measurements(), prior_costs([size(MIB)] * 4, 0)
-    assert kept.of((2, 8), prior) is kept.of((2, 8), prior)
-    assert kept.of((2, 8), prior) is not kept.of((4, 8), prior)
-    measured = kept.of((2, 8), prior)
+    kept, estimate = Measurements(), estimate_costs([size(MIB)] * 4, 0)
+    assert kept.of((2, 8), estimate) is kept.of((2, 8), estimate)
+    assert kept.of((2, 8), estimate) is not kept.of((4, 8), estimate)
+    measured = kept.of((2, 8), estimate)
 
     def record(layer: int) -> None:
         for _ in range(200):
@@ -379,11 +381,11 @@ class Filling(VirtualDevice):
 
     taken = 0
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return 100_000 - self.taken + held
 
 
-def test_the_budget_is_what_is_free_when_a_plan_is_made_and_what_the_engine_holds_itself() -> None:
+def test_the_limit_is_what_is_free_when_a_plan_is_made_and_what_the_engine_holds_itself() -> None:
     """While the engine does something its own use cannot be told apart, so the last answer stands."""
     device, held = Filling(0), {}
     store = ParameterStore([nn.Linear(16, 16) for _ in range(4)], HostMemory("off", accelerated=False))
@@ -392,7 +394,7 @@ def test_the_budget_is_what_is_free_when_a_plan_is_made_and_what_the_engine_hold
     for taken, holds in ((0, {}), (30_000, {"virtual:0": 10_000}), (90_000, None)):
         device.taken, held = taken, holds
         planned = planner.plan("fused", 2, None)
-        budgets.append(planner.problem("fused", 2)[1].budget_bytes)
+        budgets.append(planner.problem("fused", 2)[1].limit_bytes)
         planned.measured.record_saved_bytes(0, 10 + taken)
     assert budgets == [50_000, 0.9 * 80_000, 0.9 * 80_000]  # more of it once graphs are known
 
@@ -417,8 +419,8 @@ def test_stages_are_shared_on_accelerators_once_a_call_has_shown_that_no_forward
             plans.append(planner.plan("fused", 4, None).plan)
             planner.note_writes(writes)
             planner.reconsider()
-        _, round_ = planner.problem("fused", 4)
-        groups[kind, writes] = [group_of(plan.rounds("fused"), round_).num_groups for plan in plans]
+        _, workload = planner.problem("fused", 4)
+        groups[kind, writes] = [group_of(plan.rounds("fused"), workload).num_groups for plan in plans]
     assert groups == {
         (Accelerated, False): [1, 2, 2],
         (Accelerated, True): [1, 1, 1],

@@ -44,7 +44,7 @@ def test_every_action_is_drawn_once_where_it_ran(devices: DeviceSet, engines: En
             by_lane.setdefault(block.row.removeprefix(f"{device} "), []).append(block.label.split("@")[0])
         assert block.end >= block.start
     assert {lane: sorted(labels) for lane, labels in by_lane.items()} == {k: sorted(v) for k, v in DRAWN.items()}
-    assert {"step_fn", "publish", "commit"} <= {block.label for block in profiled.blocks}
+    assert {"step_fn", "write_back", "commit"} <= {block.label for block in profiled.blocks}
     check_file(path, profiled)
 
 

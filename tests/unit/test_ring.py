@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optimizers import Gate
 from roundpipe.memory import ring as ring_module
 from roundpipe.memory.pinning import HostMemory
-from roundpipe.memory.ring import NUM_SLICES, Piece, StagingRing
+from roundpipe.memory.ring import NUM_SLICES, Piece, PinnedRing
 from roundpipe.params.working import ParameterStore
 from roundpipe.testing.adversarial import AdversarialDevice
 from roundpipe.transfer import sender as sender_module
@@ -52,7 +52,7 @@ def test_pieces_arrive_whole_whatever_the_size_of_a_slice(
     again while earlier copies may still be under way."""
     monkeypatch.setattr(ring_module, "SLICE_BYTES", slice_bytes)
     pieces, expected, is_padding = pieces_with_gaps()
-    ring = StagingRing(device.up, OFF, largest=len(expected))
+    ring = PinnedRing(device.up, OFF, largest=len(expected))
     targets = [torch.zeros(len(expected), dtype=torch.uint8) for _ in range(2)]
     for target in targets:
         ready = ring.send(target, pieces, lambda: True)
@@ -65,8 +65,8 @@ def test_pieces_arrive_whole_whatever_the_size_of_a_slice(
 
 def test_a_ring_is_no_larger_than_what_goes_through_it() -> None:
     device = AdversarialDevice(0)
-    assert StagingRing(device.up, OFF, largest=1000).slice_bytes == 1000
-    assert StagingRing(device.up, OFF, largest=1 << 40).slice_bytes == ring_module.SLICE_BYTES
+    assert PinnedRing(device.up, OFF, largest=1000).slice_bytes == 1000
+    assert PinnedRing(device.up, OFF, largest=1 << 40).slice_bytes == ring_module.SLICE_BYTES
 
 
 def test_what_nobody_wants_any_more_is_left_unsent(device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +75,12 @@ def test_what_nobody_wants_any_more_is_left_unsent(device: AdversarialDevice, mo
     answers = iter([True, True, False])
     content = torch.ones(1000, dtype=torch.uint8)
     target = torch.zeros(1000, dtype=torch.uint8)
-    StagingRing(device.up, OFF, largest=1000).send(target, [Piece(0, content)], lambda: next(answers)).wait()
+    PinnedRing(device.up, OFF, largest=1000).send(target, [Piece(0, content)], lambda: next(answers)).wait()
     assert target.count_nonzero() == 200
 
 
 def test_a_layer_without_weights_is_there_at_once(device: AdversarialDevice) -> None:
-    ring = StagingRing(device.up, OFF, largest=0)
+    ring = PinnedRing(device.up, OFF, largest=0)
     for _ in range(NUM_SLICES + 1):
         ring.send(torch.zeros(0, dtype=torch.uint8), [], lambda: True).wait()
 
@@ -144,7 +144,7 @@ def test_what_the_helper_runs_into_is_raised_in_the_worker(monkeypatch: pytest.M
     sender = RingSender(AdversarialDevice(0), store, OFF)
     slot = torch.zeros(store.layers[0].num_bytes, dtype=torch.uint8)
     with monkeypatch.context() as patch:
-        patch.setattr(StagingRing, "_send_slice", lambda *_: 1 / 0)
+        patch.setattr(PinnedRing, "_send_slice", lambda *_: 1 / 0)
         failing = sender.send(store.layers[0], store.layers[0].uses, slot)
         with pytest.raises(ZeroDivisionError):
             failing.event()

@@ -10,7 +10,7 @@ from roundpipe.device import VirtualDevice
 from roundpipe.memory.blocks import HostBlocks
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.transfer.boundaries import Boundary, boundary_of
-from roundpipe.transfer.offload import Spills
+from roundpipe.transfer.spill import Spills
 
 
 class NotedEvent:

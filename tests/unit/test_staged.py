@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roundpipe.memory import copier as staged_module
-from roundpipe.memory.copier import Pair, StagedCopies
+from roundpipe.memory.copier import Pair, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.testing.adversarial import AdversarialDevice
 
@@ -83,7 +83,7 @@ def test_tensors_come_back_as_they_went_whatever_the_size_of_a_slice(
     slice_bytes: int, device: AdversarialDevice
 ) -> None:
     """Twice in a row, so that slices are filled again."""
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     for _ in range(2):
         there, back = room_for(sent, device), zeros_like(sent)
         copies.up(pairs_of(sent, there))
@@ -94,7 +94,7 @@ def test_tensors_come_back_as_they_went_whatever_the_size_of_a_slice(
 
 
 def test_each_tensor_is_told_of_when_all_of_it_is_there(slice_bytes: int, device: AdversarialDevice) -> None:
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back = room_for(sent, device), zeros_like(sent)
     copies.up(pairs_of(sent, there))
     told: list[int] = []
@@ -108,7 +108,7 @@ def test_each_tensor_is_told_of_when_all_of_it_is_there(slice_bytes: int, device
 
 
 def test_what_nobody_wants_any_more_is_not_written(slice_bytes: int, device: AdversarialDevice) -> None:
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back, told = room_for(sent, device), zeros_like(sent), list[int]()
     copies.up(pairs_of(sent, there))
     copies.down(pairs_of(back, there), lambda index: index != 1, told.append)
@@ -122,7 +122,7 @@ def test_after_an_interrupt_on_the_way_up_everything_goes_up(
     place: int, slice_bytes: int, device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has left under way reads slices that are filled again."""
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     with monkeypatch.context() as patch:
         patch.setattr(device.compute, "copy_", raise_at(place, device.compute.copy_, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -138,7 +138,7 @@ def test_after_an_interrupt_on_the_way_down_the_others_can_be_fetched(
     place: int, slice_bytes: int, device: AdversarialDevice
 ) -> None:
     """And those that were there already, which their owner has written to since, are left alone."""
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back, told = room_for(sent, device), zeros_like(sent), set[int]()
     copies.up(pairs_of(sent, there))
     with pytest.raises(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def test_after_an_interrupt_on_the_way_down_the_others_can_be_fetched(
 
 def test_a_copy_in_the_midst_of_another_needs_no_slice(slice_bytes: int, device: AdversarialDevice) -> None:
     """As of a signal's handler that looks at what the main thread is just fetching."""
-    copies, sent = StagedCopies(device.compute, OFF, 1 << 40), tensors()
+    copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back, inner = room_for(sent, device), zeros_like(sent), zeros_like(sent)
     copies.up(pairs_of(sent, there))
     seen: list[bool] = []
@@ -172,7 +172,7 @@ def test_a_copy_in_the_midst_of_another_needs_no_slice(slice_bytes: int, device:
 
 def test_threads_take_turns(device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staged_module, "SLICE_BYTES", 100)
-    copies, barrier = StagedCopies(device.compute, OFF, 1 << 40), threading.Barrier(4)
+    copies, barrier = PinnedCopier(device.compute, OFF, 1 << 40), threading.Barrier(4)
 
     def there_and_back(seed: int) -> bool:
         torch.manual_seed(seed)
@@ -190,10 +190,10 @@ def test_threads_take_turns(device: AdversarialDevice, monkeypatch: pytest.Monke
 
 def test_slices_exist_from_the_first_copy_to_the_end_and_are_no_larger_than_they_need_be() -> None:
     device = AdversarialDevice(0)
-    copies, sent = StagedCopies(device.compute, OFF, 1000), [torch.randn(900)]
+    copies, sent = PinnedCopier(device.compute, OFF, 1000), [torch.randn(900)]
     assert copies.slice_bytes == 1000
-    assert StagedCopies(device.compute, OFF, 0).slice_bytes == 1
-    assert StagedCopies(device.compute, OFF, 1 << 40).slice_bytes == staged_module.SLICE_BYTES
+    assert PinnedCopier(device.compute, OFF, 0).slice_bytes == 1
+    assert PinnedCopier(device.compute, OFF, 1 << 40).slice_bytes == staged_module.SLICE_BYTES
     for _ in range(2):
         copies.up([])
         assert not copies._slices
@@ -207,7 +207,7 @@ def test_slices_exist_from_the_first_copy_to_the_end_and_are_no_larger_than_they
 
 def test_slices_that_were_made_in_inference_mode_are_ordinary_memory() -> None:
     device, sent = AdversarialDevice(0), [torch.randn(9)]
-    copies = StagedCopies(device.compute, OFF, 1000)
+    copies = PinnedCopier(device.compute, OFF, 1000)
     there = room_for(sent, device)
     with torch.inference_mode():
         copies.up(pairs_of(sent, there))

@@ -80,7 +80,7 @@ def test_taken_again_it_is_of_what_is_there_then(held: _Held) -> None:
 
 
 def test_it_is_never_true_of_what_had_gone_when_it_was_taken(held: _Held) -> None:
-    """The caller may delete an attribute while a late visit looks."""
+    """The caller may delete an attribute while a late stage run looks."""
     value = held.attributes.pop("a")
     held.snapshot.take()
     assert not held.snapshot.is_true

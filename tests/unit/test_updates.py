@@ -87,7 +87,7 @@ def test_without_memory_for_the_smallest_piece_it_says_so(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_one_that_raises_keeps_no_other_from_being_done(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its master is left as it was, so that what is published is what masters hold."""
+    """Its master is left as it was, so that what is written back is what masters hold."""
     if not has_kernel:
         monkeypatch.setattr(native, "library", lambda: None)
     made, expected, unchanged = make(0.3, 1), one_by_one(make(0.3, 1)), tensors_of(make(0.3, 1))

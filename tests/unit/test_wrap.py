@@ -371,7 +371,7 @@ def test_key_value_caches_are_never_built(wrap: Any) -> None:
 
 
 def test_generate_sees_every_update(wrap: Any) -> None:
-    """A method of the model's, reached through the engine: pending steps are published first."""
+    """A method of the model's, reached through the engine: pending steps are written back first."""
     model: Any = make_t5().eval()
     engine = wrap(model)
     ids = t5_batch().kwargs["input_ids"]

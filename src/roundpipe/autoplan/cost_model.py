@@ -9,7 +9,7 @@ from torch import nn
 from ..params.gradients import GradientRules
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.costs import LayerCosts
-from .measurements import LayerSize, prior_costs, prior_update_ms
+from .measurements import LayerSize, estimate_costs, estimate_update_ms
 
 
 def first_trained(store: ParameterStore, *, wants_gradients: bool) -> int:
@@ -17,7 +17,7 @@ def first_trained(store: ParameterStore, *, wants_gradients: bool) -> int:
     return 0 if wants_gradients else store.first_trainable_layer()
 
 
-class Prior(NamedTuple):
+class CostEstimate(NamedTuple):
     """The model as it trains now. ``first_trained``: nothing below that layer needs a backward."""
 
     sizes: list[LayerSize]
@@ -26,7 +26,7 @@ class Prior(NamedTuple):
     update_ms: float
 
 
-class Priors:
+class CostModel:
     """One for each choice of what trains, with and without a backward that goes on to the inputs.
 
     Args:
@@ -38,19 +38,19 @@ class Priors:
         self._store = store
         self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
         self._rules = rules
-        self._made: dict[tuple[tuple[bool, ...], bool], Prior] = {}
+        self._made: dict[tuple[tuple[bool, ...], bool], CostEstimate] = {}
 
     def trains(self) -> tuple[bool, ...]:
         """What does, now."""
         return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
 
-    def of(self, trains: tuple[bool, ...], *, wants_gradients: bool) -> Prior:
+    def of(self, trains: tuple[bool, ...], *, wants_gradients: bool) -> CostEstimate:
         """When asked for the first time, that has to be what trains now."""
         key = trains, wants_gradients
         if key not in self._made:
             sizes = [self._size(layer) for layer in self._store.layers]
             first = first_trained(self._store, wants_gradients=wants_gradients)
-            self._made[key] = Prior(sizes, first, prior_costs(sizes, first), prior_update_ms(sizes))
+            self._made[key] = CostEstimate(sizes, first, estimate_costs(sizes, first), estimate_update_ms(sizes))
         return self._made[key]
 
     def _size(self, layer: LayerParameters) -> LayerSize:
@@ -60,7 +60,7 @@ class Priors:
         return LayerSize(
             weight_bytes=layer.num_bytes,
             gradient_bytes=sum(count * summed.itemsize for count, (summed, _) in dtypes),
-            landed_bytes=sum(count * landed.itemsize for count, (_, landed) in dtypes),
+            offloaded_bytes=sum(count * offloaded.itemsize for count, (_, offloaded) in dtypes),
             matmul_elements=sum(parameter.numel() for parameter in multiplied),
             trained_elements=sum(parameter.numel() for parameter in trained),
         )

@@ -10,7 +10,7 @@ import torch
 
 from ..plan.costs import LayerCosts
 
-# What a visit spends its time on: a layer's forward (with or without a graph), its forward once more, its backward.
+# What a stage run spends its time on: a layer's forward (with or without a graph), its forward once more, its backward.
 Computation = Literal["forward", "recompute", "backward"]
 Way = Literal["up", "down"]
 COMPUTATIONS: tuple[Computation, ...] = ("forward", "recompute", "backward")
@@ -33,12 +33,12 @@ class LayerSize(NamedTuple):
 
     weight_bytes: int
     gradient_bytes: int
-    landed_bytes: int
+    offloaded_bytes: int
     matmul_elements: int
     trained_elements: int
 
 
-def prior_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
+def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient of the backward."""
     forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
     gradients = [(index >= first_trained) * (1 + (layer.trained_elements > 0)) for index, layer in enumerate(layers)]
@@ -47,13 +47,13 @@ def prior_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
         backward=tuple(ms * count for ms, count in zip(forward, gradients, strict=True)),
         weight_bytes=tuple(layer.weight_bytes for layer in layers),
         gradient_bytes=tuple(layer.gradient_bytes for layer in layers),
-        landed_bytes=tuple(layer.landed_bytes for layer in layers),
+        offloaded_bytes=tuple(layer.offloaded_bytes for layer in layers),
         up_ms_per_byte=1 / _BYTES_PER_MS,
         down_ms_per_byte=1 / _BYTES_PER_MS,
     )
 
 
-def prior_update_ms(layers: Sequence[LayerSize]) -> float:
+def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
     """An update, from its bytes."""
     return sum(layer.trained_elements for layer in layers) * _UPDATE_BYTES / _HOST_BYTES_PER_MS
 
@@ -157,9 +157,9 @@ class Rates:
             self._copies[way] = all_bytes, all_ms
             self._changes.note(way, all_ms / all_bytes)
 
-    def ms_per_byte(self, way: Way, prior: float) -> float:
+    def ms_per_byte(self, way: Way, estimate: float) -> float:
         num_bytes, ms = self._copies.get(way, (0.0, 0.0))
-        return ms / num_bytes if num_bytes else prior
+        return ms / num_bytes if num_bytes else estimate
 
     def record_update(self, ms: float) -> None:
         """The second one stands for the first, in which optimizers allocate their moments."""
@@ -173,13 +173,13 @@ class Rates:
         """Whether updates were seen that allocated nothing any more."""
         return self._updates_seen >= _SETTLED
 
-    def update_ms(self, prior: float) -> float:
-        return self._update_ms if self._updates_seen else prior
+    def update_ms(self, estimate: float) -> float:
+        return self._update_ms if self._updates_seen else estimate
 
 
 class ShapeMeasurements:
     """What was measured on microbatches of the same shapes; what was not is taken from a layer like it, else it is
-    ``prior``, scaled to what was.
+    ``estimate``, scaled to what was.
 
     Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread reads: every method
     may be called from any thread, and none waits for long.
@@ -189,9 +189,9 @@ class ShapeMeasurements:
     ``shortages``: how often a device's memory did not suffice.
     """
 
-    def __init__(self, prior: LayerCosts, rates: Rates) -> None:
+    def __init__(self, estimate: LayerCosts, rates: Rates) -> None:
         self._lock = threading.Lock()  # because a reader must not see half of an update
-        self._prior = prior
+        self._estimate = estimate
         self._rates = rates
         self._ms: dict[Computation, dict[int, float]] = {computation: {} for computation in COMPUTATIONS}
         self._saved: dict[int, int] = {}
@@ -269,17 +269,17 @@ class ShapeMeasurements:
 
     def costs(self) -> LayerCosts:
         """Everything known by now."""
-        prior, past_last = self._prior, self._prior.num_layers
+        estimate, past_last = self._estimate, self._estimate.num_layers
         with self._lock:
             forward = self._times("forward")
             saved, passing = self._alike(self._saved), self._alike(self._passing)
             return replace(
-                prior,
+                estimate,
                 forward=forward,
                 recompute=self._times("recompute") if self._ms["recompute"] else forward,
                 backward=self._times("backward"),
-                up_ms_per_byte=self._rates.ms_per_byte("up", prior.up_ms_per_byte),
-                down_ms_per_byte=self._rates.ms_per_byte("down", prior.down_ms_per_byte),
+                up_ms_per_byte=self._rates.ms_per_byte("up", estimate.up_ms_per_byte),
+                down_ms_per_byte=self._rates.ms_per_byte("down", estimate.down_ms_per_byte),
                 saved_bytes=(*saved[:-1], saved[-1] + self._saved.get(past_last, 0)),
                 passing_bytes=(*passing[:-1], max(passing[-1], self._passing.get(past_last, 0))),
                 input_bytes=self._alike(self._inputs),
@@ -289,35 +289,39 @@ class ShapeMeasurements:
     def knows_graphs(self) -> bool:
         """Whether every layer's saved bytes were measured, or those of one like it."""
         with self._lock:
-            sizes = self._prior.weight_bytes
+            sizes = self._estimate.weight_bytes
             return not {*sizes} - {sizes[layer] for layer in self._saved if layer < len(sizes)}
 
     def _times(self, computation: Computation) -> tuple[float, ...]:
-        known, prior, sizes = self._ms[computation], getattr(self._prior, computation), self._prior.weight_bytes
+        known, estimate, sizes = (
+            self._ms[computation],
+            getattr(self._estimate, computation),
+            self._estimate.weight_bytes,
+        )
         of_size: dict[int, list[float]] = {}
         for layer, ms in known.items():
             of_size.setdefault(sizes[layer], []).append(ms)
         means = {size: sum(times) / len(times) for size, times in of_size.items()}
         scale = self._scale()
-        # What the prior says takes no time is never run.
+        # What the estimate says takes no time is never run.
         return tuple(
             ms and known.get(layer, means.get(size, ms * scale))
-            for layer, (ms, size) in enumerate(zip(prior, sizes, strict=True))
+            for layer, (ms, size) in enumerate(zip(estimate, sizes, strict=True))
         )
 
     def _scale(self) -> float:
-        """How much slower the measured computations are than the prior said."""
+        """How much slower the measured computations are than the estimate said."""
         guessed = measured = 0.0
         for computation, known in self._ms.items():
-            guessed += sum(getattr(self._prior, computation)[layer] for layer in known)
+            guessed += sum(getattr(self._estimate, computation)[layer] for layer in known)
             measured += sum(known.values())
         return measured / guessed if guessed else 1.0
 
     def _alike(self, known: dict[int, int]) -> tuple[int, ...]:
         of_size: dict[int, int] = {}
-        for layer, size in enumerate(self._prior.weight_bytes):
+        for layer, size in enumerate(self._estimate.weight_bytes):
             of_size[size] = max(of_size.get(size, 0), known.get(layer, 0))
-        return tuple(known.get(layer, of_size.get(size, 0)) for layer, size in enumerate(self._prior.weight_bytes))
+        return tuple(known.get(layer, of_size.get(size, 0)) for layer, size in enumerate(self._estimate.weight_bytes))
 
     def _record(self, kind: str, known: dict[int, int], layer: int, num_bytes: int) -> None:
         with self._lock:
@@ -339,12 +343,12 @@ class Measurements:
         with self._lock:
             return sum(known.shortages for known in self._by_shapes.values())
 
-    def of(self, shapes: Hashable, prior: LayerCosts) -> ShapeMeasurements:
-        """The measurements of ``shapes``; ``prior`` is used if they are the first."""
+    def of(self, shapes: Hashable, estimate: LayerCosts) -> ShapeMeasurements:
+        """The measurements of ``shapes``; ``estimate`` is used if they are the first."""
         with self._lock:
             known = self._by_shapes.get(shapes)
             if known is None:
-                known = self._by_shapes[shapes] = ShapeMeasurements(prior, self.rates)
+                known = self._by_shapes[shapes] = ShapeMeasurements(estimate, self.rates)
             return known
 
 

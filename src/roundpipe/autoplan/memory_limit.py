@@ -6,11 +6,11 @@ from ..device import Device
 
 # What plans may fill of a device: temporaries inside layers take the rest. Less before graphs were measured.
 _PLANNED, _PLANNED_BLINDLY = 0.9, 0.5
-# A budget this large says that nothing is known of the device's memory.
+# A limit this large says that nothing is known of the device's memory.
 _UNKNOWN = 2.0**60
 
 
-class MemoryBudget:
+class MemoryLimit:
     """Of the smallest device. Used by the caller's thread.
 
     Args:
@@ -26,7 +26,7 @@ class MemoryBudget:
         """As it is now. While the engine does something its own use cannot be told apart, so the last answer stands."""
         held = self._held_bytes()
         if self._num_bytes is None or held is not None:
-            self._num_bytes = min(device.budget_bytes((held or {}).get(device.name, 0)) for device in self._devices)
+            self._num_bytes = min(device.limit_bytes((held or {}).get(device.name, 0)) for device in self._devices)
 
     @property
     def num_bytes(self) -> float:

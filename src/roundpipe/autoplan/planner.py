@@ -11,12 +11,12 @@ from ..device import Device
 from ..errors import PlanError
 from ..params.gradients import GradientRules
 from ..params.working import ParameterStore
-from ..plan.costs import Grain, LayerCosts, Round
+from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
 from ..plan.memory import Peak
-from .cost_model import Prior, Priors
+from .cost_model import CostEstimate, CostModel
 from .measurements import Measurements, Rates, ShapeMeasurements, with_guessed_graphs
-from .memory_limit import MemoryBudget
+from .memory_limit import MemoryLimit
 
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
 _WORTH_CHANGING = 0.03
@@ -37,7 +37,7 @@ class Needs(NamedTuple):
     allowed: float
 
 
-class Wish(NamedTuple):
+class PlanKey(NamedTuple):
     """Calls that may use one plan: what makes another plan right is another wish."""
 
     run_type: RunType
@@ -53,14 +53,14 @@ class Wish(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What a call that was to be as in ``wish`` does.
+    """What a call that was to be as in ``plan_key`` does.
 
     ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
     last. ``is_timed``: it is one of the few calls that are timed.
     ``is_sure``: needs were predicted from graphs that were measured.
     """
 
-    wish: Wish
+    plan_key: PlanKey
     plan: ModelExecutePlan
     spilled: frozenset[int]
     needs: Needs
@@ -101,7 +101,7 @@ class Planner:
         layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up, not multiplied.
         rules: what gradients are summed in; default fp32.
         held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
-        keeps_layers: whether layers may stay on devices between visits: not where other engines plan with that memory.
+        keeps_layers: whether layers may stay on devices between stage runs: not where other engines plan with that memory.
     """
 
     def __init__(
@@ -117,18 +117,18 @@ class Planner:
         self._store = store
         self._num_devices = len(devices)
         self._layers = layers
-        self._priors = Priors(store, layers, rules or GradientRules(torch.float32, None))
+        self._cost_model = CostModel(store, layers, rules or GradientRules(torch.float32, None))
         self._measurements = Measurements()
-        self._in_use: dict[Wish, _InUse] = {}
+        self._in_use: dict[PlanKey, _InUse] = {}
         self._writes: dict[Hashable, bool] = {}
         self._tokens: dict[Hashable, int] = {}
         self._input_bytes: dict[Hashable, int] = {}
-        self._latest: Wish | None = None
+        self._latest: PlanKey | None = None
         self._overlaps = True
-        # Sums over shares are bitwise those of one visit nowhere; accelerators do not promise that between each other.
+        # Sums over shares are bitwise those of one stage run nowhere; accelerators do not promise that between each other.
         self._may_share = all(device.torch_device.type != "cpu" for device in devices)
         self._keeps_layers = keeps_layers
-        self.budget = MemoryBudget(devices, held_bytes)
+        self.limit = MemoryLimit(devices, held_bytes)
 
     # What happens, told by the engine.
 
@@ -188,22 +188,22 @@ class Planner:
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
         """
-        self._latest = wish = self._wish(
+        self._latest = plan_key = self._plan_key(
             run_type, num_microbatches, chosen, grain, shapes=shapes, wants_gradients=wants_gradients, returns=returns
         )
-        self._input_bytes[wish.shapes] = max(input_bytes, self._input_bytes.get(wish.shapes, 0))
-        self._tokens[wish.shapes] = max(tokens, self._tokens.get(wish.shapes, 0))
-        measured = self._measured(wish)
+        self._input_bytes[plan_key.shapes] = max(input_bytes, self._input_bytes.get(plan_key.shapes, 0))
+        self._tokens[plan_key.shapes] = max(tokens, self._tokens.get(plan_key.shapes, 0))
+        measured = self._measured(plan_key)
         measured.grow_to(elements)
         measured.record_caller_bytes(caller_bytes)
-        before = self._in_use.get(wish)
+        before = self._in_use.get(plan_key)
         if before is not None and (before.elements < measured.elements or before.shortages < measured.shortages):
-            self._look_again(wish, measured)
-        in_use = self._of(wish)
+            self._look_again(plan_key, measured)
+        in_use = self._of(plan_key)
         in_use.calls += 1
         peak = in_use.peak
         needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
-        return Planned(wish, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
+        return Planned(plan_key, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
 
     def next_plan(
         self,
@@ -214,38 +214,38 @@ class Planner:
         grain: Grain = "stage",
     ) -> ModelExecutePlan:
         """What ``plan`` would give for inputs like those of the latest call, without there being a call."""
-        return self._of(self._wish_like_latest(run_type, num_microbatches, chosen, grain)).plan
+        return self._of(self._plan_key_like_latest(run_type, num_microbatches, chosen, grain)).plan
 
     def reconsider(self) -> None:
         """Looks for a better plan for the next call like the latest one, if enough was learnt since.
 
         Called while the devices are busy with that call, so that nobody waits for it.
         """
-        wish = self._latest
-        if wish is None:
+        plan_key = self._latest
+        if plan_key is None:
             return
-        in_use, measured = self._in_use[wish], self._measured(wish)
-        if in_use.known == self._known(wish, measured):
+        in_use, measured = self._in_use[plan_key], self._measured(plan_key)
+        if in_use.known == self._known(plan_key, measured):
             return
         in_use.waited += 1
         if in_use.waited < in_use.patience:
             return
         in_use.patience *= 2
-        self._look_again(wish, measured)
+        self._look_again(plan_key, measured)
 
-    def _look_again(self, wish: Wish, measured: ShapeMeasurements) -> None:
+    def _look_again(self, plan_key: PlanKey, measured: ShapeMeasurements) -> None:
         """A better plan, if there is one, and in any case what it needs by what is known now."""
-        in_use, known = self._in_use[wish], self._known(wish, measured)
-        costs, round_ = self._problem(wish, measured)
+        in_use, known = self._in_use[plan_key], self._known(plan_key, measured)
+        costs, workload = self._problem(plan_key, measured)
         plan = in_use.plan
-        if wish.chosen is None:
+        if plan_key.chosen is None:
             was_short = in_use.shortages < measured.shortages
-            plan = _better(wish.run_type, plan, costs, round_, is_refuted=was_short)
-        self._in_use[wish] = replace(
+            plan = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+        self._in_use[plan_key] = replace(
             in_use,
             plan=plan,
-            peak=plan_peak(plan, wish.run_type, costs, round_),
-            allowed=round_.budget_bytes,
+            peak=plan_peak(plan, plan_key.run_type, costs, workload),
+            allowed=workload.limit_bytes,
             known=known,
             elements=measured.elements,
             shortages=measured.shortages,
@@ -255,42 +255,44 @@ class Planner:
             round_ms=None,
         )
 
-    def problem(self, run_type: RunType, num_microbatches: int, *, grain: Grain = "stage") -> tuple[LayerCosts, Round]:
+    def problem(
+        self, run_type: RunType, num_microbatches: int, *, grain: Grain = "stage"
+    ) -> tuple[LayerCosts, Workload]:
         """What a plan has to solve, with inputs like those of the latest call."""
-        wish = self._wish_like_latest(run_type, num_microbatches, None, grain)
-        return self._problem(wish, self._measured(wish))
+        plan_key = self._plan_key_like_latest(run_type, num_microbatches, None, grain)
+        return self._problem(plan_key, self._measured(plan_key))
 
-    def problem_of(self, planned: Planned) -> tuple[LayerCosts, Round]:
+    def problem_of(self, planned: Planned) -> tuple[LayerCosts, Workload]:
         """What a plan for that call has to solve, by what is known now."""
-        return self._problem(planned.wish, planned.measured)
+        return self._problem(planned.plan_key, planned.measured)
 
     def measured(self) -> ShapeMeasurements:
         """Where workers record the costs of microbatches like those of the latest call."""
-        return self._measured(self._wish_like_latest("fused", 1, None, "stage"))
+        return self._measured(self._plan_key_like_latest("fused", 1, None, "stage"))
 
     def hides_update(self, planned: Planned) -> bool:
         """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
-        wish = planned.wish
-        if not wish.overlaps or not planned.is_sure:
+        plan_key = planned.plan_key
+        if not plan_key.overlaps or not planned.is_sure:
             return False
         if not self.rates.knows_update:
             return True
-        in_use, version = self._in_use[wish], planned.measured.version
+        in_use, version = self._in_use[plan_key], planned.measured.version
         if in_use.round_ms is None or in_use.round_ms[0] != version:
-            costs, round_ = self.problem_of(planned)
-            ms = step_ms(planned.plan, wish.run_type, costs, replace(round_, optimizer_ms=0.0))
+            costs, workload = self.problem_of(planned)
+            ms = step_ms(planned.plan, plan_key.run_type, costs, replace(workload, optimizer_ms=0.0))
             in_use.round_ms = version, ms
         return self.rates.update_ms(0.0) < in_use.round_ms[1]
 
-    def _of(self, wish: Wish) -> _InUse:
-        in_use, measured = self._in_use.get(wish), self._measured(wish)
-        if in_use is None or self._is_due(in_use, wish, measured):
-            self.budget.ask()
+    def _of(self, plan_key: PlanKey) -> _InUse:
+        in_use, measured = self._in_use.get(plan_key), self._measured(plan_key)
+        if in_use is None or self._is_due(in_use, plan_key, measured):
+            self.limit.ask()
         if in_use is None:
-            in_use = self._in_use[wish] = self._first(wish, measured)
+            in_use = self._in_use[plan_key] = self._first(plan_key, measured)
         return in_use
 
-    def _wish(
+    def _plan_key(
         self,
         run_type: RunType,
         num_microbatches: int,
@@ -300,105 +302,105 @@ class Planner:
         shapes: Hashable = None,
         wants_gradients: bool = False,
         returns: bool = False,
-    ) -> Wish:
+    ) -> PlanKey:
         if shapes is None and self._latest is not None:
             shapes = self._latest.shapes
-        return Wish(
+        return PlanKey(
             run_type=run_type,
             num_microbatches=num_microbatches,
             grain=grain,
             shapes=shapes,
             wants_gradients=wants_gradients,
             overlaps=self._overlaps and run_type == "fused",
-            trains=self._priors.trains(),
+            trains=self._cost_model.trains(),
             modes=tuple(layer.training for layer in self._layers),
             chosen=chosen,
             returns=returns,
         )
 
-    def _wish_like_latest(
+    def _plan_key_like_latest(
         self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None, grain: Grain
-    ) -> Wish:
+    ) -> PlanKey:
         wants_gradients = self._latest is not None and self._latest.wants_gradients
-        return self._wish(run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients)
+        return self._plan_key(run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients)
 
-    def _prior(self, wish: Wish) -> Prior:
-        return self._priors.of(wish.trains, wants_gradients=wish.wants_gradients)
+    def _estimate(self, plan_key: PlanKey) -> CostEstimate:
+        return self._cost_model.of(plan_key.trains, wants_gradients=plan_key.wants_gradients)
 
-    def _measured(self, wish: Wish) -> ShapeMeasurements:
-        prior = self._prior(wish)
+    def _measured(self, plan_key: PlanKey) -> ShapeMeasurements:
+        estimate = self._estimate(plan_key)
         # What trains decides what a backward does, so times measured otherwise say nothing.
-        return self._measurements.of((wish.shapes, wish.trains, prior.first_trained), prior.costs)
+        return self._measurements.of((plan_key.shapes, plan_key.trains, estimate.first_trained), estimate.costs)
 
-    def _problem(self, wish: Wish, measured: ShapeMeasurements) -> tuple[LayerCosts, Round]:
-        prior, costs = self._prior(wish), measured.costs()
-        return costs.by_layer() if wish.grain == "layer" else costs, Round(
+    def _problem(self, plan_key: PlanKey, measured: ShapeMeasurements) -> tuple[LayerCosts, Workload]:
+        estimate, costs = self._estimate(plan_key), measured.costs()
+        return costs.by_layer() if plan_key.grain == "layer" else costs, Workload(
             num_devices=self._num_devices,
-            num_microbatches=wish.num_microbatches,
-            overlaps=wish.overlaps,
-            grain=wish.grain,
-            first_trained=prior.first_trained,
-            budget_bytes=self._allowed(wish, measured),
-            may_share=self._shares(wish),
-            optimizer_ms=measured.rates.update_ms(prior.update_ms),
-            keeps_layers=self._keeps_layers and self.budget.is_known,
+            num_microbatches=plan_key.num_microbatches,
+            overlaps=plan_key.overlaps,
+            grain=plan_key.grain,
+            first_trained=estimate.first_trained,
+            limit_bytes=self._allowed(plan_key, measured),
+            may_share=self._shares(plan_key),
+            optimizer_ms=measured.rates.update_ms(estimate.update_ms),
+            keeps_layers=self._keeps_layers and self.limit.is_known,
         )
 
-    def _allowed(self, wish: Wish, measured: ShapeMeasurements) -> float:
+    def _allowed(self, plan_key: PlanKey, measured: ShapeMeasurements) -> float:
         """Bytes that a plan may fill, as careful as guesses and shortages ask for."""
         left = _AFTER_SHORTAGES[min(measured.shortages, len(_AFTER_SHORTAGES) - 1)]
-        return self._most_allowed(wish, measured, blindly=not measured.knows_graphs) * left
+        return self._most_allowed(plan_key, measured, blindly=not measured.knows_graphs) * left
 
-    def _most_allowed(self, wish: Wish, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
+    def _most_allowed(self, plan_key: PlanKey, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
         """Beside the caller's inputs and outputs."""
-        outputs = measured.output_bytes if wish.returns else 0
-        return self.budget.for_plans(measured.caller_bytes + outputs, blindly=blindly)
+        outputs = measured.output_bytes if plan_key.returns else 0
+        return self.limit.for_plans(measured.caller_bytes + outputs, blindly=blindly)
 
-    def _first(self, wish: Wish, measured: ShapeMeasurements) -> _InUse:
+    def _first(self, plan_key: PlanKey, measured: ShapeMeasurements) -> _InUse:
         """Leaves room for activations nobody has seen yet, and after shortages; but no call is refused because of a
         guess."""
-        costs, round_ = self._problem(wish, measured)
+        costs, workload = self._problem(plan_key, measured)
         known = costs
         if not measured.knows_graphs:
-            costs = with_guessed_graphs(costs, self._prior(wish).sizes, self._tokens.get(wish.shapes, 0))
-            given = self._input_bytes.get(wish.shapes, 0)
+            costs = with_guessed_graphs(costs, self._estimate(plan_key).sizes, self._tokens.get(plan_key.shapes, 0))
+            given = self._input_bytes.get(plan_key.shapes, 0)
             costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
-        if wish.chosen is not None:
-            plan = wish.chosen.for_run(wish.run_type)
-            plan.check(wish.run_type, len(self._store.layers))
+        if plan_key.chosen is not None:
+            plan = plan_key.chosen.for_run(plan_key.run_type)
+            plan.check(plan_key.run_type, len(self._store.layers))
         else:
             try:
-                plan = plan_for(wish.run_type, costs, round_)
+                plan = plan_for(plan_key.run_type, costs, workload)
             except PlanError:
                 if measured.knows_graphs and not measured.shortages:
                     raise
-                round_ = replace(round_, budget_bytes=self._most_allowed(wish, measured))
-                plan_for(wish.run_type, known, round_)  # raises if what is known does not fit either
-                plan = smallest_plan(wish.run_type, len(self._store.layers))
-        peak = plan_peak(plan, wish.run_type, costs, round_)
+                workload = replace(workload, limit_bytes=self._most_allowed(plan_key, measured))
+                plan_for(plan_key.run_type, known, workload)  # raises if what is known does not fit either
+                plan = smallest_plan(plan_key.run_type, len(self._store.layers))
+        peak = plan_peak(plan, plan_key.run_type, costs, workload)
         return _InUse(
             plan=plan,
             peak=peak,
-            allowed=round_.budget_bytes,
-            known=self._known(wish, measured),
+            allowed=workload.limit_bytes,
+            known=self._known(plan_key, measured),
             elements=measured.elements,
             shortages=measured.shortages,
             is_sure=measured.knows_graphs,
         )
 
-    def _shares(self, wish: Wish) -> bool:
+    def _shares(self, plan_key: PlanKey) -> bool:
         """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
-        return self._may_share and self._writes.get((wish.run_type, wish.modes)) is False
+        return self._may_share and self._writes.get((plan_key.run_type, plan_key.modes)) is False
 
-    def _known(self, wish: Wish, measured: ShapeMeasurements) -> Hashable:
-        return measured.version, self._shares(wish)
+    def _known(self, plan_key: PlanKey, measured: ShapeMeasurements) -> Hashable:
+        return measured.version, self._shares(plan_key)
 
-    def _is_due(self, in_use: _InUse, wish: Wish, measured: ShapeMeasurements) -> bool:
-        return in_use.known != self._known(wish, measured) and in_use.waited + 1 >= in_use.patience
+    def _is_due(self, in_use: _InUse, plan_key: PlanKey, measured: ShapeMeasurements) -> bool:
+        return in_use.known != self._known(plan_key, measured) and in_use.waited + 1 >= in_use.patience
 
 
 def _better(
-    run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, round_: Round, *, is_refuted: bool
+    run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, workload: Workload, *, is_refuted: bool
 ) -> ModelExecutePlan:
     """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more.
 
@@ -406,10 +408,10 @@ def _better(
         is_refuted: ``plan`` has run out of memory.
     """
     try:
-        new = plan_for(run_type, costs, round_)
+        new = plan_for(run_type, costs, workload)
     except PlanError:
         # One that has run is no reason to stop, whatever the prediction says.
         return smallest_plan(run_type, costs.num_layers) if is_refuted else plan
-    does_fit = plan_peak(plan, run_type, costs, round_).bytes.total <= round_.budget_bytes
-    old_ms, new_ms = (step_ms(one, run_type, costs, round_) for one in (plan, new))
+    does_fit = plan_peak(plan, run_type, costs, workload).bytes.total <= workload.limit_bytes
+    old_ms, new_ms = (step_ms(one, run_type, costs, workload) for one in (plan, new))
     return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new

@@ -121,7 +121,7 @@ class AcceleratorDevice:
         nothing = torch.empty(0, device=self.torch_device, requires_grad=True)
         torch.autograd.backward(_Entered.apply(nothing, self.compute), torch.empty_like(nothing))
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allocated = torch.cuda.memory_allocated(self.torch_device)
         reusable = torch.cuda.memory_reserved(self.torch_device) - allocated

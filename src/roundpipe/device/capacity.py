@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-class Capacity:
+class VirtualMemory:
     """One device's memory. Any thread may call it.
 
     Args:

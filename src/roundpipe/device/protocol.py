@@ -68,7 +68,7 @@ class Device(Protocol):
         """Called once by a thread that will queue work on this device, before it queues any."""
         ...
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         """Bytes the engine may use on this device, the ``held`` ones that it has already among them."""
         ...
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .capacity import Capacity
+from .capacity import VirtualMemory
 from .generators import state_of
 from .protocol import Lane
 
@@ -37,7 +37,7 @@ class _Here(threading.local):
     """The devices with a size whose ``work`` the calling thread is in, the innermost last."""
 
     def __init__(self) -> None:
-        self.capacities: list[Capacity] = []
+        self.capacities: list[VirtualMemory] = []
 
 
 _here = _Here()
@@ -58,7 +58,7 @@ class _Counting(TorchDispatchMode):
 class VirtualLane:
     """Runs everything at once, in the calling thread. ``capacity``: of its device, if that has a size."""
 
-    def __init__(self, capacity: Capacity | None = None) -> None:
+    def __init__(self, capacity: VirtualMemory | None = None) -> None:
         self._capacity = capacity
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class VirtualDevice:
     def __init__(self, index: int, num_bytes: int | None = None) -> None:
         self.name = f"virtual:{index}"
         self.torch_device = _CPU
-        self.capacity = None if num_bytes is None else Capacity(self.name, num_bytes)
+        self.capacity = None if num_bytes is None else VirtualMemory(self.name, num_bytes)
         lane = VirtualLane(self.capacity)
         self.compute: Lane = lane
         self.up: Lane = lane
@@ -118,7 +118,7 @@ class VirtualDevice:
     def enter_thread(self) -> None:
         return
 
-    def budget_bytes(self, held: int = 0) -> int:
+    def limit_bytes(self, held: int = 0) -> int:
         return self.capacity.num_bytes if self.capacity is not None else 1 << 62
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..params.placement.on_device import Seats
+from ..params.placement.device_state import DeviceStates
 from ..plan.actions import Passes
 from ..runtime.autograd import Gradients
 from ..runtime.call import Call
@@ -14,7 +14,7 @@ from ..transfer.boundaries import BoundaryGradient
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardRound:
+class BackwardCall:
     """Takes the place of ``run_backward`` in `runtime.autograd.attach`. Called by the caller's thread, at most once.
 
     Holds neither what ``forward`` was given nor what it returned, because that is memory of the devices.
@@ -30,7 +30,7 @@ class BackwardRound:
     begin: Callable[[str], None]
     commit: Callable[[Call], None]
     steps: StepThread
-    seats: Seats
+    device_states: DeviceStates
     pipeline: Pipeline
     forward: Call
     passes: Passes
@@ -39,7 +39,7 @@ class BackwardRound:
     made_at: tuple[int, int, int]
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
-        """Empties ``gradients``, because a visit lets go of each as soon as it is through with it."""
+        """Empties ``gradients``, because a stage run lets go of each as soon as it is through with it."""
         self.begin("backward()")
         self.steps.refuse_other_than(self.made_at)
         forward = self.forward
@@ -57,7 +57,7 @@ class BackwardRound:
         )
         gradients.clear()
         with (
-            self.seats.noting_failures(),
+            self.device_states.noting_failures(),
             call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False),
         ):
             call.wait_finished()

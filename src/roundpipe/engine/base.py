@@ -115,7 +115,7 @@ class Engine(ForwardingModule):
         return [master for _, master in self.optim_named_parameters()]
 
     def synchronize(self) -> None:
-        """Waits for everything, publishes the newest weights, puts copies of accumulated gradients into ``.grad``."""
+        """Waits for everything, writes back the newest weights, puts copies of accumulated gradients into ``.grad``."""
         self._flush("synchronize()")
         for parameter in self._store.parameters:
             gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
@@ -137,7 +137,7 @@ class Engine(ForwardingModule):
         self._flush("load_state_dict()")
         self._steps.zero_grad()
         self._steps.note_load()
-        self._host.seats.follow_load()
+        self._host.device_states.follow_load()
         try:
             return self.model.load_state_dict(state_dict, strict=strict)
         finally:
@@ -148,19 +148,19 @@ class Engine(ForwardingModule):
     def reload_parameters(self) -> None:
         """Makes the masters follow the model's parameters after those were changed in place.
 
-        A master whose parameter is still what it published keeps its own precision.
+        A master whose parameter is still what it written back keeps its own precision.
         """
         self._begin("reload_parameters()")
         self._steps.wait_idle()
         self._steps.raise_late_error()
         if self._masters.are_ahead:
             raise ConfigError(
-                "an update was still to be published when the parameters were changed; call synchronize() before "
+                "an update was still to be written back when the parameters were changed; call synchronize() before "
                 "changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
         self._steps.note_load()
-        self._host.seats.follow_load()
+        self._host.device_states.follow_load()
         for parameter, _ in self._masters.existing():
             self._masters.follow_load(parameter, None)
 
@@ -233,7 +233,7 @@ class Engine(ForwardingModule):
         ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``: the step whose
         weights a call made now would use; ``working_bytes``: of the user's own parameters; ``masters`` and
         ``master_bytes``: number and bytes of the optimizer's copies; ``slot_bytes``: of weights on each device;
-        ``spare_bytes``: of second working copies; ``seat_bytes``: of layers whose optimizer state is on a device;
+        ``second_buffer_bytes``: of second working copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.
         """
         return {
@@ -241,8 +241,8 @@ class Engine(ForwardingModule):
             "steps": self._steps.num_steps,
             "version": self._steps.version,
             "working_bytes": sum(parameter.nbytes for parameter in self._store.parameters),
-            "slot_bytes": self._host.crew.statistics(),
-            "spill_bytes": self._host.crew.blocks.num_bytes,
+            "slot_bytes": self._host.worker_pool.statistics(),
+            "spill_bytes": self._host.worker_pool.blocks.num_bytes,
             **self._masters.statistics(),
         }
 

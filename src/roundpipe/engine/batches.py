@@ -137,7 +137,7 @@ class Batch:
         target = None if self.config.merge_output is False else torch.device("cpu")
         if self.config.output_device is not None:
             target = torch.device(self.config.output_device)
-        # A call with losses may have late visits, which go on with whatever they hold.
+        # A call with losses may have late stage runs, which go on with whatever they hold.
         shared = call.kept.memory() if call.settings.loss_fn is None else None
         return [deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)]
 

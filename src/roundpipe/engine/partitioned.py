@@ -1,9 +1,9 @@
 """Models that are no sequence: their own forward runs on the CPU and calls an engine wherever a part was wrapped.
 
-[Note: one host] All engines share one host: one store, one master for each parameter, one optimizer thread, one crew of
+[Note: one host] All engines share one host: one store, one master for each parameter, one optimizer thread, one worker pool of
 device workers. So a weight tied across engines, or read by the model's own code, has one master and one sum of
 gradients. Every parameter has a use on the host as well, because the model's own code may read any of them. It computes
-with the same version of the weights as the engines: it waits until that is published, and the next update is published
+with the same version of the weights as the engines: it waits until that is written back, and the next update is written back
 only by the job of the next step.
 
 ::
@@ -40,7 +40,7 @@ from .forwarding import SignedByModel
 from .parts.backward_pass import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
 from .parts.find import Part, layers_of
-from .parts.kept_inputs import Room
+from .parts.kept_inputs import KeptInputs
 from .parts.loss import LossFunction, has_loss_function
 from .parts.shell import Shell, make_shell
 from .sequential import RoundPipe, refuse_hooks
@@ -83,7 +83,7 @@ class AutoRoundPipe(Engine):
         self._call_settings = _CallSettings(_for_parts(model_run_config))
         self._loss = losses[0] if losses else None
         self._backwards = BackwardPasses(host)
-        self._room = Room()
+        self._room = KeptInputs()
         self._engines: dict[str, _PartEngine] = {}
         self._calls: dict[int, Callable[..., Any]] = {}
         first = 0
@@ -156,7 +156,7 @@ class AutoRoundPipe(Engine):
         self._backwards.drop_failed()
         if with_grad:
             refuse_hooks(self._store)
-            self._steps.wait_published(self._store.layers[-1].layer)  # which is published last
+            self._steps.wait_written_back(self._store.layers[-1].layer)  # which is written back last
         else:
             self._steps.flush()
         _refuse_what_blocks_collect(self.model, kwargs)
@@ -196,8 +196,8 @@ class AutoRoundPipe(Engine):
 
     @property
     def devices(self) -> list[Device]:
-        """The devices that parts visit."""
-        return list(self._host.crew.devices)
+        """The devices that parts stage run."""
+        return list(self._host.worker_pool.devices)
 
     @property
     def default_num_microbatch(self) -> int:
@@ -258,7 +258,7 @@ class _PartEngine(RoundPipe):
         layers: range,
         module: nn.Module,
         backwards: BackwardPasses,
-        room: Room,
+        room: KeptInputs,
     ) -> None:
         Engine.__init__(self)
         self._take(name, host)
@@ -287,7 +287,7 @@ class _PartEngine(RoundPipe):
         return planned._replace(spilled=saved_layers(backward))
 
     def _make_room(self, planned: Planned) -> None:
-        """No seats, for the same reason as no residents."""
+        """No device states, for the same reason as no residents."""
 
     def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
         """None, because each part's planner believes that the devices' spare memory is its own."""

@@ -2,7 +2,7 @@
 
 [Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is made again: the
 planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan, or keeps more inputs on the host.
-Backward visits that run on after their call has returned, and backward passes of the caller's own graph, cannot be
+Backward stage runs that run on after their call has returned, and backward passes of the caller's own graph, cannot be
 made again, nor can calls that have gone beyond the engine: whose layers have written to their input where the caller
 has it, or whose loss has given parameters of the caller's own their gradients. What fails there is raised.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..autoplan.cost_model import first_trained
-from ..autoplan.free_memory import Leftover
+from ..autoplan.free_memory import FreeMemory
 from ..autoplan.planner import Planned, Planner
 from ..config import RoundPipeRunConfig
 from ..device import Device
@@ -28,7 +28,7 @@ from ..memory.pinning import PinMode
 from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
-from ..plan.costs import LayerCosts, Round
+from ..plan.costs import LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from ..plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
 from ..recompute.random_streams import AmbientState
@@ -46,7 +46,7 @@ from ..runtime.results import (
 )
 from ..transfer.boundaries import Boundary, bytes_with_caller, num_bytes
 from ..transfer.residency import WeightsVersion
-from .backward_call import BackwardRound
+from .backward_call import BackwardCall
 from .base import Engine, call_site, check_model
 from .batches import Batch, GivenMicrobatches, elements_of, outputs_as_loss, size_class, tokens_of
 from .forwarding import SignedByModel
@@ -74,7 +74,7 @@ class RoundPipe(Engine):
         devices: None for every visible accelerator, else one virtual CPU device; an int for that many virtual devices;
             or a list of devices.
         compile: compile each repeated layer class once with ``torch.compile``.
-        grad_dtype: what gradients land in on the host; None means each parameter's dtype.
+        grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: bytes (or GB) the engine keeps under on each device; a virtual one has no more.
         process_group: not supported; anything but None is refused.
 
@@ -130,17 +130,17 @@ class RoundPipe(Engine):
         layers, host = layers_of(model), self._host
         self._layer_structure = Structure(layers)
         self._pipeline = Pipeline(
-            layers, host.crew, self._store, host.rules, buffers, host.condition, self._steps.is_published
+            layers, host.worker_pool, self._store, host.rules, buffers, host.condition, self._steps.is_written_back
         )
         self._planner = Planner(
             self._store,
-            host.crew.devices,
+            host.worker_pool.devices,
             layers=layers,
             rules=host.rules,
             held_bytes=host.device_bytes,
             keeps_layers=keeps_layers,
         )
-        self._leftover = Leftover(self._planner, self._store, host.seats)
+        self._free_memory = FreeMemory(self._planner, self._store, host.device_states)
         host.steps.update_listeners.append(self._planner.rates.record_update)
         self.set_original_model(model)
 
@@ -192,7 +192,7 @@ class RoundPipe(Engine):
         settings = self._settings(batch, planned, needs_grad=with_grad, saved_layers=saved_layers(backward))
         call = self._run(planned, forward_passes(plan.fwd_plan), settings, batch, backward=backward)
         with (
-            self._host.seats.noting_failures(),
+            self._host.device_states.noting_failures(),
             call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
         ):
             self._wait_results(call)
@@ -202,8 +202,8 @@ class RoundPipe(Engine):
             self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
             call.outputs.clear()  # because the call lives until its backward, and they are on devices
             if with_grad:
-                round_ = self._backward_round(call, backward, batch, outputs)
-                values = attach(outputs, wanted(batch.boundaries), round_)
+                workload = self._backward_round(call, backward, batch, outputs)
+                values = attach(outputs, wanted(batch.boundaries), workload)
             else:
                 values = [output.value for output in outputs]
             result = batch.joined(values, outputs)
@@ -231,7 +231,7 @@ class RoundPipe(Engine):
         Returns:
             The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn`` returns a sequence);
             with ``return_outputs`` a pair of that and the merged outputs. Returns once these are known: remaining
-            backward visits run on, and what fails there is raised by the next call.
+            backward stage runs run on, and what fails there is raised by the next call.
         """
         self._begin("forward_backward()")
         config = run_config.over(self._config)
@@ -261,7 +261,7 @@ class RoundPipe(Engine):
             self._steps.commit(call)
 
         with (
-            self._host.seats.noting_failures(),
+            self._host.device_states.noting_failures(),
             batch.spent_by(call),
             commits_held() as before,
             call.awaited(lambda: self._pipeline.start(call), commit),
@@ -307,7 +307,7 @@ class RoundPipe(Engine):
         settings = self._settings(batch, planned, needs_grad=False, saved_layers=frozenset(), loss_fn=loss_fn)
         call = self._run(planned, forward_passes(planned.plan.fwd_plan), settings, batch)
         with (
-            self._host.seats.noting_failures(),
+            self._host.device_states.noting_failures(),
             call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
         ):
             self._wait_results(call)
@@ -357,7 +357,7 @@ class RoundPipe(Engine):
             ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
             modes=Modes.of(self._layer_structure),
             spilled_layers=planned.spilled,
-            slot_room=self._leftover.slot_room(planned),
+            slot_limit=self._free_memory.slot_limit(planned),
             measured=planned.measured,
             is_timed=planned.is_timed,
             only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
@@ -396,7 +396,7 @@ class RoundPipe(Engine):
         *,
         backward: Passes | None = None,
     ) -> Call:
-        """A call to start; ``backward``: the visits that will follow it in a call of their own."""
+        """A call to start; ``backward``: the stage runs that will follow it in a call of their own."""
         streams = self._pipeline.streams(enabled=batch.config.preserve_rng_state is not False)
         posts = {("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)}
         resident = self._resident_layers(planned, [passes, backward] if backward else [passes])
@@ -409,24 +409,24 @@ class RoundPipe(Engine):
         self._steps.flush()
 
     def _make_room(self, planned: Planned) -> None:
-        """Layers have seats in what calls leave of the device."""
-        self._leftover.let_seats(planned)
-        if self._host.seats.must_shrink:
-            self._steps.leave_seats()
+        """Layers have device states in what calls leave of the device."""
+        self._free_memory.let_device_states(planned)
+        if self._host.device_states.must_shrink:
+            self._steps.leave_devices()
 
     def _commit(self, call: Call) -> None:
         """A backward round is over."""
         when_pass_ends(lambda: self._steps.commit(call))
 
     def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
-        return self._leftover.resident_layers(planned, rounds)
+        return self._free_memory.resident_layers(planned, rounds)
 
-    def _backward_round(self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]) -> BackwardRound:
-        return BackwardRound(
+    def _backward_round(self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]) -> BackwardCall:
+        return BackwardCall(
             begin=self._begin,
             commit=self._commit,
             steps=self._steps,
-            seats=self._host.seats,
+            device_states=self._host.device_states,
             pipeline=self._pipeline,
             forward=forward,
             passes=passes,
@@ -439,7 +439,7 @@ class RoundPipe(Engine):
 
     @property
     def devices(self) -> list[Device]:
-        """The devices that stages visit."""
+        """The devices that stages stage run."""
         return list(self._pipeline.devices)
 
     @property
@@ -447,7 +447,7 @@ class RoundPipe(Engine):
         """Costs and limits that plans are made from."""
         return self._planner
 
-    def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Round]:
+    def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Workload]:
         """Costs of the layers and of a round of ``default_num_microbatch`` microbatches, by what is known now."""
         return self._planner.problem(run_type, self.default_num_microbatch)
 

@@ -14,10 +14,10 @@ from ..layers.compiler import BlockCompiler
 from ..memory.pinning import HostMemory, PinMode
 from ..params.gradients import GradientBuffers, GradientRules
 from ..params.masters import Masters
-from ..params.placement.on_device import Seats
+from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
-from ..runtime.worker_pool import Crew
+from ..runtime.worker_pool import WorkerPool
 from ..step.hyperparameters import WorkingWeights
 from ..step.thread import StepThread, leave_cores_for
 from ..step.turns import make_way
@@ -62,7 +62,7 @@ class HostSettings:
 
 
 class Host:
-    """Weights, masters, gradients, the thread that updates them, and a crew that computes with them.
+    """Weights, masters, gradients, the thread that updates them, and a worker pool that computes with them.
 
     Made and closed by the caller's thread. Holds no reference to an engine.
 
@@ -86,8 +86,8 @@ class Host:
         self.store = store = ParameterStore(layers, self.memory, on_host)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
-        self.seats = Seats(store, devices[0] if len(devices) == 1 else None, self.memory)
-        self.masters = Masters(store, rules, self.seats)
+        self.device_states = DeviceStates(store, devices[0] if len(devices) == 1 else None, self.memory)
+        self.masters = Masters(store, rules, self.device_states)
         self._worker = Worker("roundpipe-optimizer")
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
         self._interpreter = QuietInterpreter() if is_accelerated else None
@@ -96,20 +96,22 @@ class Host:
         self.steps = StepThread(
             self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
         )
-        self.crew = Crew(devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices))
+        self.worker_pool = WorkerPool(
+            devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
+        )
         self._working = WorkingWeights(store.parameters)
 
     @property
     def workers(self) -> list[Worker]:
         """All threads."""
-        return [*self.crew.workers, self._worker]
+        return [*self.worker_pool.workers, self._worker]
 
     def device_bytes(self) -> dict[str, int] | None:
         """What is held on each device that a plan need not count; None while something is under way."""
         if not self.steps.is_idle:
             return None
-        slots, seats = self.crew.statistics(), self.seats.held_bytes
-        return {name: num_bytes + seats for name, num_bytes in slots.items()}
+        slots, device_states = self.worker_pool.statistics(), self.device_states.held_bytes
+        return {name: num_bytes + device_states for name, num_bytes in slots.items()}
 
     def begin_call(self) -> None:
         """An engine call begins."""
@@ -127,10 +129,10 @@ class Host:
         self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
         try:
             try:
-                self.crew.close()
+                self.worker_pool.close()
             finally:
                 self._worker.join()
-                self.seats.clear()  # only now, because until then that thread may update what is there
+                self.device_states.clear()  # only now, because until then that thread may update what is there
         finally:
             if self._interpreter is not None:
                 self._interpreter.close()

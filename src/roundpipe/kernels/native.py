@@ -81,8 +81,8 @@ def update(kernel: ctypes.CDLL, jobs: Sequence[Job]) -> bool:
         key = id(formula), scale
         if key not in described:
             described[key] = _described(formula, scale)
-        is_published = working is not None
-        rows += ctypes.addressof(described[key]), len(own), len(parts), is_published, own[0].numel(), 0, 0, 0
+        is_written_back = working is not None
+        rows += ctypes.addressof(described[key]), len(own), len(parts), is_written_back, own[0].numel(), 0, 0, 0
         written += own
         others += parts
         if working is not None:

@@ -117,7 +117,7 @@ class BufferCache:
     def _copy_of(self, value: BufferValue, original: torch.Tensor) -> _Copy:
         copy = self._copies.get(value)
         if copy is None or not copy.is_intact:
-            # Rather what was kept, because the user may be writing the buffer while a late visit is at work.
+            # Rather what was kept, because the user may be writing the buffer while a late stage run is at work.
             source = original if value.host is None else value.host
             tensor = source.detach().to(self._device.torch_device, copy=True)
             copy = self._copies[value] = _Copy(tensor, tensor._version)
@@ -155,7 +155,7 @@ class BufferCache:
     def is_written_silently(
         self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool
     ) -> bool:
-        """After a visit's last forward: whether they have written ``copy``, whose version says that they have not."""
+        """After a stage run's last forward: whether they have written ``copy``, whose version says that they have not."""
         known = self._known.of(original)
         if known.is_unclear(training) or (look_again and not known.is_written_silently):
             self.has_changed(original, copy)

@@ -10,8 +10,8 @@ from ..params.working import LayerParameters, view_of
 from ..transfer.residency import Residency
 
 
-class Residents:
-    """For as long as the layer stays in that slot: visits that find it there take what the one before has left.
+class ReplicaParameters:
+    """For as long as the layer stays in that slot: stage runs that find it there take what the one before has left.
 
     Used by the device's worker. ``parameters`` are by the ``id`` of the working parameter; ``trains`` says of each use
     whether it trains.

@@ -1,7 +1,7 @@
 """Code that modules hold and that has got hold of modules or parameters: the same code, with others in their place.
 
 A patched forward, a lambda made in ``__init__``, a hook: as methods, partials or closures they refer to the user's own
-modules, whose weights are on the host and of no use to a visit. Knows nothing of what is put in their place.
+modules, whose weights are on the host and of no use to a stage run. Knows nothing of what is put in their place.
 """
 
 import functools

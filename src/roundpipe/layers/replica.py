@@ -1,15 +1,15 @@
-"""A layer as one visit sees it: the user's modules, shallowly copied, with parameters and buffers on the device.
+"""A layer as one stage run sees it: the user's modules, shallowly copied, with parameters and buffers on the device.
 
-Each visit has a replica of its own, because hooks, adapters and train/eval flags of the user's modules may change
+Each stage run has a replica of its own, because hooks, adapters and train/eval flags of the user's modules may change
 between calls and because two devices may run the same layer at the same time. Replicas share everything but tensors.
 
 [Note: replicas used again] Copying the 80 modules of a layer with adapters takes longer than queueing its kernels. So a
-visit leaves its replica to the next one on its device if that would see the same in a new one:
+stage run leaves its replica to the next one on its device if that would see the same in a new one:
 [1] Nobody has set anything on the replica: all names and values of its modules are, by identity, what they were.
 [2] Names and values of the user's modules, their classes and modes are what they were when the replica was made.
 [3] There is no more to it than names and values. Hooks, code bound to values that may be bound anew, containers with
     modules or parameters in them and tensors set as plain attributes have their layer copied each time.
-[4] Tensors are put in for every visit and taken out after it: a replica that waits keeps no memory of the device.
+[4] Tensors are put in for every stage run and taken out after it: a replica that waits keeps no memory of the device.
 """
 
 import operator
@@ -58,7 +58,7 @@ _NO_HOOKS: Hooks = {}
 class Modes:
     """Which modules and parameters train, and the hooks of modules that have some, as it was when a call was made.
 
-    A late visit must not see what the caller has switched or removed since: a recompute in another mode is another
+    A late stage run must not see what the caller has switched or removed since: a recompute in another mode is another
     computation.
     """
 
@@ -134,7 +134,7 @@ class Replica:
         finish: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
         owners = list(layer.modules())
-        # Taken first, because the caller may be setting something while a late visit makes this.
+        # Taken first, because the caller may be setting something while a late stage run makes this.
         trees = (vars(owner)[tree] for owner in owners for tree in _TREES)
         theirs = Snapshot(map(attributes_of, owners), trees, sized=map(vars, owners))
         replication = _Replication(layer, parameters, place, modes)
@@ -198,7 +198,7 @@ class Replica:
         )
 
     def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
-        """A visit begins with a replica that was emptied."""
+        """A stage run begins with a replica that was emptied."""
         filled: dict[int, torch.Tensor] = dict(parameters)  # because what modules share their replicas share
         for tensors, name, original, key in self._sockets:
             if key not in filled:
@@ -207,7 +207,7 @@ class Replica:
         self._tensors.take()
 
     def empty(self) -> None:
-        """A visit is over that has left it as it was made. It holds on to no slot, which the pool may drop."""
+        """A stage run is over that has left it as it was made. It holds on to no slot, which the pool may drop."""
         for tensors, name, *_ in self._sockets:
             tensors[name] = None
         self._tensors.forget()

@@ -3,7 +3,7 @@
 from itertools import chain
 
 from ..transfer.boundaries import Boundary, address_of
-from ..transfer.offload import KeptInput, Spilled
+from ..transfer.spill import KeptInput, Spilled
 from .snapshot import LayerState
 
 Key = tuple[int, int]  # layer, microbatch
@@ -13,7 +13,7 @@ class Kept:
     """What one call keeps, also for the backward round that a later ``backward()`` makes.
 
     Written by the workers of the forward, each its own keys, and taken by those of the backward. ``inputs``: of layers
-    at which a backward visit starts; ``states``: what layers saw of their buffers and attributes; ``data``: what they
+    at which a backward stage run starts; ``states``: what layers saw of their buffers and attributes; ``data``: what they
     gave to ``save_for_recompute``.
     """
 

@@ -142,7 +142,7 @@ class _Held(NamedTuple):
 
 
 class LayerWatch:
-    """Looks after one replica of a layer, for one visit. Used by the worker that made it, on the compute lane."""
+    """Looks after one replica of a layer, for one stage run. Used by the worker that made it, on the compute lane."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ def _containers_set(owner: nn.Module, replica: nn.Module) -> Iterator[Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """But for weights, of which a replica's are those of its visit."""
+    """But for weights, of which a replica's are those of its stage run."""
     return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 class Snapshot:
     """What was in some dictionaries and containers when it was taken: values by identity, and their names.
 
-    Compared for every call, or for every layer and visit, so it looks at as little as possible.
+    Compared for every call, or for every layer and stage run, so it looks at as little as possible.
 
     Args:
         chosen: dictionaries, each with the names to look at.

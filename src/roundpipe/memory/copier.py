@@ -24,7 +24,7 @@ class Pair(NamedTuple):
     there: torch.Tensor
 
 
-class StagedCopies:
+class PinnedCopier:
     """Copies over one lane. ``up`` and ``down`` block until everything is where it belongs.
 
     Called by any thread, one at a time, whose the slices are until the call ends, but for what the lane copies. They
@@ -43,7 +43,7 @@ class StagedCopies:
         self._slices: list[HostArena] = []
 
     def __repr__(self) -> str:
-        return f"<StagedCopies: {len(self._slices)} slices of {self.slice_bytes / 2**20:.1f} MiB>"
+        return f"<PinnedCopier: {len(self._slices)} slices of {self.slice_bytes / 2**20:.1f} MiB>"
 
     def up(self, pairs: Sequence[Pair]) -> None:
         """Writes what is on the host to the device."""

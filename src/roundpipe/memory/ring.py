@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     content: torch.Tensor  # (bytes,) uint8
 
 
-class StagingRing:
+class PinnedRing:
     """Copies pieces of host memory to targets of at most ``largest`` bytes, over one lane.
 
     Used by one thread at a time. A slice is that thread's while it is filled and the lane's from the copy until
@@ -40,7 +40,7 @@ class StagingRing:
         self._next = 0
 
     def __repr__(self) -> str:
-        return f"<StagingRing: {len(self._slices)} slices of {self.slice_bytes / 2**20:.1f} MiB>"
+        return f"<PinnedRing: {len(self._slices)} slices of {self.slice_bytes / 2**20:.1f} MiB>"
 
     def send(self, target: torch.Tensor, pieces: Sequence[Piece], is_wanted: Callable[[], bool]) -> Event:
         """Queues the copies of pieces, in whatever order, into ``target``.

@@ -15,7 +15,7 @@ from ..step import context
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Gradients are read as they landed and are not written: the factor is applied when an optimizer reads them. Nor are
+    Gradients are read as they offloaded and are not written: the factor is applied when an optimizer reads them. Nor are
     they read twice: devices send the sums of squares along, unless several calls or uses of a weight were added up.
 
     Args:
@@ -49,17 +49,17 @@ def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
 
 
 def _squares(parameters: Sequence[torch.Tensor]) -> Iterator[float]:
-    for parameter, square in zip(parameters, landed_squares(parameters), strict=True):
+    for parameter, square in zip(parameters, offloaded_squares(parameters), strict=True):
         if not isinstance(parameter, Master):
             if parameter.grad is not None:
                 yield float(parameter.grad.double().square().sum())
         elif square is not None:
             yield square * parameter.scale**2
-        elif parameter.landed():
-            yield sum_of_squares(parameter.landed()) * parameter.scale**2
+        elif parameter.offloaded():
+            yield sum_of_squares(parameter.offloaded()) * parameter.scale**2
 
 
-def landed_squares(parameters: Sequence[torch.Tensor]) -> list[float | None]:
+def offloaded_squares(parameters: Sequence[torch.Tensor]) -> list[float | None]:
     """Sums of squares of gradients before ``scale`` is applied, where devices have sent them along; elsewhere None."""
     norms = [parameter.gradient_norms if isinstance(parameter, Master) else None for parameter in parameters]
     sent = [own for own in norms if own is not None]

@@ -20,7 +20,7 @@ from ..params.masters import Master
 from ..step import context
 from ..step.handle import StepHandle
 from ..step.hyperparameters import StepOptimizers
-from .clipping import landed_squares
+from .clipping import offloaded_squares
 
 
 class _Stage(Enum):
@@ -204,7 +204,7 @@ class GradScaler:
                     "an unscaled gradient may vanish; pass optim_dtype=torch.float32 to RoundPipe"
                 )
         inverse = float(called.scale.double().reciprocal().float())
-        squares = landed_squares(parameters)
+        squares = offloaded_squares(parameters)
         found = [_unscale(parameter, square, inverse) for parameter, square in zip(parameters, squares, strict=True)]
         checks = [found_inf for found_inf in found if found_inf is not None]
         checked.found_inf = any(checks) if checks else None
@@ -335,7 +335,7 @@ def _times(outputs: Any, scale: torch.Tensor) -> Any:
 def _unscale(parameter: torch.Tensor, square: float | None, inverse: float) -> bool | None:
     """Whether the gradient has infs or NaNs; None if there is no gradient."""
     if isinstance(parameter, Master):
-        parts = parameter.landed()
+        parts = parameter.offloaded()
         if not parts:
             return None
         parameter.scale *= inverse

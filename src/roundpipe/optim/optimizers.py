@@ -1,4 +1,4 @@
-"""Drop-in optimizers for masters on the host, which read gradients as they landed and update in one pass."""
+"""Drop-in optimizers for masters on the host, which read gradients as they offloaded and update in one pass."""
 
 import math
 import operator
@@ -46,7 +46,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            masters = [master for master in group["params"] if master.landed()]
+            masters = [master for master in group["params"] if master.offloaded()]
             if masters:
                 record(self.updates(masters, group))
         return loss

@@ -1,4 +1,4 @@
-"""Gradients on their way to the optimizer: summed on the device, landed on the host."""
+"""Gradients on their way to the optimizer: summed on the device, offloaded on the host."""
 
 import functools
 import importlib
@@ -20,16 +20,16 @@ from .working import LayerParameters, ParameterUse
 
 
 class GradientDtypes(NamedTuple):
-    """``summed``: what microbatches add up in; ``landed``: what crosses to the host, rounded once."""
+    """``summed``: what microbatches add up in; ``offloaded``: what crosses to the host, rounded once."""
 
     summed: torch.dtype
-    landed: torch.dtype
+    offloaded: torch.dtype
 
 
 class GradientRules:
     """Decides the dtypes of gradients.
 
-    Sums are in fp32 whenever masters are (or wider, if the weights are); they land in ``grad_dtype`` or the working
+    Sums are in fp32 whenever masters are (or wider, if the weights are); they offload in ``grad_dtype`` or the working
     dtype.
     """
 
@@ -46,32 +46,32 @@ class GradientRules:
 
 
 class Accumulator:
-    """Sums one layer's gradients over the microbatches of a visit, on the device.
+    """Sums one layer's gradients over the microbatches of a stage run, on the device.
 
-    During the visit's last microbatch it lands them by itself as soon as all are there, so that they go down while
-    shallower layers are still in their backward. ``landed`` is what it has sent; a gradient that comes after that
+    During the stage run's last microbatch it offloads them by itself as soon as all are there, so that they go down while
+    shallower layers are still in their backward. ``offloaded`` is what it has sent; a gradient that comes after that
     (a layer may run backward inside its own backward) takes it back.
     """
 
     def __init__(self, layer: LayerParameters, rules: GradientRules) -> None:
         self.layer = layer
         self.sums: dict[int, torch.Tensor] = {}
-        self.landed: LandedLayer | None = None
+        self.offloaded: OffloadedLayer | None = None
         self._rules = rules
         self.uses: list[ParameterUse] = []
-        self._landed_dtypes: dict[int, torch.dtype] = {}
+        self._offloaded_dtypes: dict[int, torch.dtype] = {}
         self._missing: set[int] = set()
-        self.buffer: GradientBuffer | None = None  # landing again writes to the same one: the lane keeps the order
-        self._land: Callable[[Accumulator], LandedLayer] | None = None
+        self.buffer: GradientBuffer | None = None  # offloading again writes to the same one: the lane keeps the order
+        self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
 
-    def land_when_complete(self, land: Callable[["Accumulator"], "LandedLayer"]) -> None:
-        """The visit's last microbatch begins. ``land`` is called on whichever thread runs its backward."""
-        self._land = land
+    def offload_when_complete(self, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
+        """The stage run's last microbatch begins. ``offload`` is called on whichever thread runs its backward."""
+        self._offload = offload
 
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
         sums, place = self.sums, use.place
-        summed, self._landed_dtypes[place] = self._rules.dtypes(use.parameter)
+        summed, self._offloaded_dtypes[place] = self._rules.dtypes(use.parameter)
         self.uses.append(use)
         self._missing.add(place)
 
@@ -85,33 +85,33 @@ class Accumulator:
             # The first is kept as it is, because with one microbatch there is nothing to sum.
             before = sums.get(place)
             sums[place] = gradient if before is None else _sum(before, gradient, summed)
-            if self._land is not None:
-                self._came(place, self._land)
+            if self._offload is not None:
+                self._came(place, self._offload)
 
         resident.register_post_accumulate_grad_hook(take)
 
-    def landed_dtype(self, place: int) -> torch.dtype:
-        return self._landed_dtypes[place]
+    def offloaded_dtype(self, place: int) -> torch.dtype:
+        return self._offloaded_dtypes[place]
 
     def let_go(self) -> None:
-        """Everything has landed. Said because a layer's replica may be part of a circle, and holds this by a hook: what
+        """Everything has offloaded. Said because a layer's replica may be part of a circle, and holds this by a hook: what
         is in here would stay until the circle is found."""
         self.sums.clear()
-        self.landed = self.buffer = self._land = None
-        self._missing = {use.place for use in self.uses}  # because the next visit may go on with it
+        self.offloaded = self.buffer = self._offload = None
+        self._missing = {use.place for use in self.uses}  # because the next stage run may go on with it
 
-    def _came(self, place: int, land: Callable[["Accumulator"], "LandedLayer"]) -> None:
-        self.landed = None
+    def _came(self, place: int, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
+        self.offloaded = None
         self._missing.discard(place)
         if not self._missing:
-            self.landed = land(self)
+            self.offloaded = offload(self)
 
 
-class LandedLayer(NamedTuple):
-    """A layer's gradients on the host, or on the device if it has a seat there; complete once ``ready`` is reached.
+class OffloadedLayer(NamedTuple):
+    """A layer's gradients on the host, or on the device if it has a device state there; complete once ``ready`` is reached.
 
     ``gradients`` maps a use's index to them, ``norms`` to what `norms_of` them is. ``first_microbatch`` tells apart
-    what several visits of a layer, each for a share of the microbatches, have sent.
+    what several stage runs of a layer, each for a share of the microbatches, have sent.
     """
 
     layer: LayerParameters
@@ -175,22 +175,22 @@ class GradientBuffers:
         self._memory = memory
         self._rules = rules
         self._lock = threading.Lock()  # because workers take buffers and the optimizer thread gives them back
-        self._landed: dict[int, list[GradientBuffer]] = {}
+        self._offloaded: dict[int, list[GradientBuffer]] = {}
         self._summed: dict[int, list[GradientBuffer]] = {}
 
     def take(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
-        """For gradients as they land."""
-        dtypes = [(use, self._rules.dtypes(use.parameter).landed) for use in uses]
-        return self._take(self._landed, layer, dtypes, _count_norms(use for use, _ in dtypes))
+        """For gradients as they offload."""
+        dtypes = [(use, self._rules.dtypes(use.parameter).offloaded) for use in uses]
+        return self._take(self._offloaded, layer, dtypes, _count_norms(use for use, _ in dtypes))
 
     def take_norms(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For the norms alone of gradients that stay on their device."""
-        return self._take(self._landed, layer, [], _count_norms(uses))
+        return self._take(self._offloaded, layer, [], _count_norms(uses))
 
     def take_sums(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
-        """For sums over calls that are too wide for the memory that gradients land in."""
+        """For sums over calls that are too wide for the memory that gradients offload in."""
         dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
-        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.landed], 0)
+        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.offloaded], 0)
 
     def _take(
         self,
@@ -214,7 +214,7 @@ class GradientBuffers:
 
     def clear(self) -> None:
         with self._lock:
-            self._landed.clear()
+            self._offloaded.clear()
             self._summed.clear()
 
 
@@ -290,7 +290,7 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 class _Rounded(NamedTuple):
-    """Gradients as they land: ``gradients`` by place, and the norms of them in that order. ``whole``: all of them in
+    """Gradients as they offload: ``gradients`` by place, and the norms of them in that order. ``whole``: all of them in
     one, as they lie in a pack, if they are small."""
 
     gradients: dict[int, torch.Tensor]
@@ -306,7 +306,7 @@ def _all_rounded(accumulator: Accumulator) -> list[_Rounded]:
     sums, alone = accumulator.sums, list[_Rounded]()
     small: dict[torch.dtype, list[int]] = {}
     for place in sorted(sums):
-        dtype = accumulator.landed_dtype(place)
+        dtype = accumulator.offloaded_dtype(place)
         if _is_small(sums[place].shape):
             small.setdefault(dtype, []).append(place)
         else:
@@ -336,17 +336,17 @@ def _send(rounded: _Rounded, buffer: GradientBuffer, lane: Lane) -> None:
         lane.borrow(gradient)
 
 
-def land(
+def offload(
     accumulator: Accumulator,
     buffers: GradientBuffers,
     device: Device,
     copies: Callable[[int], AbstractContextManager[None]],
     *,
     stays: bool = False,
-) -> LandedLayer:
+) -> OffloadedLayer:
     """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping need not read it.
 
-    Called by the device's worker after it queued the last backward of the visit; returns at once. What is sent stays
+    Called by the device's worker after it queued the last backward of the stage run; returns at once. What is sent stays
     alive through ``borrow`` until the copies are done. ``copies`` is entered for the time of so many bytes' copies.
     With ``stays`` only norms go down: the layer is updated on the device.
     """
@@ -354,7 +354,7 @@ def land(
         take = buffers.take_norms if stays else buffers.take
         accumulator.buffer = take(accumulator.layer, accumulator.uses)
     buffer = accumulator.buffer
-    stays = not buffer.tensors  # as when it landed before, if this is to replace that
+    stays = not buffer.tensors  # as when it offloaded before, if this is to replace that
     with device.compute.work(), torch.no_grad():
         all_rounded = _all_rounded(accumulator)
         all_norms = torch.cat([rounded.norms for rounded in all_rounded]).double()
@@ -368,4 +368,4 @@ def land(
     counts = [num_norms(gradient.shape) for gradient in made.values()]
     norms = dict(zip(made, buffer.norms[: len(all_norms)].split(counts), strict=True))
     gradients = made if stays else {place: buffer.tensors[place] for place in made}
-    return LandedLayer(accumulator.layer, buffer, gradients, norms, device.down.record())
+    return OffloadedLayer(accumulator.layer, buffer, gradients, norms, device.down.record())

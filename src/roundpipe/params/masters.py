@@ -1,4 +1,4 @@
-"""The optimizer's own copies: masters are made on first use, follow loaded weights, and are published."""
+"""The optimizer's own copies: masters are made on first use, follow loaded weights, and are written back."""
 
 import sys
 import threading
@@ -11,32 +11,32 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory import huge_pages
 from .gradients import GradientRules
-from .placement.on_device import Seat, Seats, value_of
+from .placement.device_state import DeviceState, DeviceStates, value_of
 from .placement.pending import Held, PendingUpdates, hold_as
-from .placement.second_buffer import SpareCopy
-from .window import GradientWindow, Landed
+from .placement.second_buffer import SecondBuffer
+from .window import GradientWindow, Offloaded
 from .working import LayerParameters, ParameterStore, ParameterUse
 
 
 class Master(nn.Parameter):
     """A trainable parameter's copy for the optimizer.
 
-    During a step its gradient first is what landed, in the landed dtype and not yet scaled by clipping; RoundPipe's own
+    During a step its gradient first is what offloaded, in the offloaded dtype and not yet scaled by clipping; RoundPipe's own
     optimizers read that directly. ``.grad`` in the master's dtype is made when somebody else first reads it. Only the
     optimizer thread sees the gradient: a ``zero_grad`` of the caller's must not reach into a step under way.
     """
 
-    _landed: Landed | None = None
+    _offloaded: Offloaded | None = None
     _made: torch.Tensor | None = None
     _thread: int | None = None
     scale: float = 1.0
 
-    def open(self, landed: Landed | None) -> None:
+    def open(self, offloaded: Offloaded | None) -> None:
         """The calling thread's step owns the gradient, if there is one, from here on."""
-        self._landed, self._made, self.scale, self._thread = landed, None, 1.0, threading.get_ident()
+        self._offloaded, self._made, self.scale, self._thread = offloaded, None, 1.0, threading.get_ident()
 
     def close(self) -> None:
-        self._landed = self._made = self._thread = None
+        self._offloaded = self._made = self._thread = None
 
     @property
     def is_in_step(self) -> bool:
@@ -47,13 +47,13 @@ class Master(nn.Parameter):
     def _is_elsewhere(self) -> bool:
         return self._thread is not None and self._thread != threading.get_ident()
 
-    def landed(self) -> tuple[torch.Tensor, ...]:
+    def offloaded(self) -> tuple[torch.Tensor, ...]:
         """The gradient before ``scale`` is applied, as parts to be added, in whatever dtypes; empty if none arrived.
 
         Valid until the step ends; not to be written.
         """
-        if self._landed is not None:
-            return self._landed.parts
+        if self._offloaded is not None:
+            return self._offloaded.parts
         return () if self._made is None else (self._made,)
 
     @property
@@ -63,17 +63,17 @@ class Master(nn.Parameter):
 
     @property
     def gradient_norms(self) -> torch.Tensor | None:
-        """Of ``landed`` what `gradients.norms_of` gives, where the device has sent it along."""
-        return None if self._landed is None else self._landed.norms
+        """Of ``offloaded`` what `gradients.norms_of` gives, where the device has sent it along."""
+        return None if self._offloaded is None else self._offloaded.norms
 
     @property
     def grad(self) -> torch.Tensor | None:
         if self._is_elsewhere:
             return None
         _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
-        if self._landed is not None:
-            # A copy, because step_fn may keep it while the landed memory already serves the next call.
-            self._made, self._landed = self._landed.total().to(self.dtype, copy=True), None
+        if self._offloaded is not None:
+            # A copy, because step_fn may keep it while the offloaded memory already serves the next call.
+            self._made, self._offloaded = self._offloaded.total().to(self.dtype, copy=True), None
         if self._made is not None and self.scale != 1.0:
             self._made.mul_(self.scale)
         self.scale = 1.0
@@ -82,7 +82,7 @@ class Master(nn.Parameter):
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
         if not self._is_elsewhere:
-            self._landed, self._made, self.scale = None, gradient, 1.0
+            self._offloaded, self._made, self.scale = None, gradient, 1.0
 
 
 class HeldMaster(Held, Master):
@@ -107,10 +107,10 @@ class Masters:
     Owned by the optimizer thread while a step runs; the caller reads them only in an optimizer context, which waits.
     """
 
-    def __init__(self, store: ParameterStore, rules: GradientRules, seats: Seats) -> None:
+    def __init__(self, store: ParameterStore, rules: GradientRules, device_states: DeviceStates) -> None:
         self._store = store
         self._rules = rules
-        self._seats = seats
+        self._device_states = device_states
         self._masters: dict[int, Master] = {}
         self._is_ahead: set[int] = set()
         self._writes: dict[int, int] = {}  # torch's counts of in-place writes to parameters, when masters last followed
@@ -141,42 +141,44 @@ class Masters:
         handed_out = bool(self._masters)
         for parameter in self._store.parameters:
             # Also where it has been frozen since, as an adapter is when another one is set.
-            landed = window.landed(parameter)
+            offloaded = window.offloaded(parameter)
             master = self._masters.get(id(parameter))
             if master is None:
-                if landed is None and not parameter.requires_grad:
+                if offloaded is None and not parameter.requires_grad:
                     continue
-                if handed_out and landed is not None:
+                if handed_out and offloaded is not None:
                     raise ConfigError(
                         f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made "
                         "and would get no update; make the optimizer again over optim_parameters()"
                     )
                 master = self.of(parameter)
-            master.open(landed)
+            master.open(offloaded)
 
     def take_gradients(self) -> None:
         for _, master in self.existing():
             master.close()
 
     def mark_ahead(self) -> None:
-        """Masters were (or may have been) updated: working copies are behind until published."""
+        """Masters were (or may have been) updated: working copies are behind until written back."""
         self._is_ahead = set(self._masters)
 
-    def publish(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates | None = None) -> None:
+    def write_back(
+        self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates | None = None
+    ) -> None:
         """Writes the layers' newest weights into the user's parameters, pending updates in the same pass.
 
-        No upload of the user's parameters may be in flight. A layer with a seat has its weights written there, and into
+        No upload of the user's parameters may be in flight. A layer with a device state has its weights written there, and into
         the user's parameters only if no update is ``pending``: when somebody may look.
         """
         targets: dict[int, torch.Tensor] = {}
-        turned: list[SpareCopy] = []
+        turned: list[SecondBuffer] = []
         for layer in layers:
             spare = self._store.spares.get(layer.layer)
-            seat = self._seat(layer, pending, aside=False)
-            if seat is not None:
-                self._write_there(layer, seat, version, pending, aside=False)
+            device_state = self._device_state(layer, pending, aside=False)
+            if device_state is not None:
+                self._write_there(layer, device_state, version, pending, aside=False)
                 if pending is None:
-                    seat.bring_home(version)
+                    device_state.bring_home(version)
                     if spare is not None:
                         spare.turn(False, version)
                 continue
@@ -193,10 +195,10 @@ class Masters:
         for spare in turned:
             spare.turn(False, version)
 
-    def publish_aside(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates) -> set[int]:
+    def write_back_aside(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates) -> set[int]:
         """The same, each layer into whichever of two working copies is idle.
 
-        See [Note: two working copies]. Those of a layer with a seat are both on the device.
+        See [Note: two working copies]. Those of a layer with a device state are both on the device.
 
         Returns:
             The layers that hold ``version`` now. To the others, which have but one working copy of what is to be
@@ -204,13 +206,13 @@ class Masters:
         """
         done: set[int] = set()
         targets: dict[int, torch.Tensor] = {}
-        turned: list[tuple[SpareCopy, bool]] = []
+        turned: list[tuple[SecondBuffer, bool]] = []
         for layer in layers:
-            seat = self._seat(layer, pending, aside=True)
+            device_state = self._device_state(layer, pending, aside=True)
             spare = self._store.spares.get(layer.layer)
             ahead = [use for use in self._ahead(layer) if id(use.parameter) not in targets]
-            if seat is not None:
-                is_done = self._write_there(layer, seat, version, pending, aside=True)
+            if device_state is not None:
+                is_done = self._write_there(layer, device_state, version, pending, aside=True)
             elif spare is None:
                 is_done = not ahead  # there is nothing to write
             elif is_done := all(use.place in spare.tensors for use in ahead):
@@ -226,7 +228,7 @@ class Masters:
         return done
 
     def bytes_ahead(self, layer: LayerParameters) -> int:
-        """Of working copies that publishing the layer is to write."""
+        """Of working copies that writing back the layer is to write."""
         return sum(use.parameter.nbytes for use in self._ahead(layer))
 
     def _ahead(self, layer: LayerParameters) -> list[ParameterUse]:
@@ -246,11 +248,13 @@ class Masters:
             pending.compute(updated)
         self._is_ahead.difference_update(targets)  # only now, as an interrupt may come before
 
-    def _seat(self, layer: LayerParameters, pending: PendingUpdates | None, *, aside: bool) -> Seat | None:
-        """The layer's seat. Taken when an update is to come that makes all of its weights, if there is room."""
-        seat = self._seats.of(layer)
-        if seat is not None or pending is None or not self._seats.has_room:
-            return seat
+    def _device_state(
+        self, layer: LayerParameters, pending: PendingUpdates | None, *, aside: bool
+    ) -> DeviceState | None:
+        """The layer's device state. Taken when an update is to come that makes all of its weights, if there is room."""
+        device_state = self._device_states.of(layer)
+        if device_state is not None or pending is None or not self._device_states.has_room:
+            return device_state
         layers = self._store.tied_with(layer)
         uses = {id(use.parameter): use for each in layers for use in each.uses}
         masters = [self._masters.get(key) for key in uses]
@@ -259,20 +263,28 @@ class Masters:
         if not is_whole:
             return None
         # Those of the next call come while the update still reads these, or where the image would be that is not used.
-        landed = (self._rules.dtypes(use.parameter).landed.itemsize * use.parameter.numel() for use in uses.values())
-        return self._seats.take(layers, updates, sum(landed) if aside else 0)
+        offloaded = (
+            self._rules.dtypes(use.parameter).offloaded.itemsize * use.parameter.numel() for use in uses.values()
+        )
+        return self._device_states.take(layers, updates, sum(offloaded) if aside else 0)
 
     def _write_there(
-        self, layer: LayerParameters, seat: Seat, version: int, pending: PendingUpdates | None, *, aside: bool
+        self,
+        layer: LayerParameters,
+        device_state: DeviceState,
+        version: int,
+        pending: PendingUpdates | None,
+        *,
+        aside: bool,
     ) -> bool:
         """Masters that are ahead into an image. Nothing, and False, if there is no memory for it."""
         ahead = self._ahead(layer)
         if not ahead:
             return True
-        updated, targets = [], seat.targets(aside=aside)
+        updated, targets = [], device_state.targets(aside=aside)
         if targets is None:
             return False
-        with seat.work(), torch.no_grad():
+        with device_state.work(), torch.no_grad():
             for use in ahead:
                 master, target = self._masters[id(use.parameter)], targets[use.place]
                 if pending is not None and master in pending:
@@ -281,52 +293,54 @@ class Masters:
                 there = value_of(master)
                 target.copy_(master.data if there is None else there)
         if pending is not None:
-            pending.compute(updated, seat)
-        seat.turn(version)
+            pending.compute(updated, device_state)
+        device_state.turn(version)
         # A tied weight goes on to be ahead until the last layer that uses it has it.
         last = [use for use in ahead if use == self._store.uses[id(use.parameter)][-1]]
         self._is_ahead.difference_update(id(use.parameter) for use in last)
         return True
 
     def update(self, layers: Iterable[LayerParameters], pending: PendingUpdates) -> None:
-        """Computes the layers' pending updates and publishes nothing."""
+        """Computes the layers' pending updates and writes back nothing."""
         keys = dict.fromkeys(id(use.parameter) for layer in layers for use in layer.uses)
         masters = [self._masters[key] for key in keys if key in self._masters]
         pending.compute((master, None) for master in masters if master in pending)
 
     def note_failure(self, error: BaseException) -> None:
-        self._seats.note_failure(error)
+        self._device_states.note_failure(error)
 
-    def leave_seats(self, version: int) -> Iterator[int]:
+    def leave_devices(self, version: int) -> Iterator[int]:
         """Moves to the host what its device has no room for any more. With no update and no call under way.
 
         Yields:
             Layers of which the user's parameters now are at ``version`` and masters ahead of that; each as soon as that
             is so, because what comes after may raise.
         """
-        for group in self._seats.leaving():
-            for seat in group:
-                layer = seat.layer
+        for group in self._device_states.leaving():
+            for device_state in group:
+                layer = device_state.layer
                 spare = self._store.spares.get(layer.layer)
-                if spare is not None and seat.image_at(version) is not None:  # else it may lie in the spare
+                if spare is not None and device_state.image_at(version) is not None:  # else it may lie in the spare
                     spare.turn(False, version)
-                if not seat.bring_home(version):
+                if not device_state.bring_home(version):
                     self._is_ahead.update(id(use.parameter) for use in layer.uses)
                     yield layer.layer
-            self._seats.give_up(group)
+            self._device_states.give_up(group)
 
     @property
     def are_ahead(self) -> bool:
-        """Whether some update has not been published."""
-        seats = self._store.seats.values()
+        """Whether some update has not been written back."""
+        device_states = self._store.device_states.values()
         spares = self._store.spares.values()
         return (
-            bool(self._is_ahead) or any(spare.is_newest for spare in spares) or not all(seat.is_home for seat in seats)
+            bool(self._is_ahead)
+            or any(spare.is_newest for spare in spares)
+            or not all(device_state.is_home for device_state in device_states)
         )
 
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
-        else whatever the weight is now, if that is not what the master has published."""
+        else whatever the weight is now, if that is not what the master has written back."""
         self._writes[id(parameter)] = parameter._version
         if not parameter.requires_grad and id(parameter) not in self._masters:
             return
@@ -350,7 +364,7 @@ class Masters:
 
     def follow_others(self) -> None:
         """Another engine has written to the user's parameters, through ``.data``. With nothing ahead."""
-        self._seats.follow_load()
+        self._device_states.follow_load()
         for parameter, _ in self.existing():
             self.follow_load(parameter, None)
 
@@ -371,6 +385,6 @@ class Masters:
         return {
             "masters": len(self._masters),
             "master_bytes": sum(master.nbytes for master in self._masters.values()),
-            "spare_bytes": sum(spare.image.nbytes for spare in self._store.spares.values()),
-            "seat_bytes": self._seats.num_bytes,
+            "second_buffer_bytes": sum(spare.image.nbytes for spare in self._store.spares.values()),
+            "device_state_bytes": self._device_states.num_bytes,
         }

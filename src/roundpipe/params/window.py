@@ -1,4 +1,4 @@
-"""The gradients between two optimizer steps: what landed in one call or more, added up."""
+"""The gradients between two optimizer steps: what offloaded in one call or more, added up."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .gradients import GradientBuffer, GradientBuffers, GradientRules, LandedLayer
+from .gradients import GradientBuffer, GradientBuffers, GradientRules, OffloadedLayer
 from .working import LayerParameters, ParameterStore
 
 
-class Landed(NamedTuple):
+class Offloaded(NamedTuple):
     """What reached one parameter: memory of the window, not to be written, valid until the window lets go of it.
 
     ``parts`` has one tensor for each use and share, in the order of layers, then of microbatches, to be added in
@@ -23,7 +23,7 @@ class Landed(NamedTuple):
     summed: torch.dtype
 
     def total(self) -> torch.Tensor:
-        """On the host, wherever they landed."""
+        """On the host, wherever they offloaded."""
         total = self.parts[0].cpu()
         for part in self.parts[1:]:
             total = total.to(self.summed) + part.cpu()
@@ -43,21 +43,21 @@ class GradientWindow:
         self._layers: dict[int, list[_LayerSums]] = {}  # one for each share of the microbatches
         self.error: BaseException | None = None
 
-    def commit(self, landed: Iterable[LandedLayer]) -> None:
+    def commit(self, offloaded: Iterable[OffloadedLayer]) -> None:
         """Adds one call's gradients. Sums over calls are fp32 (or wider).
 
         What different shares of the microbatches made stays apart until somebody reads it, because adding it up here
         would take memory and a pass of its own.
         """
         shares_seen: Counter[int] = Counter()
-        for one in sorted(landed, key=lambda layer: layer.first_microbatch):
+        for one in sorted(offloaded, key=lambda layer: layer.first_microbatch):
             layer, shares = one.layer.layer, self._layers.setdefault(one.layer.layer, [])
             if shares_seen[layer] == len(shares):
                 shares.append(_LayerSums(one.layer, self._buffers))
             shares[shares_seen[layer]].add(one)
             shares_seen[layer] += 1
 
-    def landed(self, parameter: nn.Parameter) -> Landed | None:
+    def offloaded(self, parameter: nn.Parameter) -> Offloaded | None:
         """What the calls committed so far have made; None if nothing reached the parameter."""
         parts, norms = [], None
         for use in self._store.uses[id(parameter)]:
@@ -67,13 +67,13 @@ class GradientWindow:
                     parts.append(gradient)
                     norms = sums.norms.get(use.place)
         if len(parts) < 2:
-            return Landed((parts[0],), norms, parts[0].dtype) if parts else None
-        return Landed(tuple(parts), None, self._rules.dtypes(parameter).summed)
+            return Offloaded((parts[0],), norms, parts[0].dtype) if parts else None
+        return Offloaded(tuple(parts), None, self._rules.dtypes(parameter).summed)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The sum of what landed; None if nothing did."""
-        landed = self.landed(parameter)
-        return None if landed is None else landed.total()
+        """The sum of what offloaded; None if nothing did."""
+        offloaded = self.offloaded(parameter)
+        return None if offloaded is None else offloaded.total()
 
     def release(self) -> None:
         """Forgets all sums and gives the memory back for the next call."""
@@ -98,38 +98,42 @@ class _LayerSums:
         self.norms: dict[int, torch.Tensor] = {}
         self._layer = layer
         self._buffers = buffers
-        self._landed: GradientBuffer | None = None  # the first call's, adopted
+        self._offloaded: GradientBuffer | None = None  # the first call's, adopted
         self._summed: GradientBuffer | None = None
 
-    def add(self, landed: LandedLayer) -> None:
-        if self._landed is None:
-            self._landed, self.gradients, self.norms = landed.buffer, dict(landed.gradients), dict(landed.norms)
+    def add(self, offloaded: OffloadedLayer) -> None:
+        if self._offloaded is None:
+            self._offloaded, self.gradients, self.norms = (
+                offloaded.buffer,
+                dict(offloaded.gradients),
+                dict(offloaded.norms),
+            )
             return
         if self._summed is None:
             # Not only those that train now, because the caller may have frozen some since the calls.
-            places = {use.place for use in self._layer.trainable} | self.gradients.keys() | landed.gradients.keys()
+            places = {use.place for use in self._layer.trainable} | self.gradients.keys() | offloaded.gradients.keys()
             self._summed = self._buffers.take_sums(self._layer, [u for u in self._layer.uses if u.place in places])
             self.gradients = {place: self._begun(place, gradient) for place, gradient in self.gradients.items()}
-        for place, gradient in landed.gradients.items():
+        for place, gradient in offloaded.gradients.items():
             if place in self.gradients:
                 self.gradients[place].add_(gradient.cpu())
                 self.norms.pop(place, None)
             else:
                 self.gradients[place] = self._begun(place, gradient)
-        self._buffers.give_back(landed.buffer)
+        self._buffers.give_back(offloaded.buffer)
 
     def _begun(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
         """A sum over calls that begins with ``gradient``, in memory of its dtype."""
-        assert self._landed is not None
+        assert self._offloaded is not None
         assert self._summed is not None
-        for target in (self._summed.tensors.get(place), self._landed.tensors.get(place)):
+        for target in (self._summed.tensors.get(place), self._offloaded.tensors.get(place)):
             if target is not None:
                 return target if target is gradient else target.copy_(gradient)
-        # Frozen in the first call, or without host memory because it landed on its device.
+        # Frozen in the first call, or without host memory because it offloaded on its device.
         return gradient.to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
 
     def give_back(self) -> None:
-        for buffer in (self._landed, self._summed):
+        for buffer in (self._offloaded, self._summed):
             if buffer is not None:
                 self._buffers.give_back(buffer)
         self.gradients.clear()

@@ -11,10 +11,10 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
-from .placement.second_buffer import Place, SpareCopy
+from .placement.second_buffer import Place, SecondBuffer
 
 if TYPE_CHECKING:
-    from .placement.on_device import Seat
+    from .placement.device_state import DeviceState
 
 
 class ParameterUse(NamedTuple):
@@ -48,11 +48,11 @@ class ParameterStore:
 
     [Note: parameter copies] The *working* copy is the user's own ``nn.Parameter``; with ``pin_model="alloc"`` its data
     is moved into the layer's page-locked arena, so that a layer goes up in one copy while each parameter still has a
-    storage of its own. *Masters* (see copies.py) belong to the optimizer and are written back by publishing. *Resident*
-    copies are views of a slot and live for one visit.
+    storage of its own. *Masters* (see copies.py) belong to the optimizer and are written back by writing back. *Resident*
+    copies are views of a slot and live for one stage run.
 
     Args:
-        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which visits no
+        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which stage runs no
             device; one that a staged layer has too is tied.
     """
 
@@ -71,8 +71,8 @@ class ParameterStore:
         self.names: dict[int, str] = {}
         # Those that have a master, also if they are frozen now: an update of theirs may still be on its way.
         self.stepped: set[int] = set()
-        self.spares: dict[int, SpareCopy] = {}  # by layer; see [Note: two working copies]
-        self.seats: dict[int, Seat] = {}  # by layer; see [Note: seats]
+        self.spares: dict[int, SecondBuffer] = {}  # by layer; see [Note: two working copies]
+        self.device_states: dict[int, DeviceState] = {}  # by layer; see [Note: device states]
         self.written: set[int] = set()  # layers whose forward has written to a weight, which only a slot may hold then
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
@@ -110,7 +110,7 @@ class ParameterStore:
         is_there = spare is not None and home.place in spare.tensors and spare.holds(version)
         return spare.tensors[home.place] if spare is not None and is_there else use.parameter.detach()
 
-    def spare_of(self, layer: LayerParameters, version: int) -> SpareCopy | None:
+    def spare_of(self, layer: LayerParameters, version: int) -> SecondBuffer | None:
         """The layer's second working copy, if that is what a call at that version reads."""
         spare = self.spares.get(layer.layer)
         return spare if spare is not None and spare.holds(version) else None
@@ -122,7 +122,7 @@ class ParameterStore:
             return None
         return arena.bytes
 
-    def spare_bytes(self) -> int:
+    def second_buffer_bytes(self) -> int:
         """What ``make_spares`` would take."""
         return sum(map(_trained_bytes, self._spareable()))
 
@@ -133,7 +133,7 @@ class ParameterStore:
         """
         for layer in self._spareable():
             places = [Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype) for use in layer.trainable]
-            self.spares[layer.layer] = SpareCopy(places, _trained_bytes(layer), self._memory)
+            self.spares[layer.layer] = SecondBuffer(places, _trained_bytes(layer), self._memory)
 
     def tied_with(self, layer: LayerParameters) -> list[LayerParameters]:
         """The layer and all that have weights in common with it or with each other, shallow first."""
@@ -152,7 +152,7 @@ class ParameterStore:
             layer
             for layer in self.layers
             if layer.num_bytes
-            and layer.layer not in self.seats
+            and layer.layer not in self.device_states
             and layer.trainable
             and all(
                 use == self.uses[id(use.parameter)][0] and id(use.parameter) not in on_host for use in layer.trainable

@@ -15,14 +15,14 @@ _SHARE_READ = 2 / 28
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a forward, ``landed_bytes``
+    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a forward, ``offloaded_bytes``
     as ``gradient_bytes``.
 
     Args:
         forward, recompute, backward: milliseconds; backward without the recompute before it.
         weight_bytes: what an upload moves and a slot holds.
         gradient_bytes: its accumulators on the device.
-        landed_bytes: what of them goes down, in the dtype they land in.
+        offloaded_bytes: what of them goes down, in the dtype they offload in.
         saved_bytes: what autograd keeps of its forward.
         passing_bytes: the largest gradient inside it, alive only while its backward runs.
         input_bytes: the boundary that goes into it.
@@ -34,7 +34,7 @@ class LayerCosts:
     recompute: tuple[float, ...] = ()
     weight_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
-    landed_bytes: tuple[int, ...] = ()
+    offloaded_bytes: tuple[int, ...] = ()
     saved_bytes: tuple[int, ...] = ()
     passing_bytes: tuple[int, ...] = ()
     input_bytes: tuple[int, ...] = ()
@@ -43,8 +43,15 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", self.recompute or self.forward)
-        object.__setattr__(self, "landed_bytes", self.landed_bytes or self.gradient_bytes)
-        for name in ("weight_bytes", "landed_bytes", "gradient_bytes", "saved_bytes", "passing_bytes", "input_bytes"):
+        object.__setattr__(self, "offloaded_bytes", self.offloaded_bytes or self.gradient_bytes)
+        for name in (
+            "weight_bytes",
+            "offloaded_bytes",
+            "gradient_bytes",
+            "saved_bytes",
+            "passing_bytes",
+            "input_bytes",
+        ):
             object.__setattr__(self, name, getattr(self, name) or (0,) * self.num_layers)
         lengths = {f.name: len(value) for f in fields(self) if isinstance(value := getattr(self, f.name), tuple)}
         assert set(lengths.values()) == {self.num_layers}, lengths
@@ -59,18 +66,18 @@ class LayerCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class Workload:
     """What a plan is made for.
 
     Args:
-        overlaps: the next round's forwards may run beside this round's last backward visits (async steps).
+        overlaps: the next round's forwards may run beside this round's last backward stage runs (async steps).
         first_trained: nothing below this layer needs a backward.
-        budget_bytes: what one device may hold.
-        min_stages: at least so many visits, while there are layers for them.
+        limit_bytes: what one device may hold.
+        min_stages: at least so many stage runs, while there are layers for them.
         may_share: a stage may be visited several times, each time for a share of the microbatches. Its gradients are
             then summed in another order than on one device.
         optimizer_ms: what an update takes. After a round that stands alone; beside the next one if rounds overlap.
-        keeps_layers: weights that no step changes may stay on devices, in what a plan leaves of the budget.
+        keeps_layers: weights that no step changes may stay on devices, in what a plan leaves of the limit.
     """
 
     num_devices: int
@@ -78,13 +85,13 @@ class Round:
     overlaps: bool = True
     grain: Grain = "stage"
     first_trained: int = 0
-    budget_bytes: float = inf
+    limit_bytes: float = inf
     min_stages: int = 1
     may_share: bool = False
     optimizer_ms: float = 0.0
     keeps_layers: bool = False
 
-    def of_share(self, num_shares: int) -> "Round":
+    def of_share(self, num_shares: int) -> "Workload":
         """What is left to plan for each of ``num_shares`` groups of devices, the one with the most microbatches."""
         return replace(
             self,
@@ -108,27 +115,29 @@ class StageSums:
         self.fused = sums([f + b for f, b in zip(costs.forward, costs.backward, strict=True)])
         self.weights = sums(costs.weight_bytes)
         self.gradients = sums(costs.gradient_bytes)
-        self.landed = sums(costs.landed_bytes)
+        self.offloaded = sums(costs.offloaded_bytes)
         self.saved = sums(costs.saved_bytes)
         self.inputs = sums(costs.input_bytes)
         # A gradient that comes in and the one made of it are there at once; where weights train, the activation that
         # was kept for them goes in between.
-        trains = [2 * landed >= own for landed, own in zip(costs.landed_bytes, costs.weight_bytes, strict=True)]
+        trains = [
+            2 * offloaded >= own for offloaded, own in zip(costs.offloaded_bytes, costs.weight_bytes, strict=True)
+        ]
         self.passing = [n if t else 2 * n for n, t in zip(costs.passing_bytes, trains, strict=True)]
         self._of_pass = {Pass.FORWARD: self.forward, Pass.FUSED: self.fused, Pass.BACKWARD: self.again}
 
     def compute_ms(self, pass_: Pass, layers: range) -> float:
-        """One microbatch of a visit, on the compute lane."""
+        """One microbatch of a stage run, on the compute lane."""
         totals = self._of_pass[pass_]
         return totals[layers.stop] - totals[layers.start]
 
-    def visit_ms(self, pass_: Pass, layers: range, num_microbatches: int) -> float:
-        """One microbatch's share of a visit: the larger of its compute and its copies."""
+    def stage_run_ms(self, pass_: Pass, layers: range, num_microbatches: int) -> float:
+        """One microbatch's share of a stage run: the larger of its compute and its copies."""
         costs = self.costs
         up = (self.weights[layers.stop] - self.weights[layers.start]) * costs.up_ms_per_byte
         down = 0.0
         if pass_ is not Pass.FORWARD:
-            down = (self.landed[layers.stop] - self.landed[layers.start]) * costs.down_ms_per_byte
+            down = (self.offloaded[layers.stop] - self.offloaded[layers.start]) * costs.down_ms_per_byte
         return max(self.compute_ms(pass_, layers), up / num_microbatches, down / num_microbatches)
 
 

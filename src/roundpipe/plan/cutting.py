@@ -18,7 +18,7 @@ class Stages:
 
 
 class Sizes(NamedTuple):
-    """A cut as layers per stage, both directions counted from the first layer up (backward: from the last visit).
+    """A cut as layers per stage, both directions counted from the first layer up (backward: from the last stage run).
 
     ``backward`` begins at the first trained layer: what lies below is never visited backward.
     """
@@ -28,7 +28,7 @@ class Sizes(NamedTuple):
     backward: tuple[int, ...]
 
     def stages(self, num_layers: int, first_trained: int) -> Stages:
-        """Complete stages. Frozen layers at the bottom belong to the last backward stage; its visit leaves them out."""
+        """Complete stages. Frozen layers at the bottom belong to the last backward stage; its stage run leaves them out."""
         forward = _ranges(self.forward, 0)
         backward = _ranges(self.backward, first_trained)
         fused = range(num_layers - self.fused, num_layers)
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
         return Stages(forward=tuple(forward), backward=(fused, *reversed(backward)))
 
     def passes(self, num_layers: int, first_trained: int) -> Passes:
-        """The visits of those stages, without making them."""
+        """The stage runs of those stages, without making them."""
         return [
             *forward_passes(_ranges(self.forward, 0)),
             (Pass.FUSED, range(num_layers - self.fused, num_layers)),

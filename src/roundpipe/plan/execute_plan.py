@@ -7,17 +7,17 @@ from typing import Literal, Protocol
 
 from ..errors import PlanError
 from .actions import Pass, Passes
-from .costs import LayerCosts, Round, StageSums
+from .costs import LayerCosts, StageSums, Workload
 from .kept_layers import with_all_resident
 from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
 from .predict import predicted_ms
 from .schedule import backward_passes, forward_passes, fused_passes, group_of
-from .search import MAX_VISITS_TIMED, plan_fused
+from .search import MAX_STAGE_RUNS_TIMED, plan_fused
 from .together import Member, plan_together
 
 RunType = Literal["infer", "train", "fused"]
-# Of the budget, what a forward may fill whose backward comes in a round of its own: what is fastest first.
+# Of the limit, what a forward may fill whose backward comes in a round of its own: what is fastest first.
 _FORWARD_SHARES = (1.0, 0.5, 0.25)
 
 
@@ -28,7 +28,7 @@ class Plannable(Protocol):
     def default_num_microbatch(self) -> int:
         """Microbatches of a call where nothing is set."""
 
-    def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Round]:
+    def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Workload]:
         """Costs of the layers, and of a round of ``default_num_microbatch`` microbatches."""
 
 
@@ -37,7 +37,7 @@ class ModelExecutePlan:
     """Stages as ``range``s of layer indices.
 
     A stage that is listed n times in a row is visited n times, by n devices in turn, each time for a share of the
-    microbatches. Gradients are then summed share by share: the sum is not to the bit that of a single visit.
+    microbatches. Gradients are then summed share by share: the sum is not to the bit that of a single stage run.
 
     Args:
         fwd_plan: forward stages, ascending. Complete for "infer" and "train"; for "fused" they end where the first
@@ -62,13 +62,13 @@ class ModelExecutePlan:
             object.__setattr__(self, name, stages)
 
     def __repr__(self) -> str:
-        stages = [(pass_.value, _span(stage), len(list(same))) for (pass_, stage), same in groupby(self._visits())]
+        stages = [(pass_.value, _span(stage), len(list(same))) for (pass_, stage), same in groupby(self._stage_runs())]
         return f"ModelExecutePlan({' | '.join(f'{p} {s} x{n}' if n > 1 else f'{p} {s}' for p, s, n in stages)})"
 
     def __str__(self) -> str:
-        is_shared = any(one == other for one, other in pairwise(self._visits()))
-        rows = [("visit", "pass", "layers", "share" if is_shared else "")]
-        for (pass_, stage), same in groupby(self._visits()):
+        is_shared = any(one == other for one, other in pairwise(self._stage_runs()))
+        rows = [("stage_run", "pass", "layers", "share" if is_shared else "")]
+        for (pass_, stage), same in groupby(self._stage_runs()):
             num_shares = len(list(same))
             for share in range(num_shares):
                 of_many = f"{share + 1}/{num_shares}" if num_shares > 1 else ""
@@ -76,7 +76,7 @@ class ModelExecutePlan:
         width = max(len(layers) for _, _, layers, _ in rows)
         return "\n".join(f"{n:>5}  {name:8}  {layers:{width}}  {share}".rstrip() for n, name, layers, share in rows)
 
-    def _visits(self) -> Passes:
+    def _stage_runs(self) -> Passes:
         """In order. The first backward stage is fused if the forward stages end where it begins."""
         fused = bool(self.bwd_plan) and not (self.fwd_plan and self.fwd_plan[-1].stop >= self.bwd_plan[0].stop)
         if fused:
@@ -109,14 +109,14 @@ class ModelExecutePlan:
         return ModelExecutePlan(complete, self.bwd_plan if run_type == "train" else ())
 
     def shared(self, num_shares: int) -> "ModelExecutePlan":
-        """Every visit made ``num_shares`` times, each for its share of the microbatches."""
+        """Every stage run made ``num_shares`` times, each for its share of the microbatches."""
         return ModelExecutePlan(
             [stage for stage in self.fwd_plan for _ in range(num_shares)],
             [stage for stage in self.bwd_plan for _ in range(num_shares)],
         )
 
     def rounds(self, run_type: RunType, first_trained: int = 0) -> list[Passes]:
-        """The visits of each round that ``run_type`` takes: two for "train", with the user's own graph between them."""
+        """The stage runs of each round that ``run_type`` takes: two for "train", with the user's own graph between them."""
         if run_type == "fused":
             return [fused_passes(self, first_trained)]
         forward = forward_passes(self.fwd_plan)
@@ -146,18 +146,18 @@ class ModelExecutePlan:
             PlanError: no plan fits into the limit, or an argument makes no sense.
         """
         _check_run_type(run_type)
-        _check_wishes(len(models), min_stages, upper_threshold, model_memory_limit)
+        _check_plan_keys(len(models), min_stages, upper_threshold, model_memory_limit)
         parts = []
         for model in models:
-            costs, round_ = model.planning_problem(run_type)
-            budget = round_.budget_bytes if model_memory_limit is None else model_memory_limit
-            parts.append((costs, replace(round_, budget_bytes=budget, min_stages=min_stages)))
+            costs, workload = model.planning_problem(run_type)
+            limit = workload.limit_bytes if model_memory_limit is None else model_memory_limit
+            parts.append((costs, replace(workload, limit_bytes=limit, min_stages=min_stages)))
         if len(parts) == 1:
             return plan_for(run_type, *parts[0])
         return plans_for(run_type, parts, min_stages=min_stages, upper_threshold=upper_threshold)
 
 
-def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecutePlan:
+def plan_for(run_type: RunType, costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
     """The plan with the shortest predicted steps that fits into memory.
 
     Raises:
@@ -167,16 +167,16 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
     # Not the error itself: raised from here it would hold this frame, which holds it, and all callers' with what they
     # have on devices.
     failure = ""
-    counts, resident = _share_counts(round_), with_all_resident(costs, round_)
-    problems = [(costs, round_, MAX_VISITS_TIMED)]
+    counts, resident = _share_counts(workload), with_all_resident(costs, workload)
+    problems = [(costs, workload, MAX_STAGE_RUNS_TIMED)]
     if resident is not None:
-        problems = [(costs, round_, MAX_VISITS_TIMED * 3 // 4), (*resident, MAX_VISITS_TIMED // 4)]
-    for (left, whole, max_visits), num_shares in product(problems, counts):
+        problems = [(costs, workload, MAX_STAGE_RUNS_TIMED * 3 // 4), (*resident, MAX_STAGE_RUNS_TIMED // 4)]
+    for (left, whole, max_stage_runs), num_shares in product(problems, counts):
         if best is not None and _least_ms(run_type, left, whole, num_shares) >= best[0]:
             continue  # because not even a round without any waiting would be shorter
         try:
             share = whole.of_share(num_shares)
-            plan = _pipelined(run_type, left, share, max_visits // len(counts)).shared(num_shares)
+            plan = _pipelined(run_type, left, share, max_stage_runs // len(counts)).shared(num_shares)
         except PlanError as error:
             failure = failure if best or left is not costs else str(error)
             continue
@@ -188,81 +188,81 @@ def plan_for(run_type: RunType, costs: LayerCosts, round_: Round) -> ModelExecut
     return best[1]
 
 
-def step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> float:
+def step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> float:
     """Predicted time from step to step, without what the caller's own graph takes."""
-    return _step_ms(plan, run_type, *_problem_of(plan, run_type, costs, round_))
+    return _step_ms(plan, run_type, *_problem_of(plan, run_type, costs, workload))
 
 
-def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
+def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> Peak:
     """What the plan needs on one device beside layers that stay there, and what it has to keep on the host for that."""
-    return _plan_peak(plan, run_type, *_problem_of(plan, run_type, costs, round_))
+    return _plan_peak(plan, run_type, *_problem_of(plan, run_type, costs, workload))
 
 
 def _problem_of(
-    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round
-) -> tuple[LayerCosts, Round]:
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> tuple[LayerCosts, Workload]:
     """With all layers resident, if the plan leaves room for that and is faster then."""
-    resident = with_all_resident(costs, round_)
-    if resident is None or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].budget_bytes:
-        return costs, round_
-    is_faster = _step_ms(plan, run_type, *resident) < _step_ms(plan, run_type, costs, round_)
-    return resident if is_faster else (costs, round_)
+    resident = with_all_resident(costs, workload)
+    if resident is None or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].limit_bytes:
+        return costs, workload
+    is_faster = _step_ms(plan, run_type, *resident) < _step_ms(plan, run_type, costs, workload)
+    return resident if is_faster else (costs, workload)
 
 
-def _step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> float:
-    group = group_of(plan.rounds(run_type, round_.first_trained), round_)
+def _step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> float:
+    group = group_of(plan.rounds(run_type, workload.first_trained), workload)
     totals = StageSums(costs)
-    round_ms = sum(predicted_ms(passes, totals, group.round_) for passes in group.rounds)
-    return round_ms if run_type == "infer" else round_.step_ms(round_ms, group.num_groups)
+    round_ms = sum(predicted_ms(passes, totals, group.workload) for passes in group.rounds)
+    return round_ms if run_type == "infer" else workload.step_ms(round_ms, group.num_groups)
 
 
-def _plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, round_: Round) -> Peak:
-    group = group_of(plan.rounds(run_type, round_.first_trained), round_)
-    return fitted_peak([visit for passes in group.rounds for visit in passes], StageSums(costs), group.round_)
+def _plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> Peak:
+    group = group_of(plan.rounds(run_type, workload.first_trained), workload)
+    return fitted_peak([stage_run for passes in group.rounds for stage_run in passes], StageSums(costs), group.workload)
 
 
-def _share_counts(round_: Round) -> list[int]:
+def _share_counts(workload: Workload) -> list[int]:
     """Ways to divide devices into groups that each run the whole model for a share, the largest groups last.
 
     One device a group, one group, and one way between, because each is a search of its own.
     """
-    if not round_.may_share:
+    if not workload.may_share:
         return [1]
-    devices = round_.num_devices
+    devices = workload.num_devices
     between = max(n for n in range(1, devices + 1) if devices % n == 0 and n * n <= devices)
-    return sorted((n for n in {1, between, devices} if n <= round_.num_microbatches), reverse=True)
+    return sorted((n for n in {1, between, devices} if n <= workload.num_microbatches), reverse=True)
 
 
-def _least_ms(run_type: RunType, costs: LayerCosts, round_: Round, num_shares: int) -> float:
+def _least_ms(run_type: RunType, costs: LayerCosts, workload: Workload, num_shares: int) -> float:
     """No plan with so many shares can be faster: nothing recomputed, nobody waiting."""
-    share = round_.of_share(num_shares)
+    share = workload.of_share(num_shares)
     compute = sum(costs.forward) + (sum(costs.backward) if run_type != "infer" else 0.0)
     round_ms = compute * share.num_microbatches / share.num_devices
-    return round_ms if run_type == "infer" else round_.step_ms(round_ms, num_shares)
+    return round_ms if run_type == "infer" else workload.step_ms(round_ms, num_shares)
 
 
-def _pipelined(run_type: RunType, costs: LayerCosts, round_: Round, max_visits: int) -> ModelExecutePlan:
-    """A plan that visits each stage once."""
+def _pipelined(run_type: RunType, costs: LayerCosts, workload: Workload, max_stage_runs: int) -> ModelExecutePlan:
+    """A plan that stage runs each stage once."""
     if run_type == "fused":
-        stages = plan_fused(costs, round_, max_visits)
+        stages = plan_fused(costs, workload, max_stage_runs)
         return ModelExecutePlan(stages.forward, stages.backward)
     if run_type == "infer":
-        return ModelExecutePlan(plan_one_way(Pass.FORWARD, costs, round_))
-    return _there_and_back(costs, round_)
+        return ModelExecutePlan(plan_one_way(Pass.FORWARD, costs, workload))
+    return _there_and_back(costs, workload)
 
 
-def _there_and_back(costs: LayerCosts, round_: Round) -> ModelExecutePlan:
+def _there_and_back(costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
     """The backward finds what the forward has kept, in slots too, so the forward may have to be content with less."""
     failure = ""
     for share in _FORWARD_SHARES:
         try:
-            forward = plan_one_way(Pass.FORWARD, costs, replace(round_, budget_bytes=round_.budget_bytes * share))
-            backward = plan_one_way(Pass.BACKWARD, costs, round_, before=forward_passes(forward))
+            forward = plan_one_way(Pass.FORWARD, costs, replace(workload, limit_bytes=workload.limit_bytes * share))
+            backward = plan_one_way(Pass.BACKWARD, costs, workload, before=forward_passes(forward))
             return ModelExecutePlan(forward, _complete(backward))
         except PlanError as error:
             failure = failure or str(error)  # not the error itself, see `plan_for`
     smallest = smallest_plan("train", costs.num_layers)
-    if _plan_peak(smallest, "train", costs, round_).bytes.total <= round_.budget_bytes:
+    if _plan_peak(smallest, "train", costs, workload).bytes.total <= workload.limit_bytes:
         return smallest
     raise PlanError(failure)
 
@@ -274,11 +274,11 @@ def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:
 
 
 def plans_for(
-    run_type: RunType, parts: Sequence[tuple[LayerCosts, Round]], *, min_stages: int, upper_threshold: float
+    run_type: RunType, parts: Sequence[tuple[LayerCosts, Workload]], *, min_stages: int, upper_threshold: float
 ) -> list[ModelExecutePlan]:
     """Plans for models that run one after another, see ``plan_together``."""
     together = plan_together(
-        [Member(costs, round_, run_type != "infer", run_type == "fused") for costs, round_ in parts],
+        [Member(costs, workload, run_type != "infer", run_type == "fused") for costs, workload in parts],
         min_stages=min_stages,
         upper_threshold=upper_threshold,
     )
@@ -308,7 +308,9 @@ def _check_run_type(run_type: str) -> None:
         raise PlanError(f"run_type is {run_type!r}; use 'infer', 'train' or 'fused'")
 
 
-def _check_wishes(num_models: int, min_stages: int, upper_threshold: float, model_memory_limit: float | None) -> None:
+def _check_plan_keys(
+    num_models: int, min_stages: int, upper_threshold: float, model_memory_limit: float | None
+) -> None:
     if num_models == 0:
         raise PlanError("ModelExecutePlan.auto was given no model; pass the engines to plan for")
     if min_stages < 1:

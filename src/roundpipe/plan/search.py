@@ -2,9 +2,9 @@
 
 What it exploits, for N devices in round robin and M microbatches, N <= M:
 
-* A round that stands alone (sync) loses what devices wait for their first visit and after their last. Both shrink if
+* A round that stands alone (sync) loses what devices wait for their first stage run and after their last. Both shrink if
   the first N forward stages grow one by one and the last N backward stages shrink likewise: *ramps*.
-* Rounds that overlap (async) lose only imbalance, and M > N leaves slack between visits that absorbs it, as round robin
+* Rounds that overlap (async) lose only imbalance, and M > N leaves slack between stage runs that absorbs it, as round robin
   sends a slow stage to another device each time (if the numbers of stages and devices share no factor).
 * Every layer in the fused stage saves its recompute, until that stage holds up the others.
 
@@ -19,32 +19,32 @@ from operator import sub
 from typing import Any, NamedTuple
 
 from .actions import Pass
-from .costs import LayerCosts, Round, StageSums
+from .costs import LayerCosts, StageSums, Workload
 from .cutting import Sizes, Stages
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import cuts_within, even_limits
-from .predict import least_period_ms, period_ms, round_ms, visits_in_period
+from .predict import least_period_ms, period_ms, round_ms, stage_runs_in_period
 
-# Visits that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
+# Stage runs that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
 # device takes as long as to time a few.
-MAX_VISITS_TIMED = 48_000
+MAX_STAGE_RUNS_TIMED = 48_000
 _TIMED_PER_PEAK = 3
 _GRID, _GRID_TIMED, _DESCENTS, _CLIMBS, _FINALISTS = 6, 30, 3, 3, 8
-# A visit more has to gain this share of a round, because it costs the host something that no lane shows.
-VISIT_TAX = 1e-6
-# Between the time of the mean visit and that of the slowest: where overlapping rounds tend to end up.
+# A stage run more has to gain this share of a round, because it costs the host something that no lane shows.
+STAGE_RUN_TAX = 1e-6
+# Between the time of the mean stage run and that of the slowest: where overlapping rounds tend to end up.
 _IMBALANCE_FELT = 0.2
 
 
-def plan_fused(costs: LayerCosts, round_: Round, max_visits: int = MAX_VISITS_TIMED) -> Stages:
+def plan_fused(costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED) -> Stages:
     """The best cut found for a fused round.
 
     One device and enough memory give one fused stage, in which nothing is recomputed; less memory a smaller one.
 
     Raises:
-        PlanError: no cut fits into the budget.
+        PlanError: no cut fits into the limit.
     """
-    search = Search(costs, round_, max_visits)
+    search = Search(costs, workload, max_stage_runs)
     search.run()
     return search.best
 
@@ -68,26 +68,26 @@ _Ladders = dict[str, Sequence[Any]]
 
 
 class Search:
-    """One search. ``best_ms`` is the best so far, ``visits_timed`` the work done."""
+    """One search. ``best_ms`` is the best so far, ``stage_runs_timed`` the work done."""
 
-    def __init__(self, costs: LayerCosts, round_: Round, max_visits: int = MAX_VISITS_TIMED) -> None:
-        self._max_visits = max_visits
-        self._round = round_
+    def __init__(self, costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED) -> None:
+        self._max_stage_runs = max_stage_runs
+        self._round = workload
         self._sums = StageSums(costs)
-        self._up = _scaled(self._sums.weights, costs.up_ms_per_byte / round_.num_microbatches)
-        self._down = _scaled(self._sums.landed, costs.down_ms_per_byte / round_.num_microbatches)
-        self._needs = stage_needs(costs, round_)
+        self._up = _scaled(self._sums.weights, costs.up_ms_per_byte / workload.num_microbatches)
+        self._down = _scaled(self._sums.offloaded, costs.down_ms_per_byte / workload.num_microbatches)
+        self._needs = stage_needs(costs, workload)
         self._num_layers = costs.num_layers
-        self._lowest = min(round_.first_trained, costs.num_layers - 1)
-        self._least_visits = min(round_.min_stages, 2 * costs.num_layers - 1 - self._lowest)
-        self._is_ample = _most_bytes(costs, round_) <= round_.budget_bytes
+        self._lowest = min(workload.first_trained, costs.num_layers - 1)
+        self._least_stage_runs = min(workload.min_stages, 2 * costs.num_layers - 1 - self._lowest)
+        self._is_ample = _most_bytes(costs, workload) <= workload.limit_bytes
         self._packed: dict[tuple[bool, int, float, int, float], tuple[int, ...]] = {}
         self._directions_ms: dict[tuple[bool, tuple[int, ...]], list[float]] = {}
         self._known: dict[Sizes, float] = {}
         self._least_peak: PeakBytes | None = None
         self._best: Sizes | None = None
         self.best_ms = inf
-        self.visits_timed = 0
+        self.stage_runs_timed = 0
 
     @property
     def best(self) -> Stages:
@@ -109,7 +109,7 @@ class Search:
         """Times the best again, now for long enough."""
         finalists = sorted(self._known, key=self._known.__getitem__)[:_FINALISTS]
         settled = {
-            sizes: period_ms(self._visits_ms(sizes), len(sizes.forward), self._round)
+            sizes: period_ms(self._stage_runs_ms(sizes), len(sizes.forward), self._round)
             for sizes in finalists
             if self._known[sizes] < inf
         }
@@ -205,7 +205,7 @@ class Search:
         while improved is not None:
             sizes, reached, improved = improved, self._known[improved], None
             for moved in sizes.neighbours(self._lowest):
-                if self.visits_timed > self._max_visits:
+                if self.stage_runs_timed > self._max_stage_runs:
                     return
                 if self._try(moved, reached) < reached:
                     improved = moved
@@ -214,9 +214,9 @@ class Search:
     # What a cut costs.
 
     def _try(self, sizes: Sizes, bar: float) -> float:
-        """The cut's time if that is below ``bar``; infinite if it does not fit or has too few visits."""
+        """The cut's time if that is below ``bar``; infinite if it does not fit or has too few stage runs."""
         if sizes not in self._known:
-            if self.visits_timed > self._max_visits and self._best is not None:
+            if self.stage_runs_timed > self._max_stage_runs and self._best is not None:
                 return inf
             ms = self._time(sizes, bar)
             if ms is None:
@@ -228,31 +228,31 @@ class Search:
 
     def _time(self, sizes: Sizes, bar: float) -> float | None:
         """None: provably not below ``bar``."""
-        visits_ms = self._visits_ms(sizes)
-        self.visits_timed += len(visits_ms)
-        if len(visits_ms) < self._least_visits or (bar == inf and not self._fits(sizes)):
+        stage_runs_ms = self._stage_runs_ms(sizes)
+        self.stage_runs_timed += len(stage_runs_ms)
+        if len(stage_runs_ms) < self._least_stage_runs or (bar == inf and not self._fits(sizes)):
             return inf
-        tax = 1 + VISIT_TAX * len(visits_ms)
-        if least_period_ms(visits_ms, self._round) * tax >= bar:
+        tax = 1 + STAGE_RUN_TAX * len(stage_runs_ms)
+        if least_period_ms(stage_runs_ms, self._round) * tax >= bar:
             return None
         if self._round.overlaps:
-            self.visits_timed += visits_in_period(len(visits_ms), self._round)
-            ms = period_ms(visits_ms, len(sizes.forward), self._round, settled=False) * tax
+            self.stage_runs_timed += stage_runs_in_period(len(stage_runs_ms), self._round)
+            ms = period_ms(stage_runs_ms, len(sizes.forward), self._round, settled=False) * tax
         else:
-            ms = round_ms(visits_ms, self._round) * tax
+            ms = round_ms(stage_runs_ms, self._round) * tax
         if ms >= bar:
             return None
         return ms if bar == inf or self._fits(sizes) else inf
 
     def _promise(self, sizes: Sizes) -> float:
-        visits_ms = self._visits_ms(sizes)
-        self.visits_timed += len(visits_ms)
-        least = least_period_ms(visits_ms, self._round)
-        most = max(visits_ms) * len(visits_ms) * self._round.num_microbatches / self._round.num_devices
+        stage_runs_ms = self._stage_runs_ms(sizes)
+        self.stage_runs_timed += len(stage_runs_ms)
+        least = least_period_ms(stage_runs_ms, self._round)
+        most = max(stage_runs_ms) * len(stage_runs_ms) * self._round.num_microbatches / self._round.num_devices
         return least + _IMBALANCE_FELT * (most - least)
 
-    def _visits_ms(self, sizes: Sizes) -> list[float]:
-        """``StageSums.visit_ms`` of every visit, without making the visits."""
+    def _stage_runs_ms(self, sizes: Sizes) -> list[float]:
+        """``StageSums.stage_run_ms`` of every stage run, without making the stage runs."""
         fused = [(self._num_layers - sizes.fused, self._num_layers)]
         return [
             *self._direction_ms(True, sizes.forward),
@@ -261,27 +261,27 @@ class Search:
         ]
 
     def _direction_ms(self, is_forward: bool, sizes: tuple[int, ...]) -> list[float]:
-        """Of its visits, in their order. Kept, because most cuts differ from one seen before in one direction only."""
+        """Of its stage runs, in their order. Kept, because most cuts differ from one seen before in one direction only."""
         key = is_forward, sizes
-        visits_ms = self._directions_ms.get(key)
-        if visits_ms is None:
+        stage_runs_ms = self._directions_ms.get(key)
+        if stage_runs_ms is None:
             stages = list(pairwise(accumulate(sizes, initial=0 if is_forward else self._lowest)))
             if is_forward:
-                visits_ms = _slowest(stages, self._sums.forward, self._up)
+                stage_runs_ms = _slowest(stages, self._sums.forward, self._up)
             else:
-                visits_ms = _slowest(stages[::-1], self._sums.again, self._up, self._down)
-            self._directions_ms[key] = visits_ms
-        return visits_ms
+                stage_runs_ms = _slowest(stages[::-1], self._sums.again, self._up, self._down)
+            self._directions_ms[key] = stage_runs_ms
+        return stage_runs_ms
 
     def _fits(self, sizes: Sizes) -> bool:
         if self._is_ample:
             return True
         passes = sizes.passes(self._num_layers, self._lowest)
-        self.visits_timed += _TIMED_PER_PEAK * len(passes)
+        self.stage_runs_timed += _TIMED_PER_PEAK * len(passes)
         peak = least_peak(passes, self._sums, self._round)
         if self._least_peak is None or peak.total < self._least_peak.total:
             self._least_peak = peak
-        return peak.total <= self._round.budget_bytes
+        return peak.total <= self._round.limit_bytes
 
 
 def _scaled(totals: Sequence[float], factor: float) -> Sequence[float]:
@@ -298,10 +298,10 @@ def _slowest(stages: Sequence[tuple[int, int]], *kinds: Sequence[float]) -> list
     return slowest
 
 
-def _most_bytes(costs: LayerCosts, round_: Round) -> float:
+def _most_bytes(costs: LayerCosts, workload: Workload) -> float:
     """More than any plan can need, so that ample memory costs the search nothing."""
     stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes) + 2 * sum(costs.passing_bytes + costs.gradient_bytes)
-    return stages + (1 + 3 * round_.num_microbatches) * sum(costs.input_bytes)
+    return stages + (1 + 3 * workload.num_microbatches) * sum(costs.input_bytes)
 
 
 def _thinned(values: Sequence[Any], count: int) -> Sequence[Any]:

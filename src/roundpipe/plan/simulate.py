@@ -10,8 +10,8 @@ from math import gcd
 from typing import NamedTuple
 
 from ..errors import InternalError
-from .actions import Action, Op, Pass, Passes, Visit
-from .costs import LayerCosts, Round, StageSums
+from .actions import Action, Op, Pass, Passes, StageRun
+from .costs import LayerCosts, StageSums, Workload
 from .schedule import Schedule, round_robin
 
 # Rotations of the round-robin position until overlapping rounds follow each other in their rhythm.
@@ -43,7 +43,7 @@ class Timeline:
 
     def computes(self, device: int) -> list[Span]:
         """The device's computes in order."""
-        return [s for s in self.spans if s.action.op is Op.COMPUTE and s.action.visit.device == device]
+        return [s for s in self.spans if s.action.op is Op.COMPUTE and s.action.stage_run.device == device]
 
     def busy_ms(self, device: int) -> float:
         return sum(span.end_ms - span.start_ms for span in self.computes(device))
@@ -74,27 +74,27 @@ class Steady(NamedTuple):
     bubble: float
 
 
-def steady_state(passes: Passes, costs: LayerCosts, round_: Round) -> Steady:
+def steady_state(passes: Passes, costs: LayerCosts, workload: Workload) -> Steady:
     """Rounds in a row: each alone, or overlapping and timed over whole rotations once they have found their rhythm."""
-    rotation = round_.num_devices // gcd(len(passes), round_.num_devices) if round_.overlaps else 1
-    schedules = rounds_in_a_row(passes, round_, (_WARM_UP + 1) * rotation if round_.overlaps else 2)
-    timeline = simulate(schedules, costs, overlaps=round_.overlaps)
+    rotation = workload.num_devices // gcd(len(passes), workload.num_devices) if workload.overlaps else 1
+    schedules = rounds_in_a_row(passes, workload, (_WARM_UP + 1) * rotation if workload.overlaps else 2)
+    timeline = simulate(schedules, costs, overlaps=workload.overlaps)
     last = len(schedules) - 1
     ms = (timeline.end_ms(last) - timeline.end_ms(last - rotation)) / rotation
     totals = StageSums(costs)
-    compute = round_.num_microbatches * sum(totals.compute_ms(*visit) for visit in passes)
-    return Steady(ms, 1 - compute / (round_.num_devices * ms))
+    compute = workload.num_microbatches * sum(totals.compute_ms(*stage_run) for stage_run in passes)
+    return Steady(ms, 1 - compute / (workload.num_devices * ms))
 
 
-def rounds_in_a_row(passes: Passes, round_: Round, count: int) -> list[Schedule]:
-    """The same visits again and again, round robin carrying on."""
+def rounds_in_a_row(passes: Passes, workload: Workload, count: int) -> list[Schedule]:
+    """The same stage runs again and again, round robin carrying on."""
     schedules: list[Schedule] = []
     for _ in range(count):
         schedules.append(
             round_robin(
                 passes,
-                num_devices=round_.num_devices,
-                num_microbatches=round_.num_microbatches,
+                num_devices=workload.num_devices,
+                num_microbatches=workload.num_microbatches,
                 first_device=schedules[-1].next_device if schedules else 0,
             )
         )
@@ -138,9 +138,9 @@ class _Clock:
         return None if left[call - 1] else self._gates[call - 1]
 
     def inputs_ms(self, call: int, action: Action) -> float | None:
-        """When everything the compute needs from other visits is there; None while that is not known."""
-        layers, microbatch = action.visit.layers, action.microbatch
-        if action.visit.pass_ is not Pass.BACKWARD:
+        """When everything the compute needs from other stage runs is there; None while that is not known."""
+        layers, microbatch = action.stage_run.layers, action.microbatch
+        if action.stage_run.pass_ is not Pass.BACKWARD:
             needs = [("x", call, layers.start, microbatch)] if layers.start else []
         else:
             needs = [("g", call, layers.stop, microbatch), ("saved", call, layers.start, microbatch)]
@@ -149,7 +149,7 @@ class _Clock:
 
     def saved_ms(self, call: int, action: Action) -> float | None:
         """When the input that a recompute starts from was made; None while that is not known."""
-        return self._posted.get(("saved", call, action.visit.layers.start, action.microbatch))
+        return self._posted.get(("saved", call, action.stage_run.layers.start, action.microbatch))
 
     def done(self, call: int, action: Action, start: float, end: float) -> None:
         self.spans.append(Span(action, call, start, end))
@@ -163,8 +163,8 @@ class _Clock:
             self._post(call, action, end)
 
     def _post(self, call: int, action: Action, end: float) -> None:
-        layers, microbatch = action.visit.layers, action.microbatch
-        if action.visit.pass_ is Pass.FORWARD:
+        layers, microbatch = action.stage_run.layers, action.microbatch
+        if action.stage_run.pass_ is Pass.FORWARD:
             self._posted["x", call, layers.stop, microbatch] = end
             self._posted.update({("saved", call, layer, microbatch): end for layer in layers})
         else:
@@ -183,7 +183,7 @@ class _Device:
     compute_ms: float = 0.0
     down_ms: float = 0.0
     slot_free_ms: float = 0.0
-    uploaded_ms: dict[tuple[int, Visit], float] = field(default_factory=dict)
+    uploaded_ms: dict[tuple[int, StageRun], float] = field(default_factory=dict)
     fetched_ms: dict[tuple[int, int, int], float] = field(default_factory=dict)  # by call, layer, microbatch
 
     def __post_init__(self) -> None:
@@ -203,32 +203,32 @@ class _Device:
         return self.position - before
 
     def _do(self, clock: _Clock, call: int, action: Action) -> bool:
-        visit, costs = action.visit, clock.stages.costs
+        stage_run, costs = action.stage_run, clock.stages.costs
         begin = clock.begin_ms(call)
         if begin is None:
             return False
         if action.op is Op.UPLOAD:
             start = max(begin, self.up_ms, self.slot_free_ms)
-            moved = sum(costs.weight_bytes[layer] for layer in visit.layers)
+            moved = sum(costs.weight_bytes[layer] for layer in stage_run.layers)
             self.up_ms = end = start + moved * costs.up_ms_per_byte
-            self.uploaded_ms[call, visit] = end
+            self.uploaded_ms[call, stage_run] = end
         elif action.op is Op.FETCH:
             saved = clock.saved_ms(call, action)
             if saved is None:
                 return False
             start = max(begin, self.up_ms, saved)
-            self.up_ms = end = start + costs.input_bytes[visit.layers.start] * costs.up_ms_per_byte
-            self.fetched_ms[call, visit.layers.start, action.microbatch] = end
+            self.up_ms = end = start + costs.input_bytes[stage_run.layers.start] * costs.up_ms_per_byte
+            self.fetched_ms[call, stage_run.layers.start, action.microbatch] = end
         elif action.op is Op.COMPUTE:
             arrived = clock.inputs_ms(call, action)
             if arrived is None:
                 return False
-            fetched = self.fetched_ms.get((call, visit.layers.start, action.microbatch), 0.0)
-            start = max(begin, self.compute_ms, arrived, fetched, self.uploaded_ms[call, visit])
-            self.compute_ms = end = start + clock.stages.compute_ms(visit.pass_, visit.layers)
-        elif action.op is Op.LAND:
+            fetched = self.fetched_ms.get((call, stage_run.layers.start, action.microbatch), 0.0)
+            start = max(begin, self.compute_ms, arrived, fetched, self.uploaded_ms[call, stage_run])
+            self.compute_ms = end = start + clock.stages.compute_ms(stage_run.pass_, stage_run.layers)
+        elif action.op is Op.OFFLOAD:
             start = max(self.compute_ms, self.down_ms)
-            moved = sum(costs.landed_bytes[layer] for layer in visit.layers)
+            moved = sum(costs.offloaded_bytes[layer] for layer in stage_run.layers)
             self.down_ms = end = start + moved * costs.down_ms_per_byte
         else:
             start = end = self.slot_free_ms = self.compute_ms
@@ -237,7 +237,7 @@ class _Device:
 
 
 def _makes_loss(action: Action) -> bool:
-    return action.op is Op.COMPUTE and action.visit.pass_ is Pass.FUSED
+    return action.op is Op.COMPUTE and action.stage_run.pass_ is Pass.FUSED
 
 
 def _num_losses(schedule: Schedule) -> int:

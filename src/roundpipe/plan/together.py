@@ -6,16 +6,16 @@ from math import inf
 from typing import NamedTuple
 
 from .actions import Pass, Passes
-from .costs import LayerCosts, Round, StageSums
+from .costs import LayerCosts, StageSums, Workload
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
 from .partition import even_limits, pack_within, partition_layers
 
 
 class Member(NamedTuple):
-    """One of the models. ``has_backward``: it is visited backward too; ``is_fused``: its last layers in one visit."""
+    """One of the models. ``has_backward``: it is visited backward too; ``is_fused``: its last layers in one stage run."""
 
     costs: LayerCosts
-    round_: Round
+    workload: Workload
     has_backward: bool
     is_fused: bool
 
@@ -34,14 +34,14 @@ class _Cut(NamedTuple):
 
 
 def plan_together(members: Sequence[Member], *, min_stages: int, upper_threshold: float) -> list[Passes]:
-    """Every model's visits.
+    """Every model's stage runs.
 
     The target is the slowest stage that makes ``(M * S + N * (N - 1)) * slowest`` smallest, S counting the stages of
     all models, because one slow stage anywhere holds up all others. A model gets as many stages as it needs when they
     may be ``upper_threshold`` times as slow as the target, as equal as they can be.
 
     Raises:
-        PlanError: a model does not fit into its budget.
+        PlanError: a model does not fit into its limit.
     """
     totals = [StageSums(member.costs) for member in members]
     limits = {limit for total in totals for times in (total.forward, total.again) for limit in even_limits(times)}
@@ -61,14 +61,16 @@ def _together_ms(
     members: Sequence[Member], totals: Sequence[StageSums], limit: float, min_stages: int
 ) -> tuple[float, float]:
     """The predicted time, infinite with too few stages, and the slowest stage."""
-    work, slowest, num_visits, num_devices = 0, 0.0, 0, 1
+    work, slowest, num_stage_runs, num_devices = 0, 0.0, 0, 1
     for member, total in zip(members, totals, strict=True):
-        visits = _cut(member, total, limit).passes(member.costs.num_layers)
-        num_visits += len(visits)
-        num_devices = max(num_devices, member.round_.num_devices)
-        work += member.round_.num_microbatches * len(visits)
-        slowest = max(slowest, *(total.visit_ms(*visit, member.round_.num_microbatches) for visit in visits))
-    is_enough = num_visits >= min_stages or limit == 0
+        stage_runs = _cut(member, total, limit).passes(member.costs.num_layers)
+        num_stage_runs += len(stage_runs)
+        num_devices = max(num_devices, member.workload.num_devices)
+        work += member.workload.num_microbatches * len(stage_runs)
+        slowest = max(
+            slowest, *(total.stage_run_ms(*stage_run, member.workload.num_microbatches) for stage_run in stage_runs)
+        )
+    is_enough = num_stage_runs >= min_stages or limit == 0
     return ((work + num_devices * (num_devices - 1)) * slowest if is_enough else inf), slowest
 
 
@@ -78,7 +80,7 @@ def _cut(member: Member, total: StageSums, limit: float) -> _Cut:
     if member.is_fused:
         whole = total.fused[num_layers]
         fused = max(n for n in range(1, num_layers + 1) if n == 1 or whole - total.fused[num_layers - n] <= limit)
-    start = min(member.round_.first_trained, num_layers - 1)
+    start = min(member.workload.first_trained, num_layers - 1)
     return _Cut(
         forward=pack_within([(total.forward, limit)], 0, num_layers - fused),
         fused=fused,
@@ -88,12 +90,12 @@ def _cut(member: Member, total: StageSums, limit: float) -> _Cut:
 
 def _evened(member: Member, total: StageSums, limit: float, name: str) -> Passes:
     """As many stages as ``limit`` asks for, evened out, and cut further as far as memory asks for it."""
-    cut, round_, num_layers = _cut(member, total, limit), member.round_, member.costs.num_layers
-    start = min(round_.first_trained, num_layers - 1)
+    cut, workload, num_layers = _cut(member, total, limit), member.workload, member.costs.num_layers
+    start = min(workload.first_trained, num_layers - 1)
     again = [r + b for r, b in zip(member.costs.recompute, member.costs.backward, strict=True)]
-    needs = stage_needs(member.costs, round_)
+    needs = stage_needs(member.costs, workload)
     smallest: PeakBytes | None = None
-    for fused, stage_bytes in product(range(cut.fused, min(cut.fused, 1) - 1, -1), stage_limits(round_)):
+    for fused, stage_bytes in product(range(cut.fused, min(cut.fused, 1) - 1, -1), stage_limits(workload)):
         forward = _even(member.costs.forward, 0, num_layers - fused, len(cut.forward))
         backward = _even(again, start, num_layers - fused, len(cut.backward)) if member.has_backward else []
         passes = _Cut(
@@ -101,11 +103,11 @@ def _evened(member: Member, total: StageSums, limit: float, name: str) -> Passes
             fused=fused,
             backward=_within(needs[Pass.BACKWARD], stage_bytes, backward),
         ).passes(num_layers)
-        peak = least_peak(passes, total, round_)
+        peak = least_peak(passes, total, workload)
         smallest = peak if smallest is None or peak.total < smallest.total else smallest
-        if peak.total <= round_.budget_bytes:
+        if peak.total <= workload.limit_bytes:
             return passes
-    raise nothing_fits(member.costs, round_, smallest, has_backward=member.has_backward, model=name)
+    raise nothing_fits(member.costs, workload, smallest, has_backward=member.has_backward, model=name)
 
 
 def _even(costs: Sequence[float], start: int, stop: int, num_stages: int) -> list[range]:

@@ -33,7 +33,7 @@ class RandomStreams:
     [Note: random streams] Streams derive from the caller's CPU generator without advancing it; it advances by one draw
     when the call ends, and only if some layer drew. Generators of the process are touched only while the caller waits
     inside the call, because afterwards they are the caller's: a call in which a layer drew returns after its last
-    visit.
+    stage run.
     """
 
     def __init__(self, devices: list[Device], *, enabled: bool) -> None:

@@ -14,12 +14,12 @@ from ..autoplan.measurements import ShapeMeasurements
 from ..device import Device, Event
 from ..layers.replica import Modes
 from ..layers.saved import Kept
-from ..params.gradients import LandedLayer
-from ..plan.actions import Pass, Visit
+from ..params.gradients import OffloadedLayer
+from ..plan.actions import Pass, StageRun
 from ..plan.schedule import Schedule
 from ..recompute.random_streams import AmbientState, RandomStreams
 from ..threads.interrupts import deferred
-from ..threads.mailbox import Board, Cancelled
+from ..threads.mailbox import Cancelled, Mailbox
 from ..transfer.boundaries import Boundary, BoundaryGradient
 from ..transfer.residency import WeightsVersion
 
@@ -54,9 +54,9 @@ class AttributeUpdate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSettings:
-    """What every visit of a call needs to know.
+    """What every stage run of a call needs to know.
 
-    ``slot_room``: bytes that slots may take on each device.
+    ``slot_limit``: bytes that slots may take on each device.
     """
 
     num_layers: int
@@ -72,7 +72,7 @@ class CallSettings:
     ambient: AmbientState
     modes: Modes
     spilled_layers: frozenset[int] = frozenset()
-    slot_room: float = inf
+    slot_limit: float = inf
     measured: ShapeMeasurements | None = None
     is_timed: bool = False
     only_loss: bool = False
@@ -96,10 +96,10 @@ class Call:
     streams: RandomStreams
     condition: threading.Condition
     kept: Kept
-    board: Board = field(init=False)
+    mailbox: Mailbox = field(init=False)
     losses: dict[int, MicrobatchLoss] = field(default_factory=dict)
     outputs: dict[int, Boundary] = field(default_factory=dict)
-    landed: list[LandedLayer] = field(default_factory=list)
+    offloaded: list[OffloadedLayer] = field(default_factory=list)
     buffer_updates: list[BufferUpdate] = field(default_factory=list)
     attribute_updates: list[AttributeUpdate] = field(default_factory=list)
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
@@ -108,13 +108,15 @@ class Call:
     _devices_left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.board = Board(self.condition)
+        self.mailbox = Mailbox(self.condition)
         self._devices_left = len(self.schedule.actions)
 
     def __repr__(self) -> str:
         s = self.settings
-        state = "failed" if self.board.error else "finished" if self.is_finished else "running"
-        return f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.landed)} layers landed>"
+        state = "failed" if self.mailbox.error else "finished" if self.is_finished else "running"
+        return (
+            f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.offloaded)} layers offloaded>"
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -140,7 +142,7 @@ class Call:
             commit: makes a call that has succeeded count; not run if anything has failed.
             advance: the caller's generator is one draw on afterwards if a layer drew.
         """
-        with deferred(self.board.fail) as interrupts:
+        with deferred(self.mailbox.fail) as interrupts:
             try:
                 start()
                 yield
@@ -151,7 +153,7 @@ class Call:
                 commit()
             except BaseException as error:
                 interrupts.keep()
-                self.board.fail(error)
+                self.mailbox.fail(error)
                 self._drain()
                 self.streams.give_back(advance=False)
                 raise
@@ -166,33 +168,33 @@ class Call:
     def wait_finished(self) -> None:
         """Blocks until no worker has anything left to do for this call and its gradients are on the host."""
         self._wait(lambda: self.is_finished)
-        for layer in self.landed:
+        for layer in self.offloaded:
             layer.ready.wait()
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
         try:
-            self.board.wait_until(is_true)
+            self.mailbox.wait_until(is_true)
         except Cancelled:
             pass
         except BaseException as interrupt:
-            self.board.fail(interrupt)
-        if self.board.error is not None:
+            self.mailbox.fail(interrupt)
+        if self.mailbox.error is not None:
             self._drain()
-            raise self.board.error
+            raise self.mailbox.error
 
     def _drain(self) -> None:
         with self.condition:
             self.condition.wait_for(lambda: self.is_finished or not self.is_started)
-        for layer in self.landed:
+        for layer in self.offloaded:
             layer.ready.wait()  # because the memory that gradients are copied to goes with this call
-        self.board.clear()
+        self.mailbox.clear()
         self.kept.clear()
 
 
-def describe(visit: Visit, microbatch: int, layer: str | None, device: str) -> str:
+def describe(stage_run: StageRun, microbatch: int, layer: str | None, device: str) -> str:
     """Where something happened, for the note on a user's exception."""
-    layers = f"layers {visit.layers.start}-{visit.layers.stop - 1}"
-    where = f"{visit.pass_.name.lower()} pass, stage {visit.stage} ({layers})"
+    layers = f"layers {stage_run.layers.start}-{stage_run.layers.stop - 1}"
+    where = f"{stage_run.pass_.name.lower()} pass, stage {stage_run.stage} ({layers})"
     named = f", layer {layer!r}" if layer is not None else ""
     part = f", microbatch {microbatch}" if microbatch >= 0 else ""
     return f"RoundPipe: {where}{named}{part}, device {device}"

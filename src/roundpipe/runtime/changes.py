@@ -27,7 +27,7 @@ class ModuleChanges:
         self._compared: set[int] = set()  # frozen parameters, by id, that a forward has written at least once
 
     def note(self, call: Call, stage: Stage) -> None:
-        """A visit's forwards are over; ``call`` gets what they have changed."""
+        """A stage run's forwards are over; ``call`` gets what they have changed."""
         stage.untouched.update(index for index, replica in stage.replicas.items() if replica.is_as_made)
         self._store.written.update(index for index, residents in stage.residents.items() if residents.is_one_written)
         call.buffer_updates.extend(self._buffer_updates(stage))

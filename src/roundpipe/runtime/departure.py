@@ -1,6 +1,6 @@
-"""When a layer is done with its weights, which is long before its visit is over.
+"""When a layer is done with its weights, which is long before its stage run is over.
 
-In a visit's last backward the deepest layer is done first. Its slot may be filled with the next visit's first layers
+In a stage run's last backward the deepest layer is done first. Its slot may be filled with the next stage run's first layers
 while shallower ones still work, so that the next call need not wait for its weights.
 """
 
@@ -13,7 +13,7 @@ from ..device import Event, Lane
 
 
 class Departure:
-    """One layer in the last backward of its visit.
+    """One layer in the last backward of its stage run.
 
     Every node of the layer's graph leads to one of its inputs or to one of its parameters. So once the gradients of
     all of those have been queued, so has everything that reads the weights. Told of gradients by autograd's threads;

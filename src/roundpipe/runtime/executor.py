@@ -1,7 +1,7 @@
 """Carries out one device's actions of a call. Decides nothing: the schedule says what, this says how.
 
-[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the visit that made it, kept in
-``kept.inputs[c, m]`` if a backward visit starts at c, and its gradient is posted under ("g", c, m) by that visit.
+[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the stage run that made it, kept in
+``kept.inputs[c, m]`` if a backward stage run starts at c, and its gradient is posted under ("g", c, m) by that stage run.
 """
 
 from collections import deque
@@ -15,18 +15,18 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
-from ..params.gradients import Accumulator, GradientBuffers, LandedLayer, land
-from ..plan.actions import Action, Op, Pass, Visit
+from ..params.gradients import Accumulator, GradientBuffers, OffloadedLayer, offload
+from ..plan.actions import Action, Op, Pass, StageRun
 from ..threads.mailbox import Cancelled
 from ..trace import spans
 from ..transfer.boundaries import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
-from ..transfer.offload import Spills
+from ..transfer.spill import Spills
 from .autograd import reaches_leaves_beside
 from .call import Call, MicrobatchLoss, describe
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader
-from .replica_cache import Replicas
+from .replica_cache import ReplicaCache
 from .stage import Stage
 from .timing import Stopwatch, Timer, timer_of
 from .uploads import Uploads
@@ -43,13 +43,13 @@ class Executor:
         self,
         device: Device,
         loader: StageLoader,
-        replicas: Replicas,
+        replicas: ReplicaCache,
         changes: ModuleChanges,
         buffers: GradientBuffers,
         spills: Spills,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
-        is_published: Callable[[int, int], bool],
+        is_written_back: Callable[[int, int], bool],
     ) -> None:
         self.device = device
         self._loader = loader
@@ -58,33 +58,33 @@ class Executor:
         self._buffers = buffers
         self._spills = spills
         self._watch = Stopwatch()
-        self._uploads = Uploads(loader, is_published)
+        self._uploads = Uploads(loader, is_written_back)
         self._layers = LayerRunner(device, replicas, self._uploads, spills, layer_names, knowledge)
-        self._stages: dict[Visit, Stage] = {}
-        self._landing: deque[Event] = deque()  # when the sums of the latest visits are down
+        self._stages: dict[StageRun, Stage] = {}
+        self._offloading: deque[Event] = deque()  # when the sums of the latest stage runs are down
         self._do = {
             Op.UPLOAD: self._upload,
             Op.FETCH: self._fetch,
             Op.COMPUTE: self._compute,
-            Op.LAND: self._land,
+            Op.OFFLOAD: self._offload,
             Op.RELEASE: self._release,
         }
         self._lanes = {
             Op.UPLOAD: device.up,
             Op.FETCH: device.up,
             Op.COMPUTE: device.compute,
-            Op.LAND: device.down,
+            Op.OFFLOAD: device.down,
         }
         self._passes = {Pass.FORWARD: self._forward, Pass.FUSED: self._fused, Pass.BACKWARD: self._backward}
 
     def run(self, call: Call, actions: Sequence[Action]) -> None:
-        """Does the actions in order. Never raises: the first error of a call goes to its board, the rest drains."""
+        """Does the actions in order. Never raises: the first error of a call goes to its mailbox, the rest drains."""
         try:
-            visits = [action.visit.layers for action in actions if action.op is Op.UPLOAD]
-            self._loader.begin_call(visits, call.resident_layers, call.settings.slot_room)
+            stage_runs = [action.stage_run.layers for action in actions if action.op is Op.UPLOAD]
+            self._loader.begin_call(stage_runs, call.resident_layers, call.settings.slot_limit)
             self._replicas.begin_call()
             for action in actions:
-                call.board.check()
+                call.mailbox.check()
                 self._layers.current = None
                 try:
                     lane = self._lanes.get(action.op)
@@ -93,12 +93,14 @@ class Executor:
                 except Cancelled:
                     raise
                 except BaseException as error:
-                    error.add_note(describe(action.visit, action.microbatch, self._layers.current, self.device.name))
+                    error.add_note(
+                        describe(action.stage_run, action.microbatch, self._layers.current, self.device.name)
+                    )
                     if isinstance(error, torch.OutOfMemoryError):
                         clear_frames(error)  # because a notebook keeps it, and the next call needs the memory
                         if call.settings.measured is not None:
                             call.settings.measured.record_shortage()
-                    call.board.fail(error)
+                    call.mailbox.fail(error)
                     break
         except Cancelled:
             pass
@@ -106,7 +108,7 @@ class Executor:
             try:
                 self._drop_stages()
             except BaseException as error:
-                call.board.fail(error)  # a device that has died cannot even be waited for
+                call.mailbox.fail(error)  # a device that has died cannot even be waited for
             finally:
                 call.finish_device()
 
@@ -133,50 +135,50 @@ class Executor:
 
     def _upload(self, call: Call, action: Action) -> None:
         settings = call.settings
-        timer = timer_of(action.visit, self.device, self._watch, settings.measured if settings.is_timed else None)
-        stage = self._stages[action.visit] = self._loader.begin(action.visit, settings, timer)
+        timer = timer_of(action.stage_run, self.device, self._watch, settings.measured if settings.is_timed else None)
+        stage = self._stages[action.stage_run] = self._loader.begin(action.stage_run, settings, timer)
         self._uploads.begin(call, stage)
 
     def _fetch(self, call: Call, action: Action) -> None:
-        inputs, key = call.kept.inputs, (action.visit.layers.start, action.microbatch)
-        call.board.wait_until(lambda: key in inputs)  # because another device may be still to make it
+        inputs, key = call.kept.inputs, (action.stage_run.layers.start, action.microbatch)
+        call.mailbox.wait_until(lambda: key in inputs)  # because another device may be still to make it
         inputs[key] = self._spills.fetch(inputs[key])
 
     def _compute(self, call: Call, action: Action) -> None:
-        stage, device = self._stages[action.visit], self.device
-        if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[0]:
-            self._wait_landed()
-        if action.visit.pass_ is not Pass.FORWARD and action.microbatch == action.visit.microbatches[-1]:
-            stage.land_when_complete(partial(self._land_early, stage))
+        stage, device = self._stages[action.stage_run], self.device
+        if action.stage_run.pass_ is not Pass.FORWARD and action.microbatch == action.stage_run.microbatches[0]:
+            self._wait_offloaded()
+        if action.stage_run.pass_ is not Pass.FORWARD and action.microbatch == action.stage_run.microbatches[-1]:
+            stage.offload_when_complete(partial(self._offload_early, stage))
         with device.compute.work():
-            self._passes[action.visit.pass_](call, stage, action.microbatch)
+            self._passes[action.stage_run.pass_](call, stage, action.microbatch)
 
-    def _land(self, call: Call, action: Action) -> None:
-        stage, share = self._stages[action.visit], action.visit.microbatches
+    def _offload(self, call: Call, action: Action) -> None:
+        stage, share = self._stages[action.stage_run], action.stage_run.microbatches
         for accumulator in reversed(stage.accumulators):
             if accumulator.sums:
-                landed = accumulator.landed or self._land_layer(stage.timer, accumulator)
-                call.landed.append(landed._replace(first_microbatch=share.start))
-        self._landing.append(self.device.down.record())
+                offloaded = accumulator.offloaded or self._offload_layer(stage.timer, accumulator)
+                call.offloaded.append(offloaded._replace(first_microbatch=share.start))
+        self._offloading.append(self.device.down.record())
 
-    def _wait_landed(self) -> None:
-        """Before a visit makes sums. A worker runs ahead of its lanes, and sums are memory in use until they are down:
-        those of one visit may still be on their way."""
-        while len(self._landing) > 1:
-            self._landing.popleft().wait()
+    def _wait_offloaded(self) -> None:
+        """Before a stage run makes sums. A worker runs ahead of its lanes, and sums are memory in use until they are down:
+        those of one stage run may still be on their way."""
+        while len(self._offloading) > 1:
+            self._offloading.popleft().wait()
 
-    def _land_early(self, stage: Stage, accumulator: Accumulator) -> LandedLayer:
+    def _offload_early(self, stage: Stage, accumulator: Accumulator) -> OffloadedLayer:
         stage.departures[accumulator.layer.layer].parameters_came()
-        return self._land_layer(stage.timer, accumulator)
+        return self._offload_layer(stage.timer, accumulator)
 
-    def _land_layer(self, timer: Timer, accumulator: Accumulator) -> LandedLayer:
-        stays = self._loader.is_seated(accumulator.layer)
-        return land(
+    def _offload_layer(self, timer: Timer, accumulator: Accumulator) -> OffloadedLayer:
+        stays = self._loader.is_on_device(accumulator.layer)
+        return offload(
             accumulator, self._buffers, self.device, partial(timer.copies, "down", self.device.down), stays=stays
         )
 
     def _release(self, call: Call, action: Action) -> None:
-        self._let_go(self._stages.pop(action.visit))
+        self._let_go(self._stages.pop(action.stage_run))
         self._watch.read()
 
     def _let_go(self, stage: Stage) -> None:
@@ -187,10 +189,10 @@ class Executor:
 
     def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
         self._spills.begin()
-        boundary = self._arrive(call, stage.visit.layers.start, microbatch)
-        boundary = self._layers.run_forward(call, stage, stage.visit.layers, microbatch, boundary)
+        boundary = self._arrive(call, stage.stage_run.layers.start, microbatch)
+        boundary = self._layers.run_forward(call, stage, stage.stage_run.layers, microbatch, boundary)
         self._note_changes(call, stage, microbatch)
-        stop = stage.visit.layers.stop
+        stop = stage.stage_run.layers.stop
         if stop == call.settings.num_layers and call.settings.loss_fn is not None:
             _, call.losses[microbatch] = self._loss(call, stage, microbatch, boundary.value)
             call.announce()
@@ -200,10 +202,10 @@ class Executor:
             call.outputs[microbatch] = boundary
             call.announce()
         else:
-            call.board.post(("x", stop, microbatch), boundary)
+            call.mailbox.post(("x", stop, microbatch), boundary)
 
     def _fused(self, call: Call, stage: Stage, microbatch: int) -> None:
-        settings, layers = call.settings, stage.visit.layers
+        settings, layers = call.settings, stage.stage_run.layers
         boundary = self._arrive(call, layers.start, microbatch)
         trained = min(max(layers.start, settings.first_trained), layers.stop)
         boundary = self._layers.run_forward(call, stage, range(layers.start, trained), microbatch, boundary)
@@ -227,8 +229,8 @@ class Executor:
         call.announce()
 
     def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
-        layers = stage.visit.layers
-        received: BoundaryGradient = call.board.take(("g", layers.stop, microbatch))
+        layers = stage.stage_run.layers
+        received: BoundaryGradient = call.mailbox.take(("g", layers.stop, microbatch))
         gradients: Sequence[Any] = bring(received.leaves, received.source, received.ready, self.device)
         boundary = self._spills.restored(call.kept.inputs.pop((layers.start, microbatch)))
         for chunk, start in self._chunks(call, stage, microbatch, boundary):
@@ -250,7 +252,7 @@ class Executor:
         self, call: Call, stage: Stage, microbatch: int, boundary: Boundary
     ) -> Iterator[tuple[range, Boundary]]:
         """What is recomputed at once, last first: the whole stage, or one layer after a forward that keeps inputs."""
-        layers = stage.visit.layers
+        layers = stage.stage_run.layers
         if call.settings.recompute_grain == "stage" or len(layers) == 1:
             yield layers, boundary
             return
@@ -266,13 +268,13 @@ class Executor:
 
     def _note_changes(self, call: Call, stage: Stage, microbatch: int) -> None:
         """Before the results are announced, because the caller writes the buffers as soon as it has those."""
-        if microbatch == stage.visit.microbatches[-1]:
+        if microbatch == stage.stage_run.microbatches[-1]:
             self._changes.note(call, stage)
 
     # What goes between layers.
 
     def _arrive(self, call: Call, layer: int, microbatch: int) -> Boundary:
-        boundary: Boundary = call.board.take(("x", layer, microbatch))
+        boundary: Boundary = call.mailbox.take(("x", layer, microbatch))
         leaves = bring(boundary.leaves, boundary.source, boundary.ready, self.device)
         if boundary.source is None and call.settings.needs_grad:
             # The caller may reuse its own tensors before a late backward reads them again.
@@ -312,4 +314,4 @@ class Executor:
         if layer == 0:
             call.input_gradients[microbatch] = posted
         elif layer > call.settings.first_trained:
-            call.board.post(("g", layer, microbatch), posted)
+            call.mailbox.post(("g", layer, microbatch), posted)

@@ -15,9 +15,9 @@ from ..layers.output_use import wanting
 from ..recompute.own_draws import OwnDraws
 from ..recompute.user_data import LayerRun, Running
 from ..transfer.boundaries import Boundary, boundary_of, bring, copied
-from ..transfer.offload import Spills
+from ..transfer.spill import Spills
 from .call import Call
-from .replica_cache import Replicas
+from .replica_cache import ReplicaCache
 from .stage import Stage
 from .uploads import Uploads
 
@@ -56,7 +56,7 @@ class LayerRunner:
     def __init__(
         self,
         device: Device,
-        replicas: Replicas,
+        replicas: ReplicaCache,
         uploads: Uploads,
         spills: Spills,
         layer_names: Sequence[str],
@@ -158,7 +158,7 @@ class LayerRunner:
             writes = facts is None or facts.writes_input
             given = [copied(leaf) if c or writes else leaf for leaf, c in zip(leaves, carries, strict=True)]
             value = pytree.tree_unflatten(given, boundary.spec)
-            is_last = microbatch == stage.visit.microbatches[-1]
+            is_last = microbatch == stage.stage_run.microbatches[-1]
             for layer in layers:
                 if is_last:
                     stage.depart(layer, value, self._device.compute)
@@ -170,7 +170,7 @@ class LayerRunner:
     def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
         self.current = self._layer_names[layer]
         module = self._module(call, stage, layer)
-        is_kept = not again and call.settings.is_recomputed(stage.visit.pass_, layer)
+        is_kept = not again and call.settings.is_recomputed(stage.stage_run.pass_, layer)
         run = self._layer_run(call, layer, microbatch, again=again, is_kept=is_kept)
         draws = _NO_DRAWS
         if is_kept:

@@ -1,4 +1,4 @@
-"""A visit's weights: they come up into slots and go when it is over. What computes with them is not its business."""
+"""A stage run's weights: they come up into slots and go when it is over. What computes with them is not its business."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ..device import Device
 from ..memory.slot_sizes import slot_bytes
 from ..memory.slots import Slot, SlotPool
 from ..params.working import LayerParameters, ParameterStore
-from ..plan.actions import Visit
+from ..plan.actions import StageRun
 from ..plan.memory import slot_counts
 from ..transfer.residency import FROZEN, Residency, Stamp
 from ..transfer.sender import Queued, Sender
@@ -32,43 +32,45 @@ class StageLoader:
         self.slots = slots
         self.residency = Residency(slots)
 
-    def begin_call(self, visits: Sequence[range], wanted: frozenset[int], room: float) -> None:
-        """``wanted`` are the layers that are to stay after these visits; those with a seat stay in any case.
+    def begin_call(self, stage_runs: Sequence[range], wanted: frozenset[int], room: float) -> None:
+        """``wanted`` are the layers that are to stay after these stage runs; those with a device state stay in any case.
 
-        Where slots take more than ``room``, those that neither the visits nor wanted layers will use are given back:
+        Where slots take more than ``room``, those that neither the stage runs nor wanted layers will use are given back:
         earlier plans, and engines of other parts of the model, have left them.
         """
-        wanted -= self._store.seats.keys()
+        wanted -= self._store.device_states.keys()
         self.residency.want(wanted)
         if self.slots.num_bytes <= room:
             return
         sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]  # because without weights it has a slot too
-        passing = (0 if index in wanted or index in self._store.seats else size for index, size in enumerate(sizes))
-        most = Counter(slot_counts(visits, tuple(passing), num_devices=1))
+        passing = (
+            0 if index in wanted or index in self._store.device_states else size for index, size in enumerate(sizes)
+        )
+        most = Counter(slot_counts(stage_runs, tuple(passing), num_devices=1))
         most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
         self.slots.keep_only(most)
 
-    def begin(self, visit: Visit, settings: CallSettings, timer: Timer) -> Stage:
+    def begin(self, stage_run: StageRun, settings: CallSettings, timer: Timer) -> Stage:
         """A stage that has nothing yet."""
         modes = settings.modes
         layer_modes = {}
-        for index in visit.layers:
+        for index in stage_run.layers:
             module = self._layers[index]
             trains = (id(use.parameter) in modes.trains for use in self._store.layers[index].uses)
             layer_modes[index] = (modes.training.get(id(module), module.training), *trains)
-        return Stage(visit, modes, layer_modes, settings.weights, timer)
+        return Stage(stage_run, modes, layer_modes, settings.weights, timer)
 
     def upload(self, stage: Stage, index: int) -> None:
         """Queues those of a layer's weights that are not on the device yet on the up lane; returns at once.
 
-        The working copies must not be written until the lane has read them: publishing waits for the visit's results.
+        The working copies must not be written until the lane has read them: writing back waits for the stage run's results.
         """
         layer = self._store.layers[index]
-        seat = self._store.seats.get(index)
-        image = seat.image_at(stage.weights.version) if seat is not None else None
+        device_state = self._store.device_states.get(index)
+        image = device_state.image_at(stage.weights.version) if device_state is not None else None
         if image is not None:
             here = self._device.compute.record()  # it was written on that lane
-            stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_seated=True)
+            stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_on_device=True)
             return
         stamps = self._stamps(stage, layer)
         slot, missing, sent = self.residency.claim(layer, stamps)
@@ -101,16 +103,16 @@ class StageLoader:
         stage.departures.clear()
         for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
             uploaded = stage.uploaded[index]
-            if not uploaded.is_seated:
+            if not uploaded.is_on_device:
                 self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
         stage.uploaded.clear()
 
-    def is_seated(self, layer: LayerParameters) -> bool:
+    def is_on_device(self, layer: LayerParameters) -> bool:
         """Whether the layer's optimizer state is on the device, so that its gradients need not leave it."""
-        return layer.layer in self._store.seats
+        return layer.layer in self._store.device_states
 
     def forget(self) -> None:
-        """Nothing is known of what slots hold any more. No visit may be under way."""
+        """Nothing is known of what slots hold any more. No stage run may be under way."""
         self.residency.clear()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The machinery behind one engine: its layers on the devices of a crew, and what turns passes into a running call."""
+"""The machinery behind one engine: its layers on the devices of a worker pool, and what turns passes into a running call."""
 
 import threading
 from collections.abc import Callable, Container, Sequence
@@ -22,8 +22,8 @@ from .changes import ModuleChanges
 from .executor import Executor
 from .layer_runner import LayerKnowledge
 from .loader import StageLoader
-from .replica_cache import Replicas
-from .worker_pool import Crew
+from .replica_cache import ReplicaCache
+from .worker_pool import WorkerPool
 
 
 class Pipeline:
@@ -35,33 +35,35 @@ class Pipeline:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        crew: Crew,
+        worker_pool: WorkerPool,
         store: ParameterStore,
         rules: GradientRules,
         buffers: GradientBuffers,
         condition: threading.Condition,
-        is_published: Callable[[int, int], bool],
+        is_written_back: Callable[[int, int], bool],
     ) -> None:
-        self.devices = crew.devices
+        self.devices = worker_pool.devices
         self.layer_names = [str(index) for index in range(len(layers))]
         self._condition = condition
-        self._crew = crew
+        self._worker_pool = worker_pool
         knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
         self._executors = []
-        for device, sender, slots, spills in zip(crew.devices, crew.senders, crew.slots, crew.spills, strict=True):
+        for device, sender, slots, spills in zip(
+            worker_pool.devices, worker_pool.senders, worker_pool.slots, worker_pool.spills, strict=True
+        ):
             loader = StageLoader(device, layers, store, sender, slots)
             copies = BufferCache(device, known_buffers)
             self._executors.append(
                 Executor(
                     device,
                     loader,
-                    Replicas(device, layers, rules, crew.compiler, copies, writers, loader.residency),
+                    ReplicaCache(device, layers, rules, worker_pool.compiler, copies, writers, loader.residency),
                     ModuleChanges(device, store, copies),
                     buffers,
                     spills,
                     self.layer_names,
                     knowledge,
-                    lambda layer, version: is_published(store.first + layer, version),
+                    lambda layer, version: is_written_back(store.first + layer, version),
                 )
             )
 
@@ -81,18 +83,18 @@ class Pipeline:
         """A call that is not started yet.
 
         Args:
-            posts: what its first visits take from the board (inputs, or gradients for a backward round).
-            resident_layers: what stays on the devices when its visits are over.
+            posts: what its first stage runs take from the mailbox (inputs, or gradients for a backward round).
+            resident_layers: what stays on the devices when its stage runs are over.
             kept: what was kept by the forward round that this is the backward of.
         """
         schedule = round_robin(
             passes,
             num_devices=len(self.devices),
             num_microbatches=settings.num_microbatches,
-            first_device=self._crew.next_device,
+            first_device=self._worker_pool.next_device,
             spilled=settings.spilled_layers,
         )
-        self._crew.next_device = schedule.next_device
+        self._worker_pool.next_device = schedule.next_device
         call = Call(
             settings=settings,
             schedule=schedule,
@@ -102,7 +104,7 @@ class Pipeline:
             kept=Kept() if kept is None else kept,
         )
         for key, value in posts.items():
-            call.board.post(key, value)
+            call.mailbox.post(key, value)
         return call
 
     def start(self, call: Call) -> None:
@@ -110,16 +112,16 @@ class Pipeline:
         for executor in self._executors:
             # Because the caller may have queued work on its own stream that makes the inputs.
             executor.device.follow_caller()
-        with self._crew.handing_out:
+        with self._worker_pool.handing_out:
             call.is_started = True
             for executor, worker, actions in zip(
-                self._executors, self._crew.workers, call.schedule.actions, strict=True
+                self._executors, self._worker_pool.workers, call.schedule.actions, strict=True
             ):
                 worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
 
     def close(self) -> None:
         """Has the devices freed after the calls already submitted. Returns at once."""
-        for executor, worker in zip(self._executors, self._crew.workers, strict=True):
+        for executor, worker in zip(self._executors, self._worker_pool.workers, strict=True):
             worker.submit(executor.close)
 
 

@@ -1,4 +1,4 @@
-"""The modules that visits of one device compute with: made, or left by the visit before. Sends nothing anywhere."""
+"""The modules that stage runs of one device compute with: made, or left by the stage run before. Sends nothing anywhere."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 from ..device import Device
 from ..layers.buffers import BufferCache
 from ..layers.compiler import BlockCompiler
-from ..layers.parameters import Residents
+from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch, Writers
 from ..params.gradients import GradientRules
@@ -19,13 +19,13 @@ from .stage import Stage
 
 
 class _Left(NamedTuple):
-    """What a visit has left to the next one of its layer."""
+    """What a stage run has left to the next one of its layer."""
 
     replica: Replica
     watch: LayerWatch | None
 
 
-class Replicas:
+class ReplicaCache:
     """See [Note: replicas used again]. Used by the device's worker.
 
     Args:
@@ -50,7 +50,7 @@ class Replicas:
         self._residency = residency
         self.buffers = buffers
         self._left: dict[int, _Left] = {}
-        self._residents: dict[int, Residents] = {}
+        self._residents: dict[int, ReplicaParameters] = {}
 
     def begin_call(self) -> None:
         """Slots of some layers may have gone."""
@@ -69,12 +69,12 @@ class Replicas:
         _, *trains = stage.layer_modes[index]
         residents = self._residents.pop(index, None)
         if residents is None or not residents.fit(slot.buffer, trains):
-            residents = Residents(layer, slot.buffer, trains, self._rules)
-        if stage.visit.pass_ is not Pass.FORWARD:
+            residents = ReplicaParameters(layer, slot.buffer, trains, self._rules)
+        if stage.stage_run.pass_ is not Pass.FORWARD:
             residents.attach()
         stage.open(index, residents, self._replica(stage, index, residents))
 
-    def _replica(self, stage: Stage, index: int, residents: Residents) -> Replica:
+    def _replica(self, stage: Stage, index: int, residents: ReplicaParameters) -> Replica:
         left = self._left.pop(index, None)
         if left is not None and left.replica.fits(stage.modes):
             left.replica.fill(residents.parameters, self.buffers.place)
@@ -94,12 +94,12 @@ class Replicas:
         return stage.watches[index]
 
     def release(self, stage: Stage) -> None:
-        """A visit is over. To be called before its slots are released."""
+        """A stage run is over. To be called before its slots are released."""
         for watch in stage.watches.values():
             watch.give_back()
         for index, replica in stage.replicas.items():
             # A backward may set something too, by hooks on tensors or because it runs a part of the layer again.
-            if (index in stage.untouched and stage.visit.pass_ is Pass.FORWARD) or replica.is_as_made:
+            if (index in stage.untouched and stage.stage_run.pass_ is Pass.FORWARD) or replica.is_as_made:
                 self._leave(stage, index, replica)
             else:
                 self._compiler.let_go(replica.module)
@@ -107,13 +107,13 @@ class Replicas:
             residents.accumulator.let_go()
             if residents.are_in(self._residency):
                 self._residents[index] = residents
-        stage.forget_landing()
+        stage.forget_offloading()
         stage.replicas.clear()
         stage.watches.clear()
         stage.residents.clear()
 
     def _leave(self, stage: Stage, index: int, replica: Replica) -> None:
-        """To the next visit of the layer, unless another one that was under way has left its own already."""
+        """To the next stage run of the layer, unless another one that was under way has left its own already."""
         replica.empty()
         if index in self._left:
             self._compiler.let_go(replica.module)
@@ -123,9 +123,9 @@ class Replicas:
             self._left[index] = _Left(replica, watch if is_light else None)
 
     def forget(self) -> None:
-        """After a failure nothing is taken for granted. No visit may be under way.
+        """After a failure nothing is taken for granted. No stage run may be under way.
 
-        Also buffers may have been written without a trace; that is only looked for at the end of a visit.
+        Also buffers may have been written without a trace; that is only looked for at the end of a stage run.
         """
         self.buffers.clear()
         self._residents.clear()

@@ -73,14 +73,16 @@ def _already_run(*_: Any, **__: Any) -> None:
 
 
 def refuse_shared_buffers(call: Call) -> None:
-    """Raises ConfigError if two visits wrote one buffer: each worked on a copy, one would be lost."""
-    is_shared = any(len(visit.microbatches) < call.settings.num_microbatches for visit in call.schedule.visits)
+    """Raises ConfigError if two stage runs wrote one buffer: each worked on a copy, one would be lost."""
+    is_shared = any(
+        len(stage_run.microbatches) < call.settings.num_microbatches for stage_run in call.schedule.stage_runs
+    )
     seen: set[tuple[int, str]] = set()
     for owner, name, *_ in call.buffer_updates:
         if (id(owner), name) in seen:
             if is_shared:
                 raise ConfigError(
-                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan visits in shares, "
+                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan stage runs in shares, "
                     "none of which sees what the others wrote; list each stage once in execute_plan"
                 )
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A stage on a device: its weights in slots and its layers' replicas, for the time of one visit."""
+"""A stage on a device: its weights in slots and its layers' replicas, for the time of one stage run."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -8,13 +8,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..device import Lane
-from ..layers.parameters import Residents
+from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Modes, Replica
 from ..layers.snapshot import LayerWatch
 from ..memory.slots import Slot
-from ..params.gradients import Accumulator, LandedLayer
+from ..params.gradients import Accumulator, OffloadedLayer
 from ..params.working import LayerParameters
-from ..plan.actions import Visit
+from ..plan.actions import StageRun
 from ..transfer.boundaries import Boundary, address_of, copied
 from ..transfer.residency import WeightsVersion
 from ..transfer.sender import Sent
@@ -23,16 +23,16 @@ from .timing import Timer
 
 
 class UploadedLayer(NamedTuple):
-    """A layer's weights in a slot, or in its seat if ``is_seated``, usable after ``sent.event()``."""
+    """A layer's weights in a slot, or in its device state if ``is_on_device``, usable after ``sent.event()``."""
 
     layer: LayerParameters
     slot: Slot
     sent: Sent
-    is_seated: bool = False
+    is_on_device: bool = False
 
 
 class Stage:
-    """One visit's stage. Weights come from a `StageLoader`, modules from `Replicas`; all on the device's worker.
+    """One stage run's stage. Weights come from a `StageLoader`, modules from `ReplicaCache`; all on the device's worker.
 
     Args:
         modes: of the call.
@@ -41,24 +41,24 @@ class Stage:
 
     def __init__(
         self,
-        visit: Visit,
+        stage_run: StageRun,
         modes: Modes,
         layer_modes: dict[int, tuple[bool, ...]],
         weights: WeightsVersion,
         timer: Timer,
     ) -> None:
-        self.visit = visit
+        self.stage_run = stage_run
         self.modes = modes
         self.layer_modes = layer_modes
         self.weights = weights
         self.timer = timer
         self.uploaded: dict[int, UploadedLayer] = {}
         self.replicas: dict[int, Replica] = {}
-        self.residents: dict[int, Residents] = {}
+        self.residents: dict[int, ReplicaParameters] = {}
         self.untouched: set[int] = set()  # layers whose forwards are over and have set nothing on their modules
         self.watches: dict[int, LayerWatch] = {}
         self.departures: dict[int, Departure] = {}
-        self._land: Callable[[Accumulator], LandedLayer] | None = None
+        self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
 
     def give_up(self) -> None:
         """Nobody will compute with it: no copies into its slots are queued any more."""
@@ -112,19 +112,19 @@ class Stage:
         """In the order in which layers were first run."""
         return [residents.accumulator for residents in self.residents.values()]
 
-    def open(self, layer: int, residents: Residents, replica: Replica) -> None:
+    def open(self, layer: int, residents: ReplicaParameters, replica: Replica) -> None:
         """The layer can run."""
         self.residents[layer] = residents
         self.replicas[layer] = replica
-        if self._land is not None:
-            residents.accumulator.land_when_complete(self._land)
+        if self._offload is not None:
+            residents.accumulator.offload_when_complete(self._offload)
 
-    def land_when_complete(self, land: Callable[[Accumulator], LandedLayer]) -> None:
+    def offload_when_complete(self, offload: Callable[[Accumulator], OffloadedLayer]) -> None:
         """The last microbatch begins: layers send their gradients down as soon as they have all."""
-        self._land = land
+        self._offload = offload
         for accumulator in self.accumulators:
-            accumulator.land_when_complete(land)
+            accumulator.offload_when_complete(offload)
 
-    def forget_landing(self) -> None:
-        """Nobody lands anything any more; ``land`` mostly holds this stage."""
-        self._land = None
+    def forget_offloading(self) -> None:
+        """Nobody offloads anything any more; ``offload`` mostly holds this stage."""
+        self._offload = None

@@ -1,7 +1,7 @@
 """Times layers and copies in the few calls that are timed.
 
-Nothing ever waits for a device: a stopwatch keeps pairs of marks, and reads those that were reached when a later visit
-ends. A layer is timed from mark to mark around it, once per visit; its backward from the moment at which the gradient
+Nothing ever waits for a device: a stopwatch keeps pairs of marks, and reads those that were reached when a later stage run
+ends. A layer is timed from mark to mark around it, once per stage run; its backward from the moment at which the gradient
 of its output is there to that of its input's.
 """
 
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..autoplan.measurements import Computation, ShapeMeasurements, Way
 from ..device import Device, Lane, Mark
-from ..plan.actions import Visit
+from ..plan.actions import StageRun
 
 
 class _Sample(NamedTuple):
@@ -50,7 +50,7 @@ class Stopwatch:
 
 
 class Timer:
-    """Of a visit that is not timed."""
+    """Of a stage run that is not timed."""
 
     def layer(self, computation: Computation, layer: int, microbatch: int) -> AbstractContextManager[None]:
         """The block runs a layer."""
@@ -68,8 +68,8 @@ class Timer:
         return nullcontext()
 
 
-class VisitTimer(Timer):
-    """Of a timed visit.
+class StageRunTimer(Timer):
+    """Of a timed stage run.
 
     Args:
         microbatch: the one whose layers are timed.
@@ -131,13 +131,13 @@ class VisitTimer(Timer):
 _UNTIMED = Timer()
 
 
-def timer_of(visit: Visit, device: Device, watch: Stopwatch, measured: ShapeMeasurements | None) -> Timer:
-    """``measured``: None if the visit is not timed.
+def timer_of(stage_run: StageRun, device: Device, watch: Stopwatch, measured: ShapeMeasurements | None) -> Timer:
+    """``measured``: None if the stage run is not timed.
 
-    Neither the first microbatch is timed, which opens the layers, nor the last, which lands their gradients, if there
+    Neither the first microbatch is timed, which opens the layers, nor the last, which offloads their gradients, if there
     is another one.
     """
     if measured is None:
         return _UNTIMED
-    num_microbatches = len(visit.microbatches)
-    return VisitTimer(watch, measured, device.compute, visit.microbatches[1 if num_microbatches > 2 else 0])
+    num_microbatches = len(stage_run.microbatches)
+    return StageRunTimer(watch, measured, device.compute, stage_run.microbatches[1 if num_microbatches > 2 else 0])

@@ -1,6 +1,6 @@
-"""Layers on their way up to one device, in the schedule's order, each as soon as the optimizer has published it.
+"""Layers on their way up to one device, in the schedule's order, each as soon as the optimizer has written back it.
 
-The worker does not stand still for a layer that it does not need yet: an update publishes shallow layers first, and a
+The worker does not stand still for a layer that it does not need yet: an update writes back shallow layers first, and a
 forward that follows it closely hides behind it.
 """
 
@@ -16,18 +16,18 @@ class Uploads:
     """Used by the device's worker only.
 
     Args:
-        is_published: of a layer and the version of the weights that a call runs with; raises what keeps that from ever
+        is_written_back: of a layer and the version of the weights that a call runs with; raises what keeps that from ever
             being so.
     """
 
-    def __init__(self, loader: StageLoader, is_published: Callable[[int, int], bool]) -> None:
+    def __init__(self, loader: StageLoader, is_written_back: Callable[[int, int], bool]) -> None:
         self._loader = loader
-        self._is_published = is_published
+        self._is_written_back = is_written_back
         self._waiting: deque[tuple[Stage, int]] = deque()
 
     def begin(self, call: Call, stage: Stage) -> None:
-        """Queues what is published of the stage's weights; the rest follows when somebody needs some of it."""
-        self._waiting.extend((stage, layer) for layer in stage.visit.layers)
+        """Queues what is written back of the stage's weights; the rest follows when somebody needs some of it."""
+        self._waiting.extend((stage, layer) for layer in stage.stage_run.layers)
         self._go_on(call)
 
     def need(self, call: Call, stage: Stage, layer: int) -> None:
@@ -35,7 +35,7 @@ class Uploads:
         if not self._waiting:
             return
         while layer not in stage.uploaded:
-            call.board.wait_until(lambda: self._is_next_published(call))
+            call.mailbox.wait_until(lambda: self._is_next_written_back(call))
             self._upload_next()
         self._go_on(call)
 
@@ -43,11 +43,11 @@ class Uploads:
         self._waiting.clear()
 
     def _go_on(self, call: Call) -> None:
-        while self._waiting and call.board.is_so(lambda: self._is_next_published(call)):
+        while self._waiting and call.mailbox.is_so(lambda: self._is_next_written_back(call)):
             self._upload_next()
 
-    def _is_next_published(self, call: Call) -> bool:
-        return self._is_published(self._waiting[0][1], call.settings.weights.version)
+    def _is_next_written_back(self, call: Call) -> bool:
+        return self._is_written_back(self._waiting[0][1], call.settings.weights.version)
 
     def _upload_next(self) -> None:
         self._loader.upload(*self._waiting[0])

@@ -11,11 +11,11 @@ from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
-from ..transfer.offload import Spills
 from ..transfer.sender import make_sender
+from ..transfer.spill import Spills
 
 
-class Crew:
+class WorkerPool:
     """One worker per device, in the order of ``devices``, and the round-robin position that carries on from call to
     call.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..errors import ConfigError
-from ..threads.weak_registry import Living
+from ..threads.weak_registry import WeakRegistry
 from ..threads.worker import in_worker
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class StepListener(Protocol):
     def step_called(self, step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None: ...
 
 
-_threads: "Living[StepThread]" = Living()
-_listeners: Living[StepListener] = Living()
+_threads: "WeakRegistry[StepThread]" = WeakRegistry()
+_listeners: WeakRegistry[StepListener] = WeakRegistry()
 
 
 class _Local(threading.local):

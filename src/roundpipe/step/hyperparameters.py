@@ -20,14 +20,14 @@ from ..errors import ConfigError
 from ..params.masters import Master
 from ..params.placement.pending import PendingUpdates
 from ..threads import interpreter
-from ..threads.weak_registry import Living
+from ..threads.weak_registry import WeakRegistry
 from . import context
 
 Hyperparameters = list[dict[str, Any]]
 _BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step
 
 _masters: "weakref.WeakValueDictionary[int, torch.Tensor]" = weakref.WeakValueDictionary()
-_working: "Living[WorkingWeights]" = Living()
+_working: "WeakRegistry[WorkingWeights]" = WeakRegistry()
 
 
 class Taken(NamedTuple):

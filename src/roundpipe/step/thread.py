@@ -1,9 +1,9 @@
-"""The optimizer thread: adds up landed gradients, runs ``step_fn`` on masters, has the new weights published.
+"""The optimizer thread: adds up offloaded gradients, runs ``step_fn`` on masters, has the new weights written back.
 
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
-being the last step before a flush. Step t's job first publishes W_(t-1), layer by layer, then runs ``step_fn``; it may
+being the last step before a flush. Step t's job first writes back W_(t-1), layer by layer, then runs ``step_fn``; it may
 write working copies because every call that read older ones was committed by a job queued before it. Layers with a
-second working copy are published by their own step; see [Note: two working copies].
+second working copy are written back by their own step; see [Note: two working copies].
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..params.gradients import LandedLayer
+from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
@@ -29,7 +29,7 @@ from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .late_error import LateError
 from .turns import Turns
 from .updates import pending_updates
-from .write_back import Publisher
+from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
 
@@ -38,10 +38,10 @@ class Backward(Protocol):
     """What has made gradients: a call, or a backward pass over several."""
 
     @property
-    def landed(self) -> Sequence[LandedLayer]: ...
+    def offloaded(self) -> Sequence[OffloadedLayer]: ...
 
     def wait_finished(self) -> None:
-        """Blocks until all that landed is known and on the host; raises what kept it from landing."""
+        """Blocks until all that offloaded is known and on the host; raises what kept it from offloading."""
         ...
 
 
@@ -72,7 +72,7 @@ def leave_cores_for(num_devices: int) -> Job:
 
 
 class StepThread:
-    """Owns masters and windows while jobs run. All public methods but ``is_published`` are for the caller's thread."""
+    """Owns masters and windows while jobs run. All public methods but ``is_written_back`` are for the caller's thread."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class StepThread:
         self._window = new_window()
         self._learnt = LearntOptimizers()
         self._late = late = LateError(condition)
-        self._publisher = Publisher(condition, store, masters, late)
+        self._write_back = WriteBack(condition, store, masters, late)
         self._jobs_left = 0
         self._flushed = 0
         self.num_steps = 0
@@ -99,15 +99,15 @@ class StepThread:
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
         self._is_over = False
-        # Because a forgotten engine publishes on its own thread, while the caller may have it give way.
+        # Because a forgotten engine writes back on its own thread, while the caller may have it give way.
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
         hook_optimizers()
         context.register(self)
 
     def __repr__(self) -> str:
-        published = self._publisher.version
-        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, published {published}>"
+        written_back = self._write_back.version
+        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, written back {written_back}>"
 
     @property
     def version(self) -> int:
@@ -137,12 +137,12 @@ class StepThread:
         """Whether all calls committed and all steps taken are over."""
         return self._jobs_left == 0
 
-    def is_published(self, layer: int, version: int) -> bool:
+    def is_written_back(self, layer: int, version: int) -> bool:
         """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
 
         Raises what keeps them from ever holding it.
         """
-        return self._publisher.is_published(layer, version)
+        return self._write_back.is_written_back(layer, version)
 
     def introduce(self, optimizer: torch.optim.Optimizer) -> None:
         """Learns an optimizer that has just been made, if it is over masters of this engine."""
@@ -155,10 +155,10 @@ class StepThread:
         self._raise_kept()
         with self._condition:
             # After an interrupted flush too, when all layers hold ``version`` but not all the newest one.
-            is_behind = self._publisher.error is not None or self._publisher.version < self.version
+            is_behind = self._write_back.error is not None or self._write_back.version < self.version
             is_idle = self._jobs_left == 0
         if is_behind and is_idle:
-            self._publish_all()  # because publishing failed, which the caller was told
+            self._write_back_all()  # because writing back failed, which the caller was told
 
     def _raise_kept(self) -> None:
         with self._condition:
@@ -188,7 +188,7 @@ class StepThread:
         """Another engine is to be used: what is under way ends, and the user's parameters hold the newest weights.
 
         What they have been written since the update stays, as it does if an engine loads it. Raises what failed behind
-        the caller's back. After ``close()``, which has raised what kept it from publishing, it is tried once more.
+        the caller's back. After ``close()``, which has raised what kept it from writing back, it is tried once more.
         """
         if self._is_over:
             return
@@ -199,7 +199,7 @@ class StepThread:
         except Exception as error:
             if self.is_closed:
                 self._is_over = True  # because later it might overwrite what others have made of the weights
-                _log.warning("%s was closed before its weights were published: the model is without some", self.name)
+                _log.warning("%s was closed before its weights were written back: the model is without some", self.name)
                 return
             self._add_whose(error)
             raise
@@ -207,7 +207,7 @@ class StepThread:
     def _add_whose(self, error: BaseException) -> None:
         """For the caller of another engine."""
         error.add_note(f"RoundPipe: this comes from the engine {self.name}, which has the same weights")
-        if error is self._publisher.error:
+        if error is self._write_back.error:
             error.add_note(
                 "RoundPipe: the model may hold some of its weights after the last update and some before; if it goes "
                 "on like this, close() that engine, and load weights through another one"
@@ -228,18 +228,18 @@ class StepThread:
         with self._bringing_home:
             if self._masters.are_ahead:
                 self._masters.leave_written()
-                self._publish_all()
+                self._write_back_all()
 
-    def wait_published(self, layer: int) -> None:
+    def wait_written_back(self, layer: int) -> None:
         """Blocks the caller, who computes with the layer himself, until its working copies hold ``version``.
 
         They then stay as they are until the job of the next step.
         """
         version = self.version
-        self._condition.wait_interruptibly(lambda: self.is_published(layer, version))
+        self._condition.wait_interruptibly(lambda: self.is_written_back(layer, version))
 
     def commit(self, call: Backward) -> None:
-        """Queues adding a call's gradients to the current window; that job waits for its late backward visits."""
+        """Queues adding a call's gradients to the current window; that job waits for its late backward stage runs."""
         window = self._window
         self._submit(lambda: self._commit(call, window))
 
@@ -278,27 +278,27 @@ class StepThread:
         self._submit(window.release)
 
     def flush(self) -> None:
-        """A synchronisation point: waits for all jobs and publishes the newest weights."""
+        """A synchronisation point: waits for all jobs and writes back the newest weights."""
         self.wait_idle()
-        if self._publisher.error is None:
-            self._publish_all()  # also after another failure, because steps that succeeded before it must not be lost
+        if self._write_back.error is None:
+            self._write_back_all()  # also after another failure, because steps that succeeded before it must not be lost
         self.raise_late_error()
 
-    def _publish_all(self) -> None:
+    def _write_back_all(self) -> None:
         try:
-            self._publisher.publish(self.num_steps, self._store.layers)
+            self._write_back.write_back(self.num_steps, self._store.layers)
         except BaseException as error:
             self._late.forget(error)
             raise
         self._flushed = self.num_steps
 
-    def leave_seats(self) -> None:
-        """See `Masters.leave_seats`. Calls go on to compute with the versions that they would have computed with."""
+    def leave_devices(self) -> None:
+        """See `Masters.leave_devices`. Calls go on to compute with the versions that they would have computed with."""
         self.wait_idle()
         self.raise_late_error()
         with deferred():  # because a layer that has left must be known to be behind
-            for layer in self._masters.leave_seats(self.version):
-                self._publisher.set_back(layer, self.version)
+            for layer in self._masters.leave_devices(self.version):
+                self._write_back.set_back(layer, self.version)
 
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
@@ -326,15 +326,15 @@ class StepThread:
 
     def _fail_late(self, error: BaseException) -> None:
         self._masters.note_failure(error)
-        if error is not self._publisher.error:  # which is late already, or a waiting call has raised it
+        if error is not self._write_back.error:  # which is late already, or a waiting call has raised it
             self._late.keep(error)
 
     def _commit(self, call: Backward, window: GradientWindow) -> None:
         try:
-            with spans.span("wait_landed"):
+            with spans.span("wait_offloaded"):
                 call.wait_finished()
-            with spans.span("commit", layers=len(call.landed)):
-                window.commit(call.landed)
+            with spans.span("commit", layers=len(call.offloaded)):
+                window.commit(call.offloaded)
         except BaseException as error:
             window.error = error
             self._fail_late(error)
@@ -351,7 +351,7 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         updates = optimizers.updates = pending_updates()
         try:
-            self._publisher.publish_behind(number - 1)
+            self._write_back.write_back_behind(number - 1)
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)
@@ -364,11 +364,11 @@ class StepThread:
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):
-                    self._publisher.update_aside(number, updates, window)
+                    self._write_back.update_aside(number, updates, window)
         except BaseException as raised:
             error = raised
-            if error is not self._publisher.error:
-                self._publisher.advance(number - 1 if is_async else number)
+            if error is not self._write_back.error:
+                self._write_back.advance(number - 1 if is_async else number)
             if error is not window.error:
                 self._fail_late(error)
         finally:
@@ -379,7 +379,7 @@ class StepThread:
         try:
             if error is None and not is_async:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
-                self._publisher.publish(number, self._store.layers, updates, window)
+                self._write_back.write_back(number, self._store.layers, updates, window)
         finally:
             try:
                 updates.compute_all()  # after a failure: masters are to be as the optimizers' steps left them

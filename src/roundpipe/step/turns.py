@@ -1,11 +1,11 @@
 """Engines over the same weights, of which the caller uses one at a time. Knows who has which, and writes none.
 
 [Note: turns] Who wraps a model again, or a part of it, has two engines with masters of their own for a weight, and the
-first may have an update under way, or one that is not published because it was asynchronous. So an engine that is made
-or called has the others *give way* first: they end their jobs and publish, and have nothing left to write later. What
+first may have an update under way, or one that is not written back because it was asynchronous. So an engine that is made
+or called has the others *give way* first: they end their jobs and write back, and have nothing left to write later. What
 they have stepped or loaded since its own last call it then *follows*: its masters take over the model's weights, and
-what devices hold of those is sent again. An engine that is forgotten publishes in its last job, because nobody can ask
-it to any more. What keeps an engine from publishing stops the others too: they would go on from weights of which some
+what devices hold of those is sent again. An engine that is forgotten writes back in its last job, because nobody can ask
+it to any more. What keeps an engine from writing back stops the others too: they would go on from weights of which some
 are older than others. That ends when it is closed; then what the model holds is what there is.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..threads.weak_registry import Living
+from ..threads.weak_registry import WeakRegistry
 from . import context
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Turns:
     def __init__(self, own: "StepThread", weights: Collection[int]) -> None:
         self.weights = frozenset(weights)
         self._is_behind = False
-        self._others: Living[StepThread] = Living()
+        self._others: WeakRegistry[StepThread] = WeakRegistry()
         for other in _over(self.weights):
             self._others.add(other)
             other.turns._others.add(own)

@@ -56,7 +56,7 @@ class RuleUpdate(NamedTuple):
 
 def update_of(master: Master, moments: tuple[torch.Tensor, ...], rule: Rule) -> RuleUpdate:
     """The update of a master by the gradient that it has now."""
-    return RuleUpdate(master, moments, master.landed(), master.scale, master.is_gradient_seen, rule)
+    return RuleUpdate(master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule)
 
 
 def record(updates: Sequence[RuleUpdate]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..device.capacity import Capacity, tensors_in
+from ..device.capacity import VirtualMemory, tensors_in
 from ..device.virtual import Moment, VirtualDevice
 from .ordering import Access, Known, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison, span
 
@@ -331,7 +331,7 @@ class AdversarialDevice(VirtualDevice):
     def __init__(self, index: int, *, seed: int = 0, num_bytes: int | None = None) -> None:
         super().__init__(index)
         self.name = f"adversarial:{index}"
-        self.capacity = None if num_bytes is None else Capacity(self.name, num_bytes, self._finish_copies)
+        self.capacity = None if num_bytes is None else VirtualMemory(self.name, num_bytes, self._finish_copies)
         # With an index it equals the device of no tensor, so that ``Tensor.to`` always copies. See [5].
         self.torch_device = torch.device("cpu", index)
         self.faults: list[str] = []

@@ -19,14 +19,14 @@ from types import SimpleNamespace
 
 from torch.optim import Optimizer
 
-from .weak_registry import Living
+from .weak_registry import WeakRegistry
 
 _SWITCH_INTERVAL_S = 1e-4
 # Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
-_frozen_optimizers: Living[Optimizer] = Living()
+_frozen_optimizers: WeakRegistry[Optimizer] = WeakRegistry()
 _thaws = SimpleNamespace(count=0)  # so that all who are open know that calls have to settle again
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 

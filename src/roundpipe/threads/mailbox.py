@@ -9,7 +9,7 @@ class Cancelled(BaseException):
     """Another part of the same call failed first; this part only has to stop. Never reaches the user."""
 
 
-class Board:
+class Mailbox:
     """Values one call's workers post for each other, and the first error among them.
 
     All boards of an engine share its condition: whoever changes what another thread may wait for notifies it.

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Living(Generic[T]):
+class WeakRegistry(Generic[T]):
     """Holds nothing alive. Any thread adds and looks, in the order in which things were added.
 
     Not a WeakSet: looking through one raises RuntimeError if another thread adds to it meanwhile.

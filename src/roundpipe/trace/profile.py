@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from . import spans
 
-_LANES = {"upload": "weights up", "fetch": "weights up", "land": "gradients down", "compute": "compute"}
-_LETTERS = {"step_fn": "S", "update": "S", "publish": "P", "commit": "C"}
+_LANES = {"upload": "weights up", "fetch": "weights up", "offload": "gradients down", "compute": "compute"}
+_LETTERS = {"step_fn": "S", "update": "S", "write_back": "P", "commit": "C"}
 
 
 class Block(NamedTuple):
@@ -66,7 +66,7 @@ class Profile:
     def plot_timeline(self, width: int = 100) -> str:
         """One line per lane and thread, from the first block to the last: what ran most of each character's time.
 
-        F forward, X fused, B backward, U weights up, L gradients down, S update, P publish, ``.`` nothing.
+        F forward, X fused, B backward, U weights up, L gradients down, S update, P write back, ``.`` nothing.
         """
         blocks = self.blocks
         if not blocks:

@@ -1,4 +1,4 @@
-"""Values that cross from one visit to another: where they are, when they are ready, and how they reach a device."""
+"""Values that cross from one stage run to another: where they are, when they are ready, and how they reach a device."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack

@@ -1,8 +1,8 @@
-"""Weights that stay on a device between visits, so that what has not changed need not go up again.
+"""Weights that stay on a device between stage runs, so that what has not changed need not go up again.
 
-[Note: residency] A kept layer holds on to its slot when its visit is over. For every parameter the slot has a *stamp*
-of the working copy it was filled from, and the next visit sends only those whose stamp differs: nothing of a frozen
-weight, and nothing at all from a forward visit to the backward visit of the same call. The visits of one call compute
+[Note: residency] A kept layer holds on to its slot when its stage run is over. For every parameter the slot has a *stamp*
+of the working copy it was filled from, and the next stage run sends only those whose stamp differs: nothing of a frozen
+weight, and nothing at all from a forward stage run to the backward stage run of the same call. The stage runs of one call compute
 with one version and may share a slot. A slot is written again only by a later call, whose actions this device's worker
 begins when those of the call before are done.
 """
@@ -84,7 +84,7 @@ class Residency:
             self._held[layer.layer] = _Held(slot, stamps, sent)
 
     def release(self, layer: LayerParameters, slot: Slot, free: Event) -> None:
-        """A visit is over; the slot may be written by work that waits for ``free``."""
+        """A stage run is over; the slot may be written by work that waits for ``free``."""
         if self.holds(layer.layer, slot.buffer):
             self._held[layer.layer] = self._held[layer.layer]._replace(slot=Slot(slot.buffer, free))
         else:
@@ -96,7 +96,7 @@ class Residency:
         return held is not None and held.slot.buffer is slot
 
     def clear(self) -> None:
-        """Nothing is known of what slots hold any more. No visit may be under way."""
+        """Nothing is known of what slots hold any more. No stage run may be under way."""
         self._let_go(list(self._held))
 
     def _let_go(self, layers: set[int] | list[int]) -> None:

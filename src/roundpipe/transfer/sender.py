@@ -15,7 +15,7 @@ import torch
 from ..device import Device, Event
 from ..errors import InternalError
 from ..memory.pinning import HostMemory
-from ..memory.ring import Piece, StagingRing
+from ..memory.ring import Piece, PinnedRing
 from ..params.working import LayerParameters, ParameterStore, ParameterUse, view_of
 from ..threads.worker import Job, Worker
 
@@ -101,14 +101,14 @@ class RingSender:
     """Has a helper thread pass unpinned weights through a ring. See [Note: staging]."""
 
     def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
-        self._ring = StagingRing(device.up, memory, max(layer.num_bytes for layer in store.layers))
-        self._stager = Worker(f"roundpipe-stager-{device.name}")
-        self._stager.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
-        self.helper: Worker | None = self._stager
+        self._ring = PinnedRing(device.up, memory, max(layer.num_bytes for layer in store.layers))
+        self._sender = Worker(f"roundpipe-stager-{device.name}")
+        self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
+        self.helper: Worker | None = self._sender
 
     def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
         shipment = _Shipment(self._ring, slot, uses)
-        self._stager.submit(shipment.run)
+        self._sender.submit(shipment.run)
         return shipment
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class RingSender:
 class _Shipment:
     """``run`` is the helper's, the rest the worker's."""
 
-    def __init__(self, ring: StagingRing, slot: torch.Tensor, uses: Sequence[ParameterUse]) -> None:
+    def __init__(self, ring: PinnedRing, slot: torch.Tensor, uses: Sequence[ParameterUse]) -> None:
         self._ring = ring
         self._slot = slot
         self._uses = uses

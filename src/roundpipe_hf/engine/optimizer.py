@@ -18,7 +18,7 @@ from roundpipe.optim import SGD, Adam, AdamW
 
 from ..processes import Processes
 
-# torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they landed.
+# torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they offloaded.
 SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,

@@ -59,7 +59,7 @@ class Footprint:
         return ", ".join(change for change, is_made in changes.items() if is_made)
 
 
-class Ladder:
+class OutOfMemoryBackoff:
     """Makes calls of one kind, with the largest footprint that has not failed yet. Used by the user's thread."""
 
     def __init__(self, what: str) -> None:

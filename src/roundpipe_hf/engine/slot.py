@@ -121,7 +121,7 @@ class EngineSlot:
     def follow_writes(self, model: nn.Module) -> None:
         """The same, only where somebody has written to weights in place; what went through ``.data`` is not seen.
 
-        Publishing does not count as a write.
+        Writing back does not count as a write.
         """
         if _versions(model) != self._versions:
             self.reload(model)

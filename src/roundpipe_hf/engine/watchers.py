@@ -1,6 +1,6 @@
 """Whether anybody may look at the model's weights between an update and the next use of the engine, or at gradients.
 
-A synchronous step publishes to the model behind the caller's back, while the next round's first stages already go up;
+A synchronous step writes back to the model behind the caller's back, while the next round's first stages already go up;
 whatever the engine does itself waits layer by layer, and evaluation and saving wait for all of it. So the step is only
 made to wait where code that is not ours or Hugging Face's comes in between.
 """

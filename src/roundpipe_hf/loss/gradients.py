@@ -1,6 +1,6 @@
 """The gradients of parameters that a loss brings itself, put back before its rounds run again.
 
-Those of the model's weights belong to the engine, which drops them. These land in the parameters' own ``.grad``, where
+Those of the model's weights belong to the engine, which drops them. These offload in the parameters' own ``.grad``, where
 a round that has failed leaves what some of its microbatches have added.
 """
 

@@ -12,7 +12,7 @@ from ..arguments import pipeline_of
 from ..compat import tell_skipped
 from ..engine.calls import LossFn, forward_backward, forward_loss, num_cut
 from ..engine.optimizer import PipelineOptimizer
-from ..engine.out_of_memory import Footprint, Ladder
+from ..engine.out_of_memory import Footprint, OutOfMemoryBackoff
 from ..engine.watchers import Shown, reads_gradients, reads_weights, refuse_written, show_gradients
 from ..loss.gradients import LossGradients
 from ..loss.learnt import LearntLoss
@@ -28,10 +28,10 @@ T = TypeVar("T")
 class AccumulationWindow:
     """Used by the user's thread only.
 
-    [Note: again] Where memory runs out, all rounds since the last step run again, because late visits of one may have
+    [Note: again] Where memory runs out, all rounds since the last step run again, because late stage runs of one may have
     failed behind the others: their gradients are dropped first, and those of the loss's own parameters put back, so
     nothing is counted twice. Batches are kept until the step has them. Random numbers are those of the first attempt: a
-    call in which a layer drew has no late visits.
+    call in which a layer drew has no late stage runs.
     """
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
@@ -41,8 +41,8 @@ class AccumulationWindow:
         self._batches: Round = []
         self._since_step: list[Round] = []
         self._shown: list[Shown] = []
-        self._largest_landed = 0
-        self._training, self._evaluation = Ladder("training"), Ladder("evaluation")
+        self._largest_offloaded = 0
+        self._training, self._evaluation = OutOfMemoryBackoff("training"), OutOfMemoryBackoff("evaluation")
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -193,14 +193,14 @@ class AccumulationWindow:
                 )
 
     def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
-        """Waits for late visits of a round larger than all before, which are those that may run out of memory.
+        """Waits for late stage runs of a round larger than all before, which are those that may run out of memory.
 
         Because what fails behind an asynchronous step can no longer be run again before it.
         """
         size = max((_elements(batch) for batches in rounds for batch in batches), default=0)
-        if size > self._largest_landed:
-            with OptimizerCtx():  # waits, and publishes nothing
-                self._largest_landed = size
+        if size > self._largest_offloaded:
+            with OptimizerCtx():  # waits, and writes back nothing
+                self._largest_offloaded = size
 
 
 def _scaled(loss_fn: LossFn, scaler: GradScaler) -> LossFn:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ...params.gradients import LandedLayer, norms_of
+from ...params.gradients import OffloadedLayer, norms_of
 from ...params.working import LayerParameters, ParameterStore
 from ...runtime.autograd import when_pass_ends
 from ...runtime.call import Call
@@ -22,7 +22,7 @@ class BackwardPass:
     def __init__(self) -> None:
         self._calls: list[tuple[Call, ParameterStore]] = []
         self._sums: dict[int, torch.Tensor] = {}
-        self._on_host: list[LandedLayer] = []
+        self._on_host: list[OffloadedLayer] = []
 
     def add_call(self, call: Call, store: ParameterStore) -> None:
         """A part's round; ``store`` is the part's, which numbers layers for itself."""
@@ -35,19 +35,19 @@ class BackwardPass:
         else:
             self._sums[layer.layer] = gradient.to(summed)
 
-    def land(self, host: Host) -> None:
-        """The pass is over: what was summed on the CPU is rounded once, into memory for landed gradients."""
+    def offload(self, host: Host) -> None:
+        """The pass is over: what was summed on the CPU is rounded once, into memory for offloaded gradients."""
         for index, gradient in self._sums.items():
             layer = host.store.layers[index]
             buffer = host.buffers.take(layer, layer.uses)
-            landed = buffer.tensors[0].copy_(gradient)
-            buffer.norms.copy_(norms_of(landed))
-            self._on_host.append(LandedLayer(layer, buffer, {0: landed}, {0: buffer.norms}, _Reached()))
+            offloaded = buffer.tensors[0].copy_(gradient)
+            buffer.norms.copy_(norms_of(offloaded))
+            self._on_host.append(OffloadedLayer(layer, buffer, {0: offloaded}, {0: buffer.norms}, _Reached()))
         self._sums.clear()
 
     @property
-    def landed(self) -> list[LandedLayer]:
-        from_parts = (_in_whole(one, store) for call, store in self._calls for one in call.landed)
+    def offloaded(self) -> list[OffloadedLayer]:
+        from_parts = (_in_whole(one, store) for call, store in self._calls for one in call.offloaded)
         return [*self._on_host, *from_parts]
 
     def wait_finished(self) -> None:
@@ -97,12 +97,12 @@ class BackwardPasses:
 
     def _end(self, task: int) -> None:
         finished = self._running.pop(task)
-        finished.land(self._host)
+        finished.offload(self._host)
         self._host.steps.commit(finished)
 
 
-def _in_whole(landed: LandedLayer, store: ParameterStore) -> LandedLayer:
-    return landed._replace(layer=replace(landed.layer, layer=store.first + landed.layer.layer))
+def _in_whole(offloaded: OffloadedLayer, store: ParameterStore) -> OffloadedLayer:
+    return offloaded._replace(layer=replace(offloaded.layer, layer=store.first + offloaded.layer.layer))
 
 
 class _Reached:

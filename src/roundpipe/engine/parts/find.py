@@ -39,7 +39,7 @@ def is_sequence(module: nn.Module) -> bool:
 
 
 def default_upper_threshold(model: nn.Module, num_devices: int) -> int:
-    """Bytes up to which a module is a single layer: every device and the next visit's weights get an equal share."""
+    """Bytes up to which a module is a single layer: every device and the next stage run's weights get an equal share."""
     return num_bytes(model) // (num_devices + 1)
 
 

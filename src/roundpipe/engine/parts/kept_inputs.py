@@ -6,7 +6,7 @@ Each part's plan counts on the devices as if it were alone, which it is while it
 from ...autoplan.planner import Needs
 
 
-class Room:
+class KeptInputs:
     """Used by the caller's thread, for all parts of one model."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ the optimizer thread) or waits for it (on any other). That is why
 [2] versions are raised when the update is decided, so a graph that saved the old value refuses to run backward.
 
 In the same way the tensors of a master whose newest values are on a device are held until somebody looks: then the
-values are fetched. See [Note: seats].
+values are fetched. See [Note: device states].
 """
 
 import copy

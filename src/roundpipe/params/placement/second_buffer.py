@@ -4,7 +4,7 @@
 that lies. A layer with a *spare* copy has two places that take turns: the update writes the idle one, which from then
 on holds the newest version. Whoever reads a version finds it in the newest place if that has it already, else in the
 other. The idle place is free: what it held was read only by calls made before step t, and those ended before its job
-began. The user's own parameter is one of the two places; it is brought up to date when somebody may look, by publishing
+began. The user's own parameter is one of the two places; it is brought up to date when somebody may look, by writing back
 there. Of a layer with adapters they alone are there twice: frozen weights are never written.
 """
 
@@ -32,8 +32,8 @@ class _Newest(NamedTuple):
     since: int
 
 
-class SpareCopy:
-    """A second working copy. Written and turned by the thread that publishes, read by workers.
+class SecondBuffer:
+    """A second working copy. Written and turned by the thread that writes back, read by workers.
 
     ``image``: the bytes of the layer's image from ``offset`` on.
     """
@@ -53,7 +53,7 @@ class SpareCopy:
 
     def holds(self, version: int) -> bool:
         """Whether this copy, and not the user's own parameters, is what a call at that version reads."""
-        newest = self._newest  # read once, because the publishing thread replaces it meanwhile
+        newest = self._newest  # read once, because the writing back thread replaces it meanwhile
         return newest.is_spare == (version >= newest.since)
 
     def turn(self, is_spare: bool, version: int) -> None:

@@ -1,7 +1,7 @@
 """Kept inputs that a device has no room for: to the host behind the forward, and back ahead of their recompute.
 
 [Note: spilling] The schedule says which layers' inputs are spilled and when each is fetched. A copy down runs beside
-the computes that follow; a copy up is issued one microbatch ahead, on whichever device has the backward visit. Only
+the computes that follow; a copy up is issued one microbatch ahead, on whichever device has the backward stage run. Only
 what is a layer's own is moved: masks and the like, which pass through all layers, are one tensor in every kept input.
 
 A worker runs ahead of its lanes, and memory that is copied is free only when the copy is done. So it waits here: copies

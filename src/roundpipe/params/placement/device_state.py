@@ -1,6 +1,6 @@
 """Layers that live on a device, optimizer state included, because there is memory to spare.
 
-[Note: seats] A layer with a *seat* has its masters, its moments and its weights on a device. Its gradients land there,
+[Note: device states] A layer with a *device state* has its masters, its moments and its weights on a device. Its gradients offload there,
 its updates are computed there, and nothing of it goes up or down, so that a model that fits into a device trains as if
 it had always been there. On the host everything keeps its place, in optimizers and checkpoints too: the tensors are
 held (see [Note: pending updates]), whoever touches one has its newest value fetched first, and the next update takes it
@@ -10,10 +10,10 @@ along again.
     two, as in [Note: two working copies]; a synchronous one writes the only one, which no call reads then.
 [2] The user's own parameters are brought up to date when somebody may look, by a flush. From then on calls compute with
     those, whatever is written there, until the next update.
-[3] All that touches a seat's memory is queued on the compute lane, so its order is the order of queueing: a worker
-    computes with a version of a layer only when that is published, and that is said when its update is queued.
+[3] All that touches a device state's memory is queued on the compute lane, so its order is the order of queueing: a worker
+    computes with a version of a layer only when that is written back, and that is said when its update is queued.
 [4] Masters and moments are pageable on the host, so they go to the device and back through a few page-locked slices
-    (`memory/staged.py`), which all seats share and nobody has before the first is taken or after the last was given up.
+    (`memory/staged.py`), which all device states share and nobody has before the first is taken or after the last was given up.
 """
 
 import threading
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...device import Device
-from ...memory.copier import Pair, StagedCopies
+from ...memory.copier import Pair, PinnedCopier
 from ...memory.pinning import HostMemory
 from ..working import LayerParameters, ParameterStore, view_of
 from .pending import Decided, Update, free, holder_of
@@ -36,10 +36,10 @@ _Stamps = tuple[tuple[int, int], ...]
 
 
 class Link(NamedTuple):
-    """The device that seats are on, and how values get there and back."""
+    """The device that device states are on, and how values get there and back."""
 
     device: Device
-    copies: StagedCopies
+    copies: PinnedCopier
 
 
 class _Newest(NamedTuple):
@@ -52,8 +52,8 @@ class _Newest(NamedTuple):
 class _Away:
     """One master and its moments on the device. Made and passed on by the optimizer thread, settled by any."""
 
-    def __init__(self, seat: "Seat", host: tuple[Any, ...], there: tuple[torch.Tensor, ...]) -> None:
-        self.place = seat
+    def __init__(self, device_state: "DeviceState", host: tuple[Any, ...], there: tuple[torch.Tensor, ...]) -> None:
+        self.place = device_state
         self.host = host
         self.there = there
 
@@ -94,10 +94,10 @@ def value_of(master: torch.Tensor) -> torch.Tensor | None:
     return holder.there[0] if isinstance(holder, _Away) else None
 
 
-class Seat:
+class DeviceState:
     """One layer's. ``lock`` is held while tensors change their holder.
 
-    Written by the thread that publishes; workers read images.
+    Written by the thread that writes back; workers read images.
     """
 
     def __init__(self, layer: LayerParameters, num_bytes: int, link: Link, lock: threading.RLock) -> None:
@@ -121,7 +121,7 @@ class Seat:
         return self.device.compute.work()
 
     def end(self) -> None:
-        """Nothing of it is on the device any more. Said because seats are part of a circle, the group: what is in here
+        """Nothing of it is on the device any more. Said because device states are part of a circle, the group: what is in here
         would stay until the circle is found."""
         self._images.clear()
         self._stamps.clear()
@@ -186,7 +186,7 @@ class Seat:
 
     def image_at(self, version: int) -> torch.Tensor | None:
         """What a call at that version computes with; None if that is on the host, also because the user wrote there."""
-        newest = self._newest  # read once, because the publishing thread replaces it meanwhile
+        newest = self._newest  # read once, because the writing back thread replaces it meanwhile
         index = newest.image if version >= newest.since else 1 - newest.image
         return self._images[index] if self._is_valid(index) else None
 
@@ -248,8 +248,8 @@ def _largest_state(store: ParameterStore) -> int:
     return max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
 
 
-class Seats:
-    """All seats, on one device. The optimizer thread takes some, the caller gives them up while that is idle.
+class DeviceStates:
+    """All device states, on one device. The optimizer thread takes some, the caller gives them up while that is idle.
 
     Args:
         device: None if there can be none, because several devices would need the same weights.
@@ -259,18 +259,20 @@ class Seats:
     def __init__(self, store: ParameterStore, device: Device | None, memory: HostMemory) -> None:
         self._store = store
         self._link = (
-            None if device is None else Link(device, StagedCopies(device.compute, memory, _largest_state(store)))
+            None if device is None else Link(device, PinnedCopier(device.compute, memory, _largest_state(store)))
         )
         self._lock = threading.RLock()
         self._refused: set[int] = set()
         self._most = float("inf")
         self._limit = 0.0
 
-    def of(self, layer: LayerParameters) -> Seat | None:
-        return self._store.seats.get(layer.layer)
+    def of(self, layer: LayerParameters) -> DeviceState | None:
+        return self._store.device_states.get(layer.layer)
 
-    def take(self, layers: Sequence[LayerParameters], updates: Sequence[Update], gradient_bytes: int) -> Seat | None:
-        """Seats for layers whose parameters all have an update to come, if there is room; shallow ones ask first.
+    def take(
+        self, layers: Sequence[LayerParameters], updates: Sequence[Update], gradient_bytes: int
+    ) -> DeviceState | None:
+        """Device states for layers whose parameters all have an update to come, if there is room; shallow ones ask first.
 
         Args:
             layers: one, or all that have weights in common.
@@ -290,20 +292,21 @@ class Seats:
         if not can_move:
             return None
         group = [
-            Seat(layer, own_bytes, self._link, self._lock) for layer, own_bytes in zip(layers, num_bytes, strict=True)
+            DeviceState(layer, own_bytes, self._link, self._lock)
+            for layer, own_bytes in zip(layers, num_bytes, strict=True)
         ]
         with self._lock:  # because a call may be asking for this room: it finds it taken, or this finds it gone
             if self.num_bytes + sum(num_bytes) > self._limit:
                 return None
             try:
-                for seat in group:
-                    seat.add_image()  # of all, because a tied weight is written to all of them or to none
+                for device_state in group:
+                    device_state.add_image()  # of all, because a tied weight is written to all of them or to none
             except torch.OutOfMemoryError:
                 self._most = self._limit = self.num_bytes
                 return None
-            for seat in group:
-                seat.group = group
-            self._store.seats.update((seat.layer.layer, seat) for seat in group)
+            for device_state in group:
+                device_state.group = group
+            self._store.device_states.update((device_state.layer.layer, device_state) for device_state in group)
         return group[0]
 
     @property
@@ -313,12 +316,12 @@ class Seats:
     @property
     def num_bytes(self) -> int:
         """What they may take."""
-        return sum(seat.num_bytes for seat in list(self._store.seats.values()))
+        return sum(device_state.num_bytes for device_state in list(self._store.device_states.values()))
 
     @property
     def held_bytes(self) -> int:
         """What they take. With no update under way."""
-        return sum(seat.held_bytes for seat in self._store.seats.values())
+        return sum(device_state.held_bytes for device_state in self._store.device_states.values())
 
     # Called by the caller's thread.
 
@@ -326,8 +329,8 @@ class Seats:
         """What calls leave of the device.
 
         Args:
-            is_sure: by measurements; the least of such calls counts from then on, so that seats do not come and go.
-            is_worth_it: whether more seats would make training faster.
+            is_sure: by measurements; the least of such calls counts from then on, so that device states do not come and go.
+            is_worth_it: whether more device states would make training faster.
         """
         with self._lock:
             if is_sure:
@@ -338,12 +341,12 @@ class Seats:
 
     def follow_load(self) -> None:
         """The user's own parameters were changed, after a flush."""
-        for seat in self._store.seats.values():
-            seat.follow_load()
+        for device_state in self._store.device_states.values():
+            device_state.follow_load()
 
     def note_failure(self, error: BaseException) -> None:
-        """On any thread. Where the device's memory did not suffice with seats there, there are to be none any more."""
-        if isinstance(error, torch.OutOfMemoryError) and self._store.seats:
+        """On any thread. Where the device's memory did not suffice with device states there, there are to be none any more."""
+        if isinstance(error, torch.OutOfMemoryError) and self._store.device_states:
             self._most = self._limit = 0.0
 
     @contextmanager
@@ -357,36 +360,36 @@ class Seats:
     @property
     def must_shrink(self) -> bool:
         with self._lock:
-            is_one_unwanted = any(seat.is_unwanted for seat in self._store.seats.values())
+            is_one_unwanted = any(device_state.is_unwanted for device_state in self._store.device_states.values())
             return is_one_unwanted or self.num_bytes > self._limit
 
-    def leaving(self) -> Iterator[list[Seat]]:
+    def leaving(self) -> Iterator[list[DeviceState]]:
         """Those to be given up now in groups, deepest first. Each is to be before the next is asked for."""
-        for index in sorted(self._store.seats, reverse=True):
-            seat = self._store.seats.get(index)
-            if seat is None:
+        for index in sorted(self._store.device_states, reverse=True):
+            device_state = self._store.device_states.get(index)
+            if device_state is None:
                 continue
-            is_unwanted = any(each.is_unwanted for each in seat.group)
+            is_unwanted = any(each.is_unwanted for each in device_state.group)
             if is_unwanted or self.num_bytes > self._limit:
-                self._refused.update(each.layer.layer for each in seat.group if is_unwanted)
-                yield list(seat.group)  # a copy, because the group's own ends
+                self._refused.update(each.layer.layer for each in device_state.group if is_unwanted)
+                yield list(device_state.group)  # a copy, because the group's own ends
 
-    def give_up(self, group: Sequence[Seat]) -> None:
+    def give_up(self, group: Sequence[DeviceState]) -> None:
         """Their optimizer state is on the host from here on; their weights must be already.
 
         All of a group or, if that raises, none: a weight that they have in common is written to all of them.
         """
-        for seat in group:
-            seat.fetch_all()
-        for seat in group:
-            self._store.seats.pop(seat.layer.layer, None)
-        for seat in group:
-            seat.end()
-        if not self._store.seats and self._link is not None:
+        for device_state in group:
+            device_state.fetch_all()
+        for device_state in group:
+            self._store.device_states.pop(device_state.layer.layer, None)
+        for device_state in group:
+            device_state.end()
+        if not self._store.device_states and self._link is not None:
             self._link.copies.close()
 
     def clear(self) -> None:
         """Gives up all, after a flush."""
-        while self._store.seats:
-            seat = next(iter(self._store.seats.values()))
-            self.give_up(list(seat.group))
+        while self._store.device_states:
+            device_state = next(iter(self._store.device_states.values()))
+            self.give_up(list(device_state.group))
