@@ -1,4 +1,5 @@
-"""What this machine can do at most, in the four things a step is made of: matmul, transfer, host copy, host AdamW."""
+"""What this machine can do at most, in the four things a step is made of: matmul, transfer, host
+copy, host AdamW."""
 
 import argparse
 import sys
@@ -15,7 +16,8 @@ COLUMNS = ["what", "value", "unit", "setting"]
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The fastest of three rounds of ``repeats``, after one unmeasured call: a ceiling, not an average."""
+    """The fastest of three rounds of ``repeats``, after one unmeasured call: a ceiling, not an
+    average."""
     work()
     rounds = []
     for _ in range(3):
@@ -41,11 +43,16 @@ def matmul(size: int, repeats: int) -> measure.Record:
 
 
 def transfers(num_bytes: int, repeats: int) -> list[measure.Record]:
-    """Pinned host memory to the device and back, alone and both at once. Nothing to measure without a GPU."""
+    """Pinned host memory to the device and back, alone and both at once. Nothing to measure without
+    a GPU."""
     if not torch.cuda.is_available():
         return []
-    host_up, host_down = (torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-    card_up, card_down = (torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    host_up, host_down = (
+        torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+    )
+    card_up, card_down = (
+        torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)
+    )
     up_stream, down_stream = torch.cuda.Stream(), torch.cuda.Stream()
 
     def up() -> None:
@@ -62,7 +69,12 @@ def transfers(num_bytes: int, repeats: int) -> list[measure.Record]:
 
     setting = f"{num_bytes / GB:.2g} GB, pinned"
     return [
-        {"what": what, "value": num_bytes / seconds(work, repeats) / GB, "unit": "GB/s", "setting": setting}
+        {
+            "what": what,
+            "value": num_bytes / seconds(work, repeats) / GB,
+            "unit": "GB/s",
+            "setting": setting,
+        }
         for what, work in (("H2D", up), ("D2H", down), ("H2D and D2H at once, each", both))
     ]
 
@@ -77,7 +89,8 @@ def host_copy(num_bytes: int, repeats: int) -> measure.Record:
 
 
 def host_adamw(num_params: int, repeats: int) -> measure.Record:
-    """torch's fused CPU kernel: fp32 weight, gradient and moments, 28 bytes of traffic a parameter."""
+    """torch's fused CPU kernel: fp32 weight, gradient and moments, 28 bytes of traffic a
+    parameter."""
     parameter = torch.zeros(num_params, requires_grad=True)
     parameter.grad = torch.ones(num_params)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -91,11 +104,18 @@ def host_adamw(num_params: int, repeats: int) -> measure.Record:
 def main() -> int:
     cores = usable_cores()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10, help="repeats in each of three rounds (default 10)")
     parser.add_argument(
-        "--threads", type=int, default=max(1, cores * 3 // 4), help="host threads (default 3/4 of cores)"
+        "--steps", type=int, default=10, help="repeats in each of three rounds (default 10)"
     )
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script on a CPU")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, cores * 3 // 4),
+        help="host threads (default 3/4 of cores)",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="small sizes, to try the script on a CPU"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     big, tiny = options.steps, options.tiny

@@ -1,4 +1,5 @@
-"""The resident reference's loss: linear head + cross-entropy in chunks of tokens, one compiled pass over each.
+"""The resident reference's loss: linear head + cross-entropy in chunks of tokens, one compiled pass
+over each.
 
 Less exact than `roundpipe.kernels.linear_cross_entropy` (gradients are summed over chunks in
 16 bits) and faster: a ceiling.
@@ -52,7 +53,8 @@ class _ChunkedCrossEntropy(Function):
 
 
 def chunked_causal_loss(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
-    """Cross-entropy of predicting ``tokens`` (rows, length) from ``hidden`` (rows, length, width), summed."""
+    """Cross-entropy of predicting ``tokens`` (rows, length) from ``hidden`` (rows, length, width),
+    summed."""
     targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
     loss: Tensor = _ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten())
     return loss

@@ -1,4 +1,5 @@
-"""RoundPipe on the shared workload: `wrap_model_to_roundpipe`, `forward_backward`, `step`; its options, one engine.
+"""RoundPipe on the shared workload: `wrap_model_to_roundpipe`, `forward_backward`, `step`; its
+options, one engine.
 
 Knows nothing of what is measured.
 """
@@ -27,7 +28,8 @@ class Training(NamedTuple):
     is_async: bool
 
     def step(self, tokens: Tensor) -> Tensor:
-        """One step on ``tokens`` (rows, length); its loss, a mean over predictions at the weights before it."""
+        """One step on ``tokens`` (rows, length); its loss, a mean over predictions at the weights
+        before it."""
         loss: Tensor = self.engine.forward_backward(input_kwargs=inputs_of(tokens))
         self.engine.step(self._update, is_async=self.is_async)
         return loss
@@ -44,13 +46,22 @@ def inputs_of(tokens: Tensor) -> dict[str, Tensor]:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
-    parser.add_argument("--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)")
+    parser.add_argument(
+        "--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)"
+    )
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
-    parser.add_argument("--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices")
-    parser.add_argument("--max-gpu-memory", type=float, metavar="GB", help="stay under this much on each GPU")
     parser.add_argument(
-        "--threads", type=int, default=max(1, cores * 3 // 4), help="host threads (default 3/4 of cores)"
+        "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
+    )
+    parser.add_argument(
+        "--max-gpu-memory", type=float, metavar="GB", help="stay under this much on each GPU"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, cores * 3 // 4),
+        help="host threads (default 3/4 of cores)",
     )
 
 
@@ -113,11 +124,16 @@ def parse_plan(text: str) -> ModelExecutePlan:
 
 
 def _devices(count: int | None) -> Any:
-    return count if count is None or not torch.cuda.is_available() else [f"cuda:{index}" for index in range(count)]
+    return (
+        count
+        if count is None or not torch.cuda.is_available()
+        else [f"cuda:{index}" for index in range(count)]
+    )
 
 
 def _limit(options: argparse.Namespace) -> float | None:
-    """What the planner is told. Of a GPU it sees the cap itself; a virtual device has only this to go by."""
+    """What the planner is told. Of a GPU it sees the cap itself; a virtual device has only this to
+    go by."""
     limit: float | None = options.max_gpu_memory
     if options.cap_gb is not None and not torch.cuda.is_available():
         limit = options.cap_gb * 1e9 / 2**30

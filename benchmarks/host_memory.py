@@ -1,13 +1,15 @@
-"""Host bytes per parameter of full fine-tuning: bf16 weights, fp32 masters, AdamW; clipping on. For each way to step.
+"""Host bytes per parameter of full fine-tuning: bf16 weights, fp32 masters, AdamW; clipping on. For
+each way to step.
 
     python benchmarks/host_memory.py                 # on virtual devices
     python benchmarks/host_memory.py --device cuda   # on a GPU
 
-Each setting trains for some steps in a process of its own; what counts is the most memory it ever had (anonymous and
-shared pages, looked at every few milliseconds), less what it had before the model was made. A virtual device's slots
-and sums are host memory too: layers are many and visited one by one, so that they are small beside the rest, and are
-left in the figure. Asynchronous figures have up to 2 bytes more where an update is so slow that the next call's
-gradients offload beside those it still reads.
+Each setting trains for some steps in a process of its own; what counts is the most memory it ever
+had (anonymous and shared pages, looked at every few milliseconds), less what it had before the
+model was made. A virtual device's slots and sums are host memory too: layers are many and visited
+one by one, so that they are small beside the rest, and are left in the figure. Asynchronous figures
+have up to 2 bytes more where an update is so slow that the next call's gradients offload beside
+those it still reads.
 """
 
 import argparse
@@ -92,7 +94,9 @@ def warm_up(devices: object) -> None:
     train(nn.Sequential(Block(64), Block(64)).bfloat16(), devices, 2, 2, is_async=True)
 
 
-def train(model: nn.Sequential, devices: object, num_layers: int, steps: int, *, is_async: bool) -> None:
+def train(
+    model: nn.Sequential, devices: object, num_layers: int, steps: int, *, is_async: bool
+) -> None:
     width = model[0].linear.in_features
     with roundpipe.RoundPipe(model, optim_dtype=torch.float32, devices=devices) as engine:
         optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-3)
@@ -115,7 +119,9 @@ def train(model: nn.Sequential, devices: object, num_layers: int, steps: int, *,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="virtual", help="virtual, or for example cuda")
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--width", type=int, default=1024)
@@ -125,11 +131,20 @@ def main() -> None:
         print(f"{peak_bytes(settings.mode, settings.device, settings.layers, settings.width):.2f}")
         return
     for mode, text in MODES.items():
-        sizes = ["--device", settings.device, "--layers", str(settings.layers), "--width", str(settings.width)]
+        sizes = [
+            "--device",
+            settings.device,
+            "--layers",
+            str(settings.layers),
+            "--width",
+            str(settings.width),
+        ]
         command = [sys.executable, __file__, "--mode", mode, *sizes]
         # A virtual device's temporaries come from malloc, which would keep some of them for later.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
         figure = done.stdout.split()[-1]
         print(f"{text:36} {figure:>6} bytes per parameter (at most {LIMITS[mode]})", flush=True)
         size = f"{settings.layers} layers of {settings.width}^2, {settings.device} device"

@@ -1,9 +1,10 @@
-"""Loss over many steps, RoundPipe (synchronous) against plain training with resident weights: same seed, same batches.
+"""Loss over many steps, RoundPipe (synchronous) against plain training with resident weights: same
+seed, same batches.
 
-Plain is Hugging Face's own forward and loss (all the logits), bf16 weights, gradients of microbatches summed in fp32,
-AdamW on fp32 masters, all on one device. Fails where the losses differ by more than stated. How far bf16 training
-wanders by itself is shown by plain training once more, with the rows of a step cut into twice as many microbatches: the
-same sums, rounded elsewhere.
+Plain is Hugging Face's own forward and loss (all the logits), bf16 weights, gradients of
+microbatches summed in fp32, AdamW on fp32 masters, all on one device. Fails where the losses differ
+by more than stated. How far bf16 training wanders by itself is shown by plain training once more,
+with the rows of a step cut into twice as many microbatches: the same sums, rounded elsewhere.
 """
 
 import argparse
@@ -17,14 +18,24 @@ import torch
 from engine import add_engine_options, inputs_of, settings_of, training
 from resident import MasterOptimizer, hugging_face_loss
 from torch import Tensor
-from workload import LEARNING_RATE, Workload, add_workload_options, describe, make_batches, make_model, workload_of
+from workload import (
+    LEARNING_RATE,
+    Workload,
+    add_workload_options,
+    describe,
+    make_batches,
+    make_model,
+    workload_of,
+)
 
 COLUMNS = ["what", "value", "unit", "setting"]
 STEP_LIMIT, FINAL_LIMIT = 0.5, 0.1  # percent
 EVALUATED = 4  # batches
 
 
-def plain(workload: Workload, batches: list[Tensor], held_out: list[Tensor], learning_rate: float) -> Iterator[float]:
+def plain(
+    workload: Workload, batches: list[Tensor], held_out: list[Tensor], learning_rate: float
+) -> Iterator[float]:
     """The loss of each step, then that of the held-out batches after all steps."""
     device = measure.compute_device()
     model = make_model(workload, device)
@@ -40,7 +51,11 @@ def plain(workload: Workload, batches: list[Tensor], held_out: list[Tensor], lea
         optimizer.step()
         yield float(total)
     with torch.no_grad():
-        losses = [loss_of(tokens) for batch in held_out for tokens in batch.to(device).chunk(workload.num_microbatch)]
+        losses = [
+            loss_of(tokens)
+            for batch in held_out
+            for tokens in batch.to(device).chunk(workload.num_microbatch)
+        ]
     yield float(torch.stack(losses).sum()) / len(held_out)
 
 
@@ -50,7 +65,9 @@ def ours(
     """As `plain`, and what the engine was set to."""
     with training(workload, "sync", options, options.learning_rate) as trained:
         losses = [float(trained.step(batch)) for batch in batches]
-        evaluated = [float(trained.engine.forward_loss(input_kwargs=inputs_of(batch))) for batch in held_out]
+        evaluated = [
+            float(trained.engine.forward_loss(input_kwargs=inputs_of(batch))) for batch in held_out
+        ]
         record = describe(workload, trained.model) | settings_of(trained, options)
     return [*losses, sum(evaluated) / len(evaluated)], record
 
@@ -66,10 +83,14 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     finer = replace(workload, num_microbatch=2 * workload.num_microbatch)
     percent = _differences(found, expected)
     by_itself = _differences(list(plain(finer, *data, options.learning_rate)), expected)
-    setting = (
-        f"{options.steps} steps of {workload.rows} x {workload.length}, loss {expected[0]:.2f} to {expected[-2]:.2f}"
-    )
-    shared = {"bench": "loss_curve", "unit": "%", **about, "steps": options.steps, **measure.environment()}
+    setting = f"{options.steps} steps of {workload.rows} x {workload.length}, loss {expected[0]:.2f} to {expected[-2]:.2f}"
+    shared = {
+        "bench": "loss_curve",
+        "unit": "%",
+        **about,
+        "steps": options.steps,
+        **measure.environment(),
+    }
     name = f"{about['workload']}, {about['method']}"
     return [
         {
@@ -106,8 +127,11 @@ def main() -> int:
     parser.set_defaults(model="llama-3.2-1b", layers=6, rows=8, length=512)
     options = parser.parse_args()
     if len(options.methods) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", method] for method in options.methods], COLUMNS)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", method] for method in options.methods], COLUMNS
+        )
     records = run(options)
     for record in records:
         measure.emit(record)

@@ -1,7 +1,9 @@
-"""The longest sequence that trains at microbatch 1 within a limit of GPU memory: doubling, then bisection.
+"""The longest sequence that trains at microbatch 1 within a limit of GPU memory: doubling, then
+bisection.
 
-A length passes if full steps on it do (forward, backward, update), in a process that has trained other lengths before
-and run out of memory on some. The first step of a length is planned from guesses, the second from what that showed.
+A length passes if full steps on it do (forward, backward, update), in a process that has trained
+other lengths before and run out of memory on some. The first step of a length is planned from
+guesses, the second from what that showed.
 """
 
 import argparse
@@ -23,11 +25,14 @@ COLUMNS = ["what", "value", "unit", "setting"]
 TRIES = 3
 
 
-def longest(passes: Callable[[int], bool | None], start: int, resolution: int) -> tuple[int, int | None]:
-    """The longest length known to pass (0: none) and the shortest known not to (None: none was found).
+def longest(
+    passes: Callable[[int], bool | None], start: int, resolution: int
+) -> tuple[int, int | None]:
+    """The longest length known to pass (0: none) and the shortest known not to (None: none was
+    found).
 
-    Lengths are ``start`` times or divided by powers of two, then multiples of ``resolution`` between two of them until
-    those are neighbours. ``passes`` may say None: time is up.
+    Lengths are ``start`` times or divided by powers of two, then multiples of ``resolution``
+    between two of them until those are neighbours. ``passes`` may say None: time is up.
     """
     good, bad, length = 0, None, start
     while True:
@@ -81,8 +86,8 @@ class Attempts:
         return passed
 
     def _error_of(self, length: int) -> str | None:
-        """What kept steps of this length from passing, if it is memory. Keeps nothing of the error, whose frames hold
-        tensors."""
+        """What kept steps of this length from passing, if it is memory. Keeps nothing of the error,
+        whose frames hold tensors."""
         measure.reset_peaks()
         tokens = torch.randint(self._vocabulary, (1, length))
         try:
@@ -111,7 +116,9 @@ def run(options: argparse.Namespace) -> measure.Record:
         attempts = Attempts(trained, workload.config["vocab_size"], options)
         best, too_long = longest(attempts.passes, options.start, options.resolution)
         about = describe(workload, trained.model) | settings_of(trained, options)
-    passed = {attempt["length"]: attempt for attempt in attempts.made if attempt["passed"]}.get(best, {})
+    passed = {attempt["length"]: attempt for attempt in attempts.made if attempt["passed"]}.get(
+        best, {}
+    )
     known = "none longer was tried" if too_long is None else f"{too_long:,} did not pass"
     cap = "all GPU memory" if options.cap_gb is None else f"{options.cap_gb:g} GB"
     grain = f"grain {options.recompute_grain}{', compiled' if options.compile else ''}"
@@ -136,14 +143,21 @@ def main() -> int:
     add_workload_options(parser)
     add_engine_options(parser)
     parser.add_argument("--start", type=int, default=32768, help="the first length tried")
-    parser.add_argument("--resolution", type=int, default=8192, help="lengths this near to each other count as one")
+    parser.add_argument(
+        "--resolution", type=int, default=8192, help="lengths this near to each other count as one"
+    )
     parser.add_argument("--steps", type=int, default=2, help="steps on each length (default 2)")
-    parser.add_argument("--limit-s", type=float, default=120.0, help="no attempt begins after so many seconds")
+    parser.add_argument(
+        "--limit-s", type=float, default=120.0, help="no attempt begins after so many seconds"
+    )
     parser.set_defaults(rows=1, num_microbatch=1, recompute_grain="layer")
     options = parser.parse_args()
     if len(options.methods) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", method] for method in options.methods], COLUMNS)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", method] for method in options.methods], COLUMNS
+        )
     return measure.run_row(run(options), COLUMNS)
 
 

@@ -41,12 +41,17 @@ def environment() -> Record:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
-        **({"allocator": settings} if (settings := os.environ.get("PYTORCH_CUDA_ALLOC_CONF")) else {}),
+        **(
+            {"allocator": settings}
+            if (settings := os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+            else {}
+        ),
     }
 
 
 def cap_gpu_memory(gigabytes: float | None) -> None:
-    """From here on torch takes at most so many GB (10^9 bytes) of each GPU and is out of memory beyond them.
+    """From here on torch takes at most so many GB (10^9 bytes) of each GPU and is out of memory
+    beyond them.
 
     Contexts and libraries' own memory, about half a GB, are not counted.
     """
@@ -60,8 +65,8 @@ def cap_gpu_memory(gigabytes: float | None) -> None:
 def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> Record:
     """Runs ``step`` and times it; a step returns its loss.
 
-    The clock runs from the end of the warm-up to the end of the last step. With an asynchronous optimizer one update is
-    pending at both ends, so what is measured is the steady state.
+    The clock runs from the end of the warm-up to the end of the last step. With an asynchronous
+    optimizer one update is pending at both ends, so what is measured is the steady state.
     """
     began = time.perf_counter()
     losses = [float(step()) for _ in range(warmup)]
@@ -97,24 +102,38 @@ def reset_peaks() -> None:
 
 
 def peaks() -> Record:
-    """GPU peaks of the largest card since `reset_peaks`; the host's is the process's since it started."""
-    record: Record = {"host_peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9}
+    """GPU peaks of the largest card since `reset_peaks`; the host's is the process's since it
+    started."""
+    record: Record = {
+        "host_peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    }
     if torch.cuda.is_available():
         cards = range(torch.cuda.device_count())
-        record["gpu_peak_allocated_gb"] = max(torch.cuda.max_memory_allocated(card) for card in cards) / 1e9
-        record["gpu_peak_reserved_gb"] = max(torch.cuda.max_memory_reserved(card) for card in cards) / 1e9
+        record["gpu_peak_allocated_gb"] = (
+            max(torch.cuda.max_memory_allocated(card) for card in cards) / 1e9
+        )
+        record["gpu_peak_reserved_gb"] = (
+            max(torch.cuda.max_memory_reserved(card) for card in cards) / 1e9
+        )
     return record
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default 8)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the clock starts (default 3)")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="steps before the clock starts (default 3)"
+    )
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cap-gb", type=float, metavar="GB", help="what torch may take of each GPU, in 10^9 bytes")
     parser.add_argument(
-        "--ceilings", type=Path, metavar="FILE", help="what ceilings.py printed here: steps are held against it"
+        "--cap-gb", type=float, metavar="GB", help="what torch may take of each GPU, in 10^9 bytes"
+    )
+    parser.add_argument(
+        "--ceilings",
+        type=Path,
+        metavar="FILE",
+        help="what ceilings.py printed here: steps are held against it",
     )
 
 
@@ -123,11 +142,14 @@ def emit(record: Record) -> None:
 
 
 def run_rows(rows: list[list[str]], columns: list[str], comment: Comment | None = None) -> int:
-    """Runs this script once per row of arguments, each in a process of its own, so that one row's peaks, caches and
-    compiled code are not another's. ``comment``: what to say behind each. Returns the exit status."""
+    """Runs this script once per row of arguments, each in a process of its own, so that one row's
+    peaks, caches and compiled code are not another's. ``comment``: what to say behind each. Returns
+    the exit status."""
     records, failed = [], 0
     for row in rows:
-        done = subprocess.run([sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False
+        )
         for record in parse_records(done.stdout):
             _show(record, comment)
             records.append(record)
@@ -158,7 +180,9 @@ def parse_records(text: str) -> list[Record]:
 def table(records: list[Record], columns: list[str]) -> str:
     """Markdown, right-aligned where every value is a number."""
     cells = [[_shown(record.get(column, "-")) for column in columns] for record in records]
-    rules = ["---:" if all(_is_number(r.get(column)) for r in records) else "---" for column in columns]
+    rules = [
+        "---:" if all(_is_number(r.get(column)) for r in records) else "---" for column in columns
+    ]
     widths = [max(map(len, column)) for column in zip(columns, rules, *cells, strict=True)]
     padded = [
         [
@@ -187,6 +211,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 10 else f"{value:.1f}"
+        return (
+            f"{value:,.0f}"
+            if abs(value) >= 1000
+            else f"{value:.3g}"
+            if abs(value) < 10
+            else f"{value:.1f}"
+        )
     # A pipe, as plans have them, would end the cell.
     return str(value).replace("|", "/")

@@ -1,9 +1,11 @@
-"""Loss curves of low-precision optimizer state against fp32: SmolLM2-135M, all of it trained, on the same rows.
+"""Loss curves of low-precision optimizer state against fp32: SmolLM2-135M, all of it trained, on
+the same rows.
 
     python benchmarks/moments.py --steps 60
 
-For each option: held-out loss every few steps, bytes per parameter (masters and moments, as allocated), seconds per
-step. Every option starts from the same bf16 weights and sees the same rows in the same order.
+For each option: held-out loss every few steps, bytes per parameter (masters and moments, as
+allocated), seconds per step. Every option starts from the same bf16 weights and sees the same rows
+in the same order.
 """
 
 import argparse
@@ -44,7 +46,11 @@ def lean(moments: Any) -> Make:
 
 
 OPTIONS = [
-    Option("AdamW, fp32 masters and moments", torch.float32, lambda params: AdamW(params, lr=LEARNING_RATE)),
+    Option(
+        "AdamW, fp32 masters and moments",
+        torch.float32,
+        lambda params: AdamW(params, lr=LEARNING_RATE),
+    ),
     Option("fp32 masters, bf16 moments", torch.float32, lean(torch.bfloat16)),
     Option("fp32 masters, 8-bit moments", torch.float32, lean("8bit")),
     Option("bf16 masters, fp32 moments", torch.bfloat16, lean(torch.float32)),
@@ -55,7 +61,9 @@ OPTIONS = [
 
 def token_mean(outputs: Any, labels: Tensor, num_tokens: int) -> Tensor:
     logits = outputs.logits[:, :-1].flatten(0, 1).float()
-    total = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+    total = torch.nn.functional.cross_entropy(
+        logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total / num_tokens
 
 
@@ -67,7 +75,11 @@ def train_on(engine: RoundPipe, batch: dict[str, Tensor]) -> None:
     count = num_valid(batch)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     engine.forward_backward(
-        (), inputs, label=batch["labels"], loss_fn=lambda out, labels: token_mean(out, labels, count), run_config=RUN
+        (),
+        inputs,
+        label=batch["labels"],
+        loss_fn=lambda out, labels: token_mean(out, labels, count),
+        run_config=RUN,
     )
 
 
@@ -86,11 +98,20 @@ def held_out_loss(engine: RoundPipe, batches: Iterable[dict[str, Tensor]]) -> fl
 def state_bytes(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> float:
     """Masters and all tensors of the optimizer's state, per parameter."""
     masters = engine.optim_parameters()
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in [*masters, *state]) / sum(master.numel() for master in masters)
+    state = [
+        value
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if isinstance(value, Tensor)
+    ]
+    return sum(tensor.nbytes for tensor in [*masters, *state]) / sum(
+        master.numel() for master in masters
+    )
 
 
-def run(option: Option, train: list[Any], held_out: list[Any], every: int, devices: int | None) -> None:
+def run(
+    option: Option, train: list[Any], held_out: list[Any], every: int, devices: int | None
+) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.bfloat16)
     with wrap_model_to_roundpipe(
@@ -113,7 +134,9 @@ def run(option: Option, train: list[Any], held_out: list[Any], every: int, devic
                 losses.append(held_out_loss(engine, held_out))
         size = state_bytes(engine, optimizer)
     curve = ", ".join(f"{loss:.4f}" for loss in losses[:-1])
-    steps = f"after {len(train)} steps of {len(train[0]['labels'])} rows; every {every} before: {curve}"
+    steps = (
+        f"after {len(train)} steps of {len(train[0]['labels'])} rows; every {every} before: {curve}"
+    )
     measure.emit(
         {
             "bench": "moments", "what": option.name, "value": losses[-1], "unit": "held-out loss",
@@ -124,11 +147,19 @@ def run(option: Option, train: list[Any], held_out: list[Any], every: int, devic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps per option (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps per option (default: %(default)s)"
+    )
     parser.add_argument("--rows", type=int, default=8, help="in a step (default: %(default)s)")
-    parser.add_argument("--points", type=int, default=4, help="held-out losses per curve (default: %(default)s)")
-    parser.add_argument("--devices", type=int, help="virtual CPU devices; default: every GPU, else one")
+    parser.add_argument(
+        "--points", type=int, default=4, help="held-out losses per curve (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--devices", type=int, help="virtual CPU devices; default: every GPU, else one"
+    )
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the options to run, from 0")
     chosen = parser.parse_args()
 

@@ -1,10 +1,12 @@
-"""The CPU update beside what it could be: AdamW, bf16 gradient -> fp32 master and moments -> bf16 working copy.
+"""The CPU update beside what it could be: AdamW, bf16 gradient -> fp32 master and moments -> bf16
+working copy.
 
     python benchmarks/optimizer.py --threads 2 --millions 40
     python benchmarks/optimizer.py --threads 4,8,11,12,14,16 --millions 200
 
-Prints G parameters/s and GB/s at 28 bytes per parameter (2 + 12 read, 12 + 2 written) for each number of threads: the
-fastest of several passes over the whole. Needs 20 bytes per parameter. `copy` and `triad` are the memory's own speed.
+Prints G parameters/s and GB/s at 28 bytes per parameter (2 + 12 read, 12 + 2 written) for each
+number of threads: the fastest of several passes over the whole. Needs 20 bytes per parameter.
+`copy` and `triad` are the memory's own speed.
 """
 
 import argparse
@@ -69,7 +71,9 @@ class Arrays(NamedTuple):
 
 
 def make(count: int) -> Arrays:
-    weight, mean, square = (huge_pages.empty((count,), torch.float32) for _ in range(3))  # as masters and moments lie
+    weight, mean, square = (
+        huge_pages.empty((count,), torch.float32) for _ in range(3)
+    )  # as masters and moments lie
     weight.normal_()
     return Arrays(
         weight,
@@ -93,7 +97,9 @@ def three_passes(arrays: Arrays) -> None:
 
 
 def update_of(arrays: Arrays) -> RuleUpdate:
-    return RuleUpdate(arrays.weight, (arrays.mean, arrays.square), (arrays.gradient,), 0.9, False, RULE)
+    return RuleUpdate(
+        arrays.weight, (arrays.mean, arrays.square), (arrays.gradient,), 0.9, False, RULE
+    )
 
 
 def one_pass(arrays: Arrays) -> None:
@@ -103,7 +109,8 @@ def one_pass(arrays: Arrays) -> None:
 
 
 def two_passes(arrays: Arrays) -> None:
-    """As for asynchronous steps without memory for a second working copy: writing back is a pass of its own."""
+    """As for asynchronous steps without memory for a second working copy: writing back is a pass of
+    its own."""
     for matrices in arrays.layers():
         updates.compute([UpdateInto(update_of(each), None) for each in matrices])
     for each in arrays.matrices():
@@ -128,18 +135,27 @@ def load_triad(folder: Path) -> Callable[[Arrays], None]:
 
     def triad(arrays: Arrays) -> None:
         addresses = (ctypes.c_void_p(array.data_ptr()) for array in arrays[:5])
-        kernel(*addresses, ctypes.c_int64(arrays.weight.numel()), ctypes.c_int64(torch.get_num_threads()))
+        kernel(
+            *addresses,
+            ctypes.c_int64(arrays.weight.numel()),
+            ctypes.c_int64(torch.get_num_threads()),
+        )
 
     return triad
 
 
 def fastest(
-    rows: dict[str, tuple[Callable[[Arrays], None], int]], arrays: Arrays, rounds: int, limit_s: float
+    rows: dict[str, tuple[Callable[[Arrays], None], int]],
+    arrays: Arrays,
+    rounds: int,
+    limit_s: float,
 ) -> dict[str, float]:
-    """Seconds of each row's fastest pass. All rows in turn, so that what else the machine does strikes them alike.
+    """Seconds of each row's fastest pass. All rows in turn, so that what else the machine does
+    strikes them alike.
 
-    The first round does not count, and says what it took: with more threads than there are free cores some rows take
-    hundreds of times longer. No round begins after ``limit_s``, but for one that counts.
+    The first round does not count, and says what it took: with more threads than there are free
+    cores some rows take hundreds of times longer. No round begins after ``limit_s``, but for one
+    that counts.
     """
     best = dict.fromkeys(rows, float("inf"))
     began = time.perf_counter()
@@ -158,11 +174,19 @@ def fastest(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", default=str(os.cpu_count()), help="one number, or several with commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads", default=str(os.cpu_count()), help="one number, or several with commas"
+    )
     parser.add_argument("--millions", type=int, default=100, help="of parameters")
-    parser.add_argument("--limit-s", type=float, default=20.0, help="for each number of threads (default 20)")
-    parser.add_argument("--rounds", type=int, default=8, help="of which each line's fastest pass is shown")
+    parser.add_argument(
+        "--limit-s", type=float, default=20.0, help="for each number of threads (default 20)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="of which each line's fastest pass is shown"
+    )
     settings = parser.parse_args()
     if native.library() is None:
         raise SystemExit("the one-pass kernel was not compiled: is there a C compiler?")
@@ -186,7 +210,10 @@ def main() -> None:
             rates = {name: count / taken / 1e9 for name, taken in seconds.items()}
             for name, (_, num_bytes) in rows.items():
                 bandwidth = rates[name] * num_bytes
-                print(f"  {name:32} {rates[name]:6.2f} G parameters/s  {bandwidth:7.1f} GB/s", flush=True)
+                print(
+                    f"  {name:32} {rates[name]:6.2f} G parameters/s  {bandwidth:7.1f} GB/s",
+                    flush=True,
+                )
                 measure.emit(
                     {
                         "bench": "optimizer", "what": name, "value": rates[name], "unit": "G params/s",
@@ -195,7 +222,11 @@ def main() -> None:
                     }
                 )  # fmt: skip
             ours = rates["one pass"]
-            print(f"  one pass: {ours / rates['torch: cast, fused AdamW, cast']:.2f} x torch's three passes, ", end="")
+            print(
+                f"  one pass: {ours / rates['torch: cast, fused AdamW, cast']:.2f} x torch's three "
+                "passes, ",
+                end="",
+            )
             print(f"{ours / rates['triad of the same mix']:.0%} of the triad")
 
 

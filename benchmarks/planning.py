@@ -1,7 +1,7 @@
 """How long planning takes: `python benchmarks/planning.py [layers]`.
 
-For a model of equal blocks: the first plan of a shape, which a call waits for, and a call whose plan is known, which
-pays only for looking it up.
+For a model of equal blocks: the first plan of a shape, which a call waits for, and a call whose
+plan is known, which pays only for looking it up.
 """
 
 import argparse
@@ -68,13 +68,21 @@ def main() -> None:
     count = parser.parse_args().layers
     print(f"{count} layers: a known plan takes {known_plan_ms(count):.2f} ms; a new one, ms:")
     print("devices  shares  memory  steps  plan")
-    for devices, may_share, limit, overlaps in product((1, 2, 8), (False, True), (inf, 20e9), (False, True)):
+    for devices, may_share, limit, overlaps in product(
+        (1, 2, 8), (False, True), (inf, 20e9), (False, True)
+    ):
         if may_share and devices == 1:
             continue
         workload = Workload(
-            num_devices=devices, num_microbatches=16, overlaps=overlaps, limit_bytes=limit, may_share=may_share
+            num_devices=devices,
+            num_microbatches=16,
+            overlaps=overlaps,
+            limit_bytes=limit,
+            may_share=may_share,
         )
-        ms = milliseconds(lambda workload=workload: plan_for("fused", blocks(count), workload), repeats=3)  # type: ignore[misc]
+        ms = milliseconds(
+            lambda workload=workload: plan_for("fused", blocks(count), workload), repeats=3
+        )  # type: ignore[misc]
         memory, steps = "ample" if limit == inf else "20 GB", "async" if overlaps else "sync"
         print(f"{devices:7}  {'yes' if may_share else 'no':6}  {memory:6}  {steps:5}  {ms:6.1f}")
 

@@ -1,6 +1,8 @@
-"""Turns the JSON lines of the other scripts into RESULTS.md: what was measured, and what follows from it as said there.
+"""Turns the JSON lines of the other scripts into RESULTS.md: what was measured, and what follows
+from it as said there.
 
-Collect the lines with ``>> run.jsonl`` behind each script, then ``python benchmarks/report.py run.jsonl``.
+Collect the lines with ``>> run.jsonl`` behind each script, then ``python benchmarks/report.py
+run.jsonl``.
 """
 
 import argparse
@@ -70,10 +72,21 @@ def settings_of(record: Record) -> str:
     shown += [f"plan {record['plan']} (by {record['planned_by']})"]
     shown += ["compiled"] if record["compile"] else []
     shown += [f"{record['devices']} devices"] if record["devices"] > 1 else []
-    shown += [f"planned for {record['max_gpu_memory_gb']} GB"] if record["max_gpu_memory_gb"] is not None else []
-    shown += [f"grain {record['recompute_grain']}", f"pin {record['pin_model']}", f"{record['torch_threads']} threads"]
+    shown += (
+        [f"planned for {record['max_gpu_memory_gb']} GB"]
+        if record["max_gpu_memory_gb"] is not None
+        else []
+    )
+    shown += [
+        f"grain {record['recompute_grain']}",
+        f"pin {record['pin_model']}",
+        f"{record['torch_threads']} threads",
+    ]
     if "growth_gb" in record:
-        shown.append(f"host memory grew by {record['growth_gb']:.2f} GB, {record['growth_of_base']:.1%} of the base")
+        shown.append(
+            f"host memory grew by {record['growth_gb']:.2f} GB, {record['growth_of_base']:.1%} of "
+            "the base"
+        )
     return ", ".join(shown)
 
 
@@ -84,11 +97,17 @@ def _key(record: Record) -> tuple[object, ...]:
 
 def _work_of(record: Record) -> Record:
     rows = record["tokens_per_step"] // record["length"]
-    return {"workload": record["workload"], "method": record["method"], "tokens": f"{rows} x {record['length']}"}
+    return {
+        "workload": record["workload"],
+        "method": record["method"],
+        "tokens": f"{rows} x {record['length']}",
+    }
 
 
 def step_row(record: Record, steps: list[Record]) -> Record:
-    gpu = [record[name] for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb") if name in record]
+    gpu = [
+        record[name] for name in ("gpu_peak_allocated_gb", "gpu_peak_reserved_gb") if name in record
+    ]
     return {
         **_work_of(record),
         "system": record["system"],
@@ -106,7 +125,11 @@ def step_row(record: Record, steps: list[Record]) -> Record:
 
 def _share_of(system: str, record: Record, steps: list[Record]) -> str:
     """The record's rate as a share of what ``system`` reached at the same work."""
-    reached = [other["tokens_per_s"] for other in steps if other["system"] == system and _key(other) == _key(record)]
+    reached = [
+        other["tokens_per_s"]
+        for other in steps
+        if other["system"] == system and _key(other) == _key(record)
+    ]
     return f"{record['tokens_per_s'] / reached[-1]:.2f}" if reached else "-"
 
 
@@ -119,7 +142,9 @@ def trace_row(record: Record) -> Record:
         "step s": traced["step_s"],
         "computing": traced["compute_s"],
         "uneven": traced["uneven_s"],
-        "idle: weights, optimizer, gradients, nothing": ", ".join(f"{traced['idle_s'][name]:.3f}" for name in idle),
+        "idle: weights, optimizer, gradients, nothing": ", ".join(
+            f"{traced['idle_s'][name]:.3f}" for name in idle
+        ),
         "up": traced["up_s"],
         "down": traced["down_s"],
         "optimizer": traced["optimizer_s"],
@@ -153,7 +178,12 @@ def section(machine: str, records: list[Record]) -> list[str]:
     if ceilings and steps:
         rates = {record["what"]: record["value"] for record in ceilings}
         bounds = {_key(record): bound_row(record, rates) for record in steps}
-        lines += ["", "### Bounds", BOUNDS, table(list(bounds.values()), list(next(iter(bounds.values()))))]
+        lines += [
+            "",
+            "### Bounds",
+            BOUNDS,
+            table(list(bounds.values()), list(next(iter(bounds.values())))),
+        ]
     return lines
 
 
@@ -174,12 +204,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="what the scripts printed")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "RESULTS.md")
-    parser.add_argument("--tiny", action="store_true", help="accept results of --tiny, which mean nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="accept results of --tiny, which mean nothing"
+    )
     options = parser.parse_args()
     records = [record for file in options.files for record in parse_records(file.read_text())]
     tiny = [record for record in records if record["workload"] == "tiny"]
     if not records or (tiny and not options.tiny):
-        print("no results in these files" if not records else "results of --tiny are no results", file=sys.stderr)
+        print(
+            "no results in these files" if not records else "results of --tiny are no results",
+            file=sys.stderr,
+        )
         return 1
     options.output.write_text(report(records))
     print(f"{len(records)} results -> {options.output}")

@@ -1,7 +1,9 @@
-"""Reference: the same step with all weights, masters and moments resident on one GPU. Of RoundPipe only the loss.
+"""Reference: the same step with all weights, masters and moments resident on one GPU. Of RoundPipe
+only the loss.
 
-Three systems: plain Hugging Face with checkpointing, and compiled blocks with chunked cross-entropy, with and without
-recompute. The last two are the ceilings that benchmarks/throughput.py is compared with.
+Three systems: plain Hugging Face with checkpointing, and compiled blocks with chunked
+cross-entropy, with and without recompute. The last two are the ceilings that
+benchmarks/throughput.py is compared with.
 """
 
 import argparse
@@ -41,7 +43,8 @@ LossOf = Callable[[Tensor], Tensor]
 
 
 class MasterOptimizer:
-    """AdamW over fp32 masters of bf16 weights, everything on the device, gradients clipped by their global norm."""
+    """AdamW over fp32 masters of bf16 weights, everything on the device, gradients clipped by their
+    global norm."""
 
     def __init__(self, model: nn.Module, learning_rate: float = LEARNING_RATE) -> None:
         self._weights = [p for p in model.parameters() if p.requires_grad]
@@ -67,7 +70,9 @@ class MasterOptimizer:
 
 def hugging_face_loss(model: nn.Module, predictions: int) -> LossOf:
     """The model's own forward and loss, full logits."""
-    return lambda tokens: model(input_ids=tokens, labels=tokens, num_items_in_batch=predictions, use_cache=False).loss
+    return lambda tokens: (
+        model(input_ids=tokens, labels=tokens, num_items_in_batch=predictions, use_cache=False).loss
+    )
 
 
 def compiled_loss(model: nn.Module, predictions: int) -> LossOf:
@@ -102,7 +107,8 @@ def run(system: str, workload: Workload, options: argparse.Namespace) -> measure
             loss = loss_of(tokens)
             loss.backward()
             total += loss.detach()
-        optimizer.take_gradients()  # once a step: the ceiling sums microbatches in bf16, which is faster
+        # Once a step: the ceiling sums microbatches in bf16, which is faster.
+        optimizer.take_gradients()
         optimizer.step()
         return total
 
@@ -130,8 +136,11 @@ def main() -> int:
     comment = partial(roofline.line, rates=roofline.rates_of(options.ceilings))
     rows = [(method, system) for method in options.methods for system in options.systems]
     if len(rows) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS, comment)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS, comment
+        )
     ((_, system),) = rows
     return measure.run_row(run(system, workload_of(options), options), COLUMNS, comment)
 

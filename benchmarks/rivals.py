@@ -1,8 +1,10 @@
-"""What else trains this workload on one GPU, each in a process of its own: plain Hugging Face with everything on the
-GPU, torch's FSDP2 with CPU offload, DeepSpeed's ZeRO-2 and ZeRO-3 with optimizer (and parameters) on the CPU.
+"""What else trains this workload on one GPU, each in a process of its own: plain Hugging Face with
+everything on the GPU, torch's FSDP2 with CPU offload, DeepSpeed's ZeRO-2 and ZeRO-3 with optimizer
+(and parameters) on the CPU.
 
-All with gradient checkpointing and the model's own loss, as their documentation has it. What is not installed is
-skipped with a message. One process is a world of its own: these systems have no other way to run on one GPU.
+All with gradient checkpointing and the model's own loss, as their documentation has it. What is not
+installed is skipped with a message. One process is a world of its own: these systems have no other
+way to run on one GPU.
 """
 
 import argparse
@@ -34,7 +36,15 @@ from workload import (
     workload_of,
 )
 
-COLUMNS = ["method", "system", "tokens_per_s", "step_s", "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_last"]
+COLUMNS = [
+    "method",
+    "system",
+    "tokens_per_s",
+    "step_s",
+    "gpu_peak_allocated_gb",
+    "host_peak_rss_gb",
+    "loss_last",
+]
 
 Step = Callable[[], tuple[Tensor, Any]]
 """Trains once; the loss, and the gradient's norm before it was clipped."""
@@ -43,8 +53,9 @@ Step = Callable[[], tuple[Tensor, Any]]
 def fsdp2_step(model: Any, workload: Workload, *, sums_on_device: bool) -> Step:
     """Blocks and root sharded, computed in bf16, fp32 masters and a fused AdamW on the CPU.
 
-    Each microbatch's gradients go to the CPU and are added there, unless all of a step's but the last
-    (``sums_on_device``) stay on the GPU unsharded, which its documentation names for gradient accumulation.
+    Each microbatch's gradients go to the CPU and are added there, unless all of a step's but the
+    last (``sums_on_device``) stay on the GPU unsharded, which its documentation names for gradient
+    accumulation.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -52,7 +63,9 @@ def fsdp2_step(model: Any, workload: Workload, *, sums_on_device: bool) -> Step:
     device = measure.compute_device()
     model.cpu()
     for weight in trained_of(model):
-        weight.data = weight.data.float()  # not the frozen ones, which would go up at twice their size
+        weight.data = (
+            weight.data.float()
+        )  # not the frozen ones, which would go up at twice their size
     shard = partial(
         fully_shard,
         mesh=init_device_mesh(device.type, (1,)),
@@ -94,7 +107,10 @@ def deepspeed_step(model: Any, workload: Workload, *, stage: int) -> Step:
         "gradient_accumulation_steps": workload.num_microbatch,
         "gradient_clipping": MAX_NORM,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},  # torch's default
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": 0.01},
+        },  # torch's default
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
@@ -103,7 +119,9 @@ def deepspeed_step(model: Any, workload: Workload, *, stage: int) -> Step:
             **({"offload_param": offload} if stage == 3 else {}),
         },
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained_of(model), config=settings)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained_of(model), config=settings
+    )
     microbatches = make_tokens(workload).to(device).chunk(workload.num_microbatch)
 
     def step() -> tuple[Tensor, Any]:
@@ -139,7 +157,8 @@ STEPS: dict[str, Callable[[Any, Workload], Step]] = {
 
 
 class Told:
-    """Says on stderr how each step went, because some rows take minutes; keeps the last gradient's norm."""
+    """Says on stderr how each step went, because some rows take minutes; keeps the last gradient's
+    norm."""
 
     def __init__(self, step: Step, title: str) -> None:
         self._step, self._title, self._count = step, title, 0
@@ -163,7 +182,13 @@ def alone() -> Iterator[None]:
     """A world of one process."""
     before = os.environ.copy()
     with tempfile.TemporaryDirectory() as folder:
-        here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        here = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29511",
+        }
         os.environ.update(here)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = distributed.FileStore(f"{folder}/store", 1)
@@ -178,7 +203,8 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """What takes longer ends the process, saying where each thread was: these systems wait for one another for ever."""
+    """What takes longer ends the process, saying where each thread was: these systems wait for one
+    another for ever."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
         yield
@@ -212,7 +238,11 @@ def run(system: str, options: argparse.Namespace) -> measure.Record:
         "setup_s": setup_s,
         **measure.peaks(),
         **measure.environment(),
-        **({"deepspeed": importlib.metadata.version("deepspeed")} if needs_deepspeed(system) else {}),
+        **(
+            {"deepspeed": importlib.metadata.version("deepspeed")}
+            if needs_deepspeed(system)
+            else {}
+        ),
     }
 
 
@@ -225,22 +255,34 @@ def is_installed(system: str) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     measure.add_common_options(parser)
     measure.add_machine_options(parser)
     add_workload_options(parser)
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    parser.add_argument("--limit-s", type=float, default=220, help="what one row may take (default 220 s)")
+    parser.add_argument(
+        "--limit-s", type=float, default=220, help="what one row may take (default 220 s)"
+    )
     parser.set_defaults(warmup=1, steps=2)  # because some take half a minute a step
     options = parser.parse_args()
     for system in options.systems:
         if not is_installed(system):
             tell(f"skipped: {SYSTEMS[system]}, because deepspeed is not installed")
-    rows = [(method, system) for method in options.methods for system in options.systems if is_installed(system)]
+    rows = [
+        (method, system)
+        for method in options.methods
+        for system in options.systems
+        if is_installed(system)
+    ]
     comment = partial(roofline.line, rates=roofline.rates_of(options.ceilings))
     if len(rows) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS, comment)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", a, "--systems", b] for a, b in rows], COLUMNS, comment
+        )
     if not rows:
         return 0
     ((_, system),) = rows

@@ -1,6 +1,7 @@
 """A step's time against its lower bounds, and where the rest went by the engine's own trace.
 
-Knows neither who ran the step nor how long it should take; bounds come from rates that ceilings.py measured.
+Knows neither who ran the step nor how long it should take; bounds come from rates that ceilings.py
+measured.
 """
 
 import time
@@ -30,10 +31,15 @@ def rates_of(path: Path | None) -> dict[str, float]:
 def bounds_of(record: Record, rates: dict[str, float]) -> dict[str, float]:
     """Seconds that a step takes at least for each of its parts whose rate is known.
 
-    Compute is the matmuls (2 FLOP per parameter and token, three times for full fine-tuning, twice with frozen weights)
-    and causal attention, without recompute. Weights go up once, gradients come down once, each device its share.
+    Compute is the matmuls (2 FLOP per parameter and token, three times for full fine-tuning, twice
+    with frozen weights) and causal attention, without recompute. Weights go up once, gradients come
+    down once, each device its share.
     """
-    tokens, is_full, devices = record["tokens_per_step"], record["method"] == "full", record.get("devices", 1)
+    tokens, is_full, devices = (
+        record["tokens_per_step"],
+        record["method"] == "full",
+        record.get("devices", 1),
+    )
     matmul = 2 * record["params"] * tokens * (3 if is_full else 2)
     attention = 3 * 2 * record["length"] * record["hidden"] * record["layers"] * tokens
     work = {
@@ -42,7 +48,11 @@ def bounds_of(record: Record, rates: dict[str, float]) -> dict[str, float]:
         "gradients down": (2 * record["trainable"] / devices, "D2H", 1e9),
         "host AdamW": (record["trainable"], "host AdamW (torch fused)", 1e9),
     }
-    return {name: amount / (rates[rate] * unit) for name, (amount, rate, unit) in work.items() if rate in rates}
+    return {
+        name: amount / (rates[rate] * unit)
+        for name, (amount, rate, unit) in work.items()
+        if rate in rates
+    }
 
 
 def trace(trained: Training, tokens: Tensor) -> Record:
@@ -60,15 +70,22 @@ def trace(trained: Training, tokens: Tensor) -> Record:
 def summary(blocks: Sequence[Block], begin: float, end: float, steps: int) -> Record:
     """Seconds of each step between ``begin`` and ``end``, of the average device.
 
-    ``compute_s``, ``up_s``, ``down_s``, ``optimizer_s``: how long that lane or thread was busy. ``uneven_s``: by how
-    much microbatches were on the compute lane longer than the fastest of their stage run's kind, which is what they waited
-    inside. ``idle_s``: what else ran while nothing was computed, in this order: weights on their way up, the optimizer,
-    gradients on their way down; the rest is nobody's.
+    ``compute_s``, ``up_s``, ``down_s``, ``optimizer_s``: how long that lane or thread was busy.
+    ``uneven_s``: by how much microbatches were on the compute lane longer than the fastest of their
+    stage run's kind, which is what they waited inside. ``idle_s``: what else ran while nothing was
+    computed, in this order: weights on their way up, the optimizer, gradients on their way down;
+    the rest is nobody's.
     """
     inside = [block for block in blocks if block.end > begin and block.start < end]
     devices = sorted({block.row.split()[0] for block in inside if "device" in block.fields})
     optimizer = _clipped((block for block in inside if block.label in _OPTIMIZER), begin, end)
-    sums: Record = {"compute_s": 0.0, "uneven_s": 0.0, "up_s": 0.0, "down_s": 0.0, "optimizer_s": _total(optimizer)}
+    sums: Record = {
+        "compute_s": 0.0,
+        "uneven_s": 0.0,
+        "up_s": 0.0,
+        "down_s": 0.0,
+        "optimizer_s": _total(optimizer),
+    }
     idle = {"weights up": 0.0, "optimizer": 0.0, "gradients down": 0.0, "nothing": 0.0}
     for device in devices:
         computed = [block for block in inside if block.row == f"{device} compute"]
@@ -87,7 +104,11 @@ def summary(blocks: Sequence[Block], begin: float, end: float, steps: int) -> Re
             rest = still
         idle["nothing"] += _total(rest) / len(devices)
     per_step = {name: seconds / steps for name, seconds in sums.items()}
-    return {"step_s": (end - begin) / steps, **per_step, "idle_s": {name: s / steps for name, s in idle.items()}}
+    return {
+        "step_s": (end - begin) / steps,
+        **per_step,
+        "idle_s": {name: s / steps for name, s in idle.items()},
+    }
 
 
 def line(record: Record, rates: dict[str, float]) -> str:
@@ -103,11 +124,13 @@ def line(record: Record, rates: dict[str, float]) -> str:
         traced = record["trace"]
         idle = ", ".join(f"{name} {seconds:.3f}" for name, seconds in traced["idle_s"].items())
         parts.append(
-            f"traced {traced['step_s']:.3f}: computing {traced['compute_s']:.3f}, of which {traced['uneven_s']:.3f} "
+            f"traced {traced['step_s']:.3f}: computing {traced['compute_s']:.3f}, of which "
+            f"{traced['uneven_s']:.3f} "
             f"above the fastest microbatches; not computing while {idle}"
         )
         parts.append(
-            f"busy: up {traced['up_s']:.3f}, down {traced['down_s']:.3f}, optimizer {traced['optimizer_s']:.3f}"
+            f"busy: up {traced['up_s']:.3f}, down {traced['down_s']:.3f}, optimizer "
+            f"{traced['optimizer_s']:.3f}"
         )
     return "; ".join(parts)
 
@@ -118,7 +141,10 @@ def _uneven(computed: Sequence[Block], begin: float, end: float) -> float:
         kind = _kind(block)
         fastest[kind] = min(fastest.get(kind, block.end - block.start), block.end - block.start)
     # What reaches over the edge is shorter than it was: never less than nothing.
-    return sum(max(0.0, min(block.end, end) - max(block.start, begin) - fastest[_kind(block)]) for block in computed)
+    return sum(
+        max(0.0, min(block.end, end) - max(block.start, begin) - fastest[_kind(block)])
+        for block in computed
+    )
 
 
 def _kind(block: Block) -> object:

@@ -1,8 +1,10 @@
-"""Minutes of steady training: host and GPU memory after the warm-up and at the end. Fails if there was growth.
+"""Minutes of steady training: host and GPU memory after the warm-up and at the end. Fails if there
+was growth.
 
-Memory is looked at between steps, with no work under way: pages of the process that are no file's, what torch has
-allocated and reserved on all GPUs, and how often its allocator had to give memory back and try again. Where optimizer
-state moves to a GPU after all, because updates have turned out too slow, the time begins again.
+Memory is looked at between steps, with no work under way: pages of the process that are no file's,
+what torch has allocated and reserved on all GPUs, and how often its allocator had to give memory
+back and try again. Where optimizer state moves to a GPU after all, because updates have turned out
+too slow, the time begins again.
 """
 
 import argparse
@@ -22,7 +24,8 @@ TOLERATED_MB = 64
 
 
 class Footprint(NamedTuple):
-    """Bytes, and a count since the process began. ``on_device``: of optimizer state on GPUs, and of weights there."""
+    """Bytes, and a count since the process began. ``on_device``: of optimizer state on GPUs, and of
+    weights there."""
 
     on_device: int
     host: int
@@ -84,12 +87,23 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     }
     figures = [
         ("growth of host memory", (last.host - first.host) / 1e6, "MB", TOLERATED_MB),
-        ("growth of GPU memory, allocated", (last.allocated - first.allocated) / 1e6, "MB", TOLERATED_MB),
-        ("growth of GPU memory, reserved", (last.reserved - first.reserved) / 1e6, "MB", TOLERATED_MB),
+        (
+            "growth of GPU memory, allocated",
+            (last.allocated - first.allocated) / 1e6,
+            "MB",
+            TOLERATED_MB,
+        ),
+        (
+            "growth of GPU memory, reserved",
+            (last.reserved - first.reserved) / 1e6,
+            "MB",
+            TOLERATED_MB,
+        ),
         ("allocator retries", last.retries - first.retries, "", 0),
     ]
     records = [
-        {"what": what, "value": value, "unit": unit, "limit": limit, **shared} for what, value, unit, limit in figures
+        {"what": what, "value": value, "unit": unit, "limit": limit, **shared}
+        for what, value, unit, limit in figures
     ]
     records[0]["looks"] = [look._asdict() for look in looks]
     return records
@@ -102,7 +116,9 @@ def main() -> int:
     add_engine_options(parser)
     parser.add_argument("--modes", nargs=1, choices=["sync", "async"], default=["async"])
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--warmup", type=int, default=20, help="steps before the first look (default 20)")
+    parser.add_argument(
+        "--warmup", type=int, default=20, help="steps before the first look (default 20)"
+    )
     options = parser.parse_args()
     records = run(options)
     for record in records:

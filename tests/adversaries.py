@@ -1,4 +1,5 @@
-"""Adversarial devices for tests: made in sets, and asked afterwards whether anything was done without a wait."""
+"""Adversarial devices for tests: made in sets, and asked afterwards whether anything was done
+without a wait."""
 
 from roundpipe.testing.adversarial import AdversarialDevice
 
@@ -11,7 +12,8 @@ class FullDevice(AdversarialDevice):
 
 
 class Adversaries:
-    """Some adversarial devices with one seed; stands where a `DeviceSet` gives the `devices` argument."""
+    """Some adversarial devices with one seed; stands where a `DeviceSet` gives the `devices`
+    argument."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Small models that are no sequence, for `AutoRoundPipe`: every kind of place a parameter may be at. Seeded inside."""
+"""Small models that are no sequence, for `AutoRoundPipe`: every kind of place a parameter may be
+at. Seeded inside."""
 
 from typing import Any
 
@@ -11,8 +12,8 @@ WIDTH = 16
 
 
 class Branches(nn.Module):
-    """Two sequences beside each other, a parameter of the model's own, and a weight that is used three times: as a
-    layer, in another sequence, and read by the model's own code."""
+    """Two sequences beside each other, a parameter of the model's own, and a weight that is used
+    three times: as a layer, in another sequence, and read by the model's own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,8 @@ def make_branches() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """The block of a ResNet. Group norm, because batch statistics would be those of each microbatch."""
+    """The block of a ResNet. Group norm, because batch statistics would be those of each
+    microbatch."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +73,9 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(8, 5)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.fc(self.avgpool(self.layer2(self.layer1(torch.relu(self.conv1(images))))).flatten(1))
+        return self.fc(
+            self.avgpool(self.layer2(self.layer1(torch.relu(self.conv1(images))))).flatten(1)
+        )
 
 
 def make_resnet() -> nn.Module:
@@ -127,7 +131,9 @@ def resnet_batch(rows: int = 6, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randn(rows, 3, 8, 8, generator=generator)
     classes = torch.randint(5, (rows,), generator=generator)
-    return Batch((images,), {}, classes, lambda output, target: nn.functional.cross_entropy(output, target))
+    return Batch(
+        (images,), {}, classes, lambda output, target: nn.functional.cross_entropy(output, target)
+    )
 
 
 def bert_batch(rows: int = 6, seed: int = 0) -> Batch:

@@ -1,4 +1,5 @@
-"""Fixtures and marks for the whole suite. `devices` runs a test on virtual devices and on every GPU there is."""
+"""Fixtures and marks for the whole suite. `devices` runs a test on virtual devices and on every GPU
+there is."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-# Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no package.
+# Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no
+# package.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
@@ -27,8 +29,9 @@ LONGEST_S = 60
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an accelerator")
     config.addinivalue_line("markers", "slow: a long grid; left out with -m 'not slow'")
-    # One, where cases.md says two: on shared cores the two wait for each other at every small product, ten times the
-    # time for the same bits. RoundPipe carries the number into its workers; processes that tests start inherit it.
+    # One, where cases.md says two: on shared cores the two wait for each other at every small
+    # product, ten times the time for the same bits. RoundPipe carries the number into its workers;
+    # processes that tests start inherit it.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Recurrent layers would compute in TF32 by default, far from what fp32 promises.
@@ -36,19 +39,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A hang must end as a failure of its own test, also where a wait in the engine has no limit."""
+    """A hang must end as a failure of its own test, also where a wait in the engine has no
+    limit."""
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
-            if item.path.parent.name in WATCHED_FOLDERS and item.get_closest_marker("timeout") is None:
+            if (
+                item.path.parent.name in WATCHED_FOLDERS
+                and item.get_closest_marker("timeout") is None
+            ):
                 item.add_marker(pytest.mark.timeout(LONGEST_S))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def settled() -> None:
-    """What is alive before a module's tests is frozen, so that collections look only at what its tests make.
+    """What is alive before a module's tests is frozen, so that collections look only at what its
+    tests make.
 
-    There are half a million objects of torch, transformers and pytest besides, and leak tests and the Trainers collect
-    a thousand times: a third of the suite's time.
+    There are half a million objects of torch, transformers and pytest besides, and leak tests and
+    the Trainers collect a thousand times: a third of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -57,7 +65,9 @@ def settled() -> None:
 @pytest.fixture(
     params=[
         ONE,
-        pytest.param(TWO, marks=pytest.mark.slow),  # between the others; many tests ask for two by name
+        pytest.param(
+            TWO, marks=pytest.mark.slow
+        ),  # between the others; many tests ask for two by name
         THREE,
         *(pytest.param(devices, marks=pytest.mark.gpu) for devices in ACCELERATORS),
     ],

@@ -1,4 +1,5 @@
-"""The devices tests run on, and how closely each kind has to agree with plain PyTorch. Knows nothing of the engine."""
+"""The devices tests run on, and how closely each kind has to agree with plain PyTorch. Knows
+nothing of the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSet:
-    """Some devices of one kind. Virtual devices compute with the oracle's own kernels, a GPU does not."""
+    """Some devices of one kind. Virtual devices compute with the oracle's own kernels, a GPU does
+    not."""
 
     kind: Literal["virtual", "cuda"]
     count: int
@@ -21,23 +23,33 @@ class DeviceSet:
     @property
     def argument(self) -> int | list[torch.device]:
         """What RoundPipe's `devices` takes."""
-        return self.count if self.kind == "virtual" else [torch.device("cuda", i) for i in range(self.count)]
+        return (
+            self.count
+            if self.kind == "virtual"
+            else [torch.device("cuda", i) for i in range(self.count)]
+        )
 
     def check(
-        self, actual: Tensor | Mapping[str, Tensor], expected: Tensor | Mapping[str, Tensor], *, bitwise: bool = True
+        self,
+        actual: Tensor | Mapping[str, Tensor],
+        expected: Tensor | Mapping[str, Tensor],
+        *,
+        bitwise: bool = True,
     ) -> None:
         """Compare tensors, or dictionaries of them (the same names in both).
 
-        `bitwise` says that the order of operations is the same as the oracle's: equal to the bit on virtual devices.
-        Otherwise, and always on a GPU (whose kernels sum in another order: fp32 noise grows to a few 1e-6 over six
-        steps), to a tolerance.
+        `bitwise` says that the order of operations is the same as the oracle's: equal to the bit on
+        virtual devices. Otherwise, and always on a GPU (whose kernels sum in another order: fp32
+        noise grows to a few 1e-6 over six steps), to a tolerance.
         """
         if isinstance(actual, Tensor) and isinstance(expected, Tensor):
             actual, expected = {"value": actual}, {"value": expected}
         assert isinstance(actual, Mapping), f"got {actual!r}"
         assert isinstance(expected, Mapping)
         assert sorted(actual) == sorted(expected), "not the same names"
-        rtol, atol = (1e-4, 1e-5) if self.kind == "cuda" else (0.0, 0.0) if bitwise else (1e-5, 1e-6)
+        rtol, atol = (
+            (1e-4, 1e-5) if self.kind == "cuda" else (0.0, 0.0) if bitwise else (1e-5, 1e-6)
+        )
         for name, value in expected.items():
             torch.testing.assert_close(
                 actual[name].detach().cpu(),
@@ -49,5 +61,7 @@ class DeviceSet:
 
 
 VIRTUAL = [DeviceSet(kind="virtual", count=count) for count in (1, 2, 3)]
-ACCELERATORS = [DeviceSet(kind="cuda", count=count) for count in (1, 2) if count <= torch.cuda.device_count()]
+ACCELERATORS = [
+    DeviceSet(kind="cuda", count=count) for count in (1, 2) if count <= torch.cuda.device_count()
+]
 ONE, TWO, THREE = VIRTUAL

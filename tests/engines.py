@@ -20,12 +20,16 @@ class Engines:
         self._threads_before = set(threading.enumerate())
         self._made: list[roundpipe.RoundPipe] = []
 
-    def __call__(self, model: nn.Module, devices: DeviceSet = ONE, **settings: Any) -> roundpipe.RoundPipe:
+    def __call__(
+        self, model: nn.Module, devices: DeviceSet = ONE, **settings: Any
+    ) -> roundpipe.RoundPipe:
         """Wrap a model: a Hugging Face or PEFT model by its preset, anything else as it is."""
         if hasattr(model, "config"):
             from roundpipe.engine.wrap import wrap_model_to_roundpipe
 
-            engine = wrap_model_to_roundpipe(model, use_sequential_preset=True, devices=devices.argument, **settings)
+            engine = wrap_model_to_roundpipe(
+                model, use_sequential_preset=True, devices=devices.argument, **settings
+            )
         else:
             engine = roundpipe.RoundPipe(model, devices=devices.argument, **settings)
         self._made.append(engine)
@@ -39,7 +43,9 @@ class Engines:
         assert not left, f"threads outlived close(): {left}"
 
 
-def run_batch(engine: roundpipe.RoundPipe, batch: Batch, num_microbatch: int | None = None, **settings: Any) -> Any:
+def run_batch(
+    engine: roundpipe.RoundPipe, batch: Batch, num_microbatch: int | None = None, **settings: Any
+) -> Any:
     """`forward_backward` over a batch; `settings` are fields of the run config."""
     return engine.forward_backward(
         batch.args,
@@ -66,7 +72,9 @@ def train_steps(
     return losses
 
 
-def reference_steps(reference: Reference, batches: Iterable[Batch], num_microbatch: int) -> list[Tensor]:
+def reference_steps(
+    reference: Reference, batches: Iterable[Batch], num_microbatch: int
+) -> list[Tensor]:
     """The same training as `train_steps`, without an engine."""
     losses = []
     for batch in batches:
@@ -84,4 +92,8 @@ def engine_weights(engine: roundpipe.RoundPipe) -> Tensors:
 def engine_gradients(engine: roundpipe.RoundPipe) -> Tensors:
     """The accumulated gradients as they appear on the original model's parameters."""
     engine.synchronize()
-    return {name: p.grad.detach().clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.detach().clone()
+        for name, p in engine.model.named_parameters()
+        if p.grad is not None
+    }

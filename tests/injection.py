@@ -1,4 +1,5 @@
-"""Makes an engine fail, or hang, at one chosen action: a model and devices with a hook at every kind of action."""
+"""Makes an engine fail, or hang, at one chosen action: a model and devices with a hook at every
+kind of action."""
 
 import gc
 import signal
@@ -23,12 +24,24 @@ from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.memory.pinning import HostArena
 from roundpipe.testing.adversarial import AdversarialDevice, AdversarialLane
 
-PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)]
+)
 MICROBATCHES = 3
 SPILLING_SITES = ["spill", "fetch"]
 """Reached on devices without room, whose kept inputs wait on the host."""
 SITES = [
-    *["upload", "fetch", "forward", "fused", "loss", "fused backward", "recompute", "backward", "offloading"],
+    *[
+        "upload",
+        "fetch",
+        "forward",
+        "fused",
+        "loss",
+        "fused backward",
+        "recompute",
+        "backward",
+        "offloading",
+    ],
     *(pytest.param(site, marks=pytest.mark.slow) for site in ("arrival", "spill")),
 ]
 LATE_SITES = ["recompute", "backward", "offloading"]
@@ -40,7 +53,8 @@ class Boom(Exception):
 
 
 class Injection:
-    """Where something is to happen once, and what. Global to the tests, so that any copy of a layer finds it."""
+    """Where something is to happen once, and what. Global to the tests, so that any copy of a layer
+    finds it."""
 
     def __init__(self) -> None:
         self._site: str | None = None
@@ -71,8 +85,8 @@ INJECTION = Injection()
 
 
 class HookedDevice(AdversarialDevice):
-    """Reports every copy the engine queues by itself: weights and activations going up, gradients and activations going
-    down."""
+    """Reports every copy the engine queues by itself: weights and activations going up, gradients
+    and activations going down."""
 
     def __init__(self, index: int, num_bytes: int | None = None) -> None:
         super().__init__(index, num_bytes=num_bytes)
@@ -147,10 +161,13 @@ class Hooked(nn.Module):
         self._is_fused = is_fused
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # The engine has learnt the layer in an earlier call: in the forward pass it runs without grad.
+        # The engine has learnt the layer in an earlier call: in the forward pass it runs without
+        # grad.
         again = "recompute" if torch.is_grad_enabled() else "forward"
         INJECTION.reach("fused" if self._is_fused else again)
-        hooked: Tensor = HookedBackward.apply(self.linear(hidden), "fused backward" if self._is_fused else "backward")
+        hooked: Tensor = HookedBackward.apply(
+            self.linear(hidden), "fused backward" if self._is_fused else "backward"
+        )
         return hooked
 
 
@@ -196,7 +213,8 @@ BATCH = hooked_batch()
 
 
 class HookedDevices:
-    """Stands where a `DeviceSet` gives the `devices` argument. ``for_site``: has what it takes to reach that one."""
+    """Stands where a `DeviceSet` gives the `devices` argument. ``for_site``: has what it takes to
+    reach that one."""
 
     def __init__(self, count: int, for_site: str | None = None) -> None:
         kind = FullHookedDevice if for_site in SPILLING_SITES else HookedDevice
@@ -225,11 +243,16 @@ def raise_boom() -> None:
 class Interruption:
     """Ctrl-C for the main thread while another one hangs in user code.
 
-    The hang ends when the interrupt has reached the main thread. Whichever of them then goes on first: both are right.
+    The hang ends when the interrupt has reached the main thread. Whichever of them then goes on
+    first: both are right.
     """
 
     def __init__(self, *, is_allowed: bool = True) -> None:
-        self._hangs, self._allowed, self._arrived = threading.Event(), threading.Event(), threading.Event()
+        self._hangs, self._allowed, self._arrived = (
+            threading.Event(),
+            threading.Event(),
+            threading.Event(),
+        )
         if is_allowed:
             self._allowed.set()
 
@@ -267,7 +290,8 @@ class Interruption:
             return
         main = threading.main_thread().ident
         assert main is not None
-        # A signal that comes just before a thread begins to wait wakes nobody, so it is sent until it has arrived.
+        # A signal that comes just before a thread begins to wait wakes nobody, so it is sent until
+        # it has arrived.
         while True:
             signal.pthread_kill(main, signal.SIGINT)
             if self._arrived.wait(0.1) or self._is_left:
@@ -280,9 +304,10 @@ class Interruption:
 
 
 class Places:
-    """Counts where Python may raise KeyboardInterrupt in the calling thread: where a function of some files begins, or
-    a built-in one that it has called returns. Ctrl-C comes at one, or at the first after it that is in no generator
-    expression: Python drops what is raised while one is being closed.
+    """Counts where Python may raise KeyboardInterrupt in the calling thread: where a function of
+    some files begins, or a built-in one that it has called returns. Ctrl-C comes at one, or at the
+    first after it that is in no generator expression: Python drops what is raised while one is
+    being closed.
 
     Args:
         files: how their paths begin.
@@ -325,16 +350,19 @@ class State:
 
 
 Held = dict[str, int]
-# Of all tensors of the process one more was left once in a hundred runs, before copies of buffers were let go of first.
-# What a failed call could leave is a microbatch's graph or a layer's gradients, which are many.
+# Of all tensors of the process one more was left once in a hundred runs, before copies of buffers
+# were let go of first. What a failed call could leave is a microbatch's graph or a layer's
+# gradients, which are many.
 STRAY_TENSORS = 1
 
 
 def held(engine: RoundPipe) -> Held:
-    """What an idle engine keeps: slots by device, and all tensors and gradient memory of the process.
+    """What an idle engine keeps: slots by device, and all tensors and gradient memory of the
+    process.
 
-    Free blocks, free gradient memory and devices' copies of buffers are let go of first: how many there ever were is
-    a matter of timing, and which device has come by a layer with a buffer one of how many calls there were.
+    Free blocks, free gradient memory and devices' copies of buffers are let go of first: how many
+    there ever were is a matter of timing, and which device has come by a layer with a buffer one of
+    how many calls there were.
     """
     engine._host.worker_pool.blocks.clear()
     engine._host.buffers.clear()
@@ -350,9 +378,13 @@ def held(engine: RoundPipe) -> Held:
 
 
 def check_held(engine: RoundPipe, before: Held) -> None:
-    """The engine holds no more than before. Its threads may take a moment to let go of their last job."""
+    """The engine holds no more than before. Its threads may take a moment to let go of their last
+    job."""
     for _ in range(50):
         now = held(engine)
-        if all(now[name] <= count + STRAY_TENSORS * (name == "tensors") for name, count in before.items()):
+        if all(
+            now[name] <= count + STRAY_TENSORS * (name == "tensors")
+            for name, count in before.items()
+        ):
             return
     assert now == before, f"holds {now}, before {before}"

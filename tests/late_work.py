@@ -1,7 +1,8 @@
-"""A layer whose backward waits, for tests of what the caller does after a call has returned and before its late part.
+"""A layer whose backward waits, for tests of what the caller does after a call has returned and
+before its late part.
 
-The late part of `forward_backward` are the backward stage runs after the fused one. `LATE` makes two of them, of which the
-first pauses; the layers below are recomputed after it.
+The late part of `forward_backward` are the backward stage runs after the fused one. `LATE` makes
+two of them, of which the first pauses; the layers below are recomputed after it.
 """
 
 from typing import Any
@@ -51,7 +52,8 @@ def open_gate() -> Gate:
 
 
 def make_pausing(gate: Gate, *others: nn.Module) -> nn.Sequential:
-    """Five layers as `LATE` wants them; ``others`` replace the second and the third. Made alike every time."""
+    """Five layers as `LATE` wants them; ``others`` replace the second and the third. Made alike
+    every time."""
     torch.manual_seed(0)
     first, last = nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Linear(MLP_WIDTH, MLP_WIDTH)
     second, third = others or (nn.BatchNorm1d(MLP_WIDTH), nn.Tanh())

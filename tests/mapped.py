@@ -4,7 +4,8 @@ from pathlib import Path
 
 
 def private_bytes(folder: Path) -> int:
-    """Bytes of this process's mappings of the folder's safetensors files that were written, so copied, since."""
+    """Bytes of this process's mappings of the folder's safetensors files that were written, so
+    copied, since."""
     total, is_ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()

@@ -1,4 +1,5 @@
-"""The small models and batches every test trains. Seeded inside, so two calls give the same thing."""
+"""The small models and batches every test trains. Seeded inside, so two calls give the same
+thing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ def make_mlp(num_linears: int = 4, width: int = MLP_WIDTH, seed: int = 0) -> nn.
 
 
 def squared_error_over(rows: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Squared error divided by the rows of the whole batch, so microbatch losses add up to the batch's."""
+    """Squared error divided by the rows of the whole batch, so microbatch losses add up to the
+    batch's."""
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().sum() / rows
@@ -76,20 +78,26 @@ def make_llama(*, tied: bool) -> nn.Module:
 
 
 def make_lora_llama() -> nn.Module:
-    """TinyLlama with rank-2 adapters on q and v. B starts random: with B = 0 every gradient of A would be zero."""
+    """TinyLlama with rank-2 adapters on q and v. B starts random: with B = 0 every gradient of A
+    would be zero."""
     from peft import LoraConfig, get_peft_model
 
     base = make_llama(tied=False)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
     return get_peft_model(base, config)
 
 
 def token_mean_over(num_valid: int) -> LossFn:
-    """Causal cross-entropy summed over unmasked tokens, divided by the whole batch's number of them."""
+    """Causal cross-entropy summed over unmasked tokens, divided by the whole batch's number of
+    them."""
 
     def loss_fn(outputs: Any, labels: Tensor) -> Tensor:
         logits = outputs.logits[:, :-1].flatten(0, 1).float()
-        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+        total = nn.functional.cross_entropy(
+            logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
         return total / max(num_valid, 1)
 
     return loss_fn
@@ -101,7 +109,9 @@ def llama_batch(num_labels: list[int], seed: int = 0) -> Batch:
     No attention mask: padding is a separate matter. `num_labels` counts before the causal shift.
     """
     generator = torch.Generator().manual_seed(2000 + seed)
-    input_ids = torch.randint(0, LLAMA_VOCABULARY, (len(num_labels), LLAMA_LENGTH), generator=generator)
+    input_ids = torch.randint(
+        0, LLAMA_VOCABULARY, (len(num_labels), LLAMA_LENGTH), generator=generator
+    )
     labels = input_ids.clone()
     for row, kept in enumerate(num_labels):
         labels[row, kept:] = IGNORED
@@ -111,7 +121,8 @@ def llama_batch(num_labels: list[int], seed: int = 0) -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCase:
-    """A model to be transparent for. `tied`: one weight has two uses, and autograd adds them in another order."""
+    """A model to be transparent for. `tied`: one weight has two uses, and autograd adds them in
+    another order."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -128,6 +139,8 @@ def _uneven_llama_batch(rows: int, seed: int) -> Batch:
 
 MLP = ModelCase(name="mlp", make=make_mlp, batch=mlp_batch)
 LLAMA = ModelCase(name="llama", make=lambda: make_llama(tied=False), batch=_uneven_llama_batch)
-TIED_LLAMA = ModelCase(name="llama-tied", make=lambda: make_llama(tied=True), batch=_uneven_llama_batch, tied=True)
+TIED_LLAMA = ModelCase(
+    name="llama-tied", make=lambda: make_llama(tied=True), batch=_uneven_llama_batch, tied=True
+)
 LORA_LLAMA = ModelCase(name="llama-lora", make=make_lora_llama, batch=_uneven_llama_batch)
 CASES = [MLP, LLAMA, TIED_LLAMA, LORA_LLAMA]

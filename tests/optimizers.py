@@ -14,9 +14,12 @@ PATIENCE_S = 10.0
 
 
 class PausingSGD(torch.optim.SGD):
-    """SGD that calls `pause` before and after it writes, from inside `step`: where a half-done update would show."""
+    """SGD that calls `pause` before and after it writes, from inside `step`: where a half-done
+    update would show."""
 
-    def __init__(self, params: Iterable[Tensor], *, pause: Callable[[], None], **settings: Any) -> None:
+    def __init__(
+        self, params: Iterable[Tensor], *, pause: Callable[[], None], **settings: Any
+    ) -> None:
         super().__init__(params, **settings)
         self._pause = pause
 
@@ -28,7 +31,8 @@ class PausingSGD(torch.optim.SGD):
 
 
 def random_delays(seed: int, longest_ms: float = 12.0) -> Callable[[], None]:
-    """Sleep nothing half of the time, else up to `longest_ms`; the sequence is drawn from the seed."""
+    """Sleep nothing half of the time, else up to `longest_ms`; the sequence is drawn from the
+    seed."""
     draws = random.Random(seed)
 
     def pause() -> None:
@@ -52,7 +56,8 @@ def every_third(delay_ms: float = 12.0) -> Callable[[], None]:
 
 
 class Gate:
-    """A pause held shut by the test. Waiting past `PATIENCE_S` raises, so a deadlock becomes a failure with a name."""
+    """A pause held shut by the test. Waiting past `PATIENCE_S` raises, so a deadlock becomes a
+    failure with a name."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -61,7 +66,9 @@ class Gate:
     def pause(self) -> None:
         self._reached.set()
         if not self._open.wait(PATIENCE_S):
-            raise TimeoutError("the test never got to open the gate: the engine waited for the update")
+            raise TimeoutError(
+                "the test never got to open the gate: the engine waited for the update"
+            )
 
     def open(self) -> None:
         self._open.set()

@@ -1,4 +1,5 @@
-"""Tiny random models of every architecture that has a preset, the inputs they are tried with, and their gradients.
+"""Tiny random models of every architecture that has a preset, the inputs they are tried with, and
+their gradients.
 
 Dropout is off, so that a model's own forward is the oracle. Knows nothing of the engine.
 """
@@ -53,27 +54,45 @@ YARN_ROPE = {
 
 
 def tiny_gpt2(**settings: Any) -> GPT2Config:
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_inner": 48,
+    }
     return GPT2Config(**sizes, bos_token_id=1, eos_token_id=1, **{**NO_DROPOUT, **settings})
 
 
 def tiny_qwen3_moe(**settings: Any) -> Qwen3MoeConfig:
     """Block 1 is dense."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [1],
+    }
     return Qwen3MoeConfig(**TINY, head_dim=8, **experts, **settings)
 
 
 def tiny_gpt_oss(**settings: Any) -> GptOssConfig:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssConfig(**TINY, head_dim=8, sliding_window=5, rope_parameters=YARN_ROPE, **experts, **settings)
+    return GptOssConfig(
+        **TINY, head_dim=8, sliding_window=5, rope_parameters=YARN_ROPE, **experts, **settings
+    )
 
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**TINY),
-    "llama-tied-rope3": lambda: LlamaConfig(**TINY, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "llama-tied-rope3": lambda: LlamaConfig(
+        **TINY, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+    ),
     "mistral-full": lambda: MistralConfig(**TINY, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**TINY, sliding_window=5),
-    "qwen2-window": lambda: Qwen2Config(**TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen2-window": lambda: Qwen2Config(
+        **TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
     "qwen3": lambda: Qwen3Config(**TINY, head_dim=8),
     "qwen3-window": lambda: Qwen3Config(
         **TINY, head_dim=8, use_sliding_window=True, sliding_window=5, max_window_layers=1
@@ -85,20 +104,39 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 ONLY_EAGER = {"gpt-oss"}
 # One of each architecture.
-LANGUAGE_MODELS = ["llama", "mistral-window", "qwen2-window", "qwen3", "qwen3-moe", "gpt-oss", "gpt2"]
+LANGUAGE_MODELS = [
+    "llama",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe",
+    "gpt-oss",
+    "gpt2",
+]
 
 
-def make_model(name: str = "llama", attention: str | None = None, config: PreTrainedConfig | None = None) -> Any:
+def make_model(
+    name: str = "llama", attention: str | None = None, config: PreTrainedConfig | None = None
+) -> Any:
     """A language model in training mode, seeded."""
     torch.manual_seed(0)
     attention = attention or ("eager" if name in ONLY_EAGER else "sdpa")
-    return AutoModelForCausalLM.from_config(config or CONFIGS[name](), attn_implementation=attention).train()
+    return AutoModelForCausalLM.from_config(
+        config or CONFIGS[name](), attn_implementation=attention
+    ).train()
 
 
 def make_vit(**settings: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = ViTConfig(**sizes, image_size=8, patch_size=4, num_channels=3, **{"num_labels": 5, **settings})
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    config = ViTConfig(
+        **sizes, image_size=8, patch_size=4, num_channels=3, **{"num_labels": 5, **settings}
+    )
     return ViTForImageClassification(config).train()
 
 
@@ -137,7 +175,9 @@ def shift_labels() -> Tensor:
 
 
 def embeds() -> Tensor:
-    return torch.randn(ROWS, TOKENS, TINY["hidden_size"], generator=torch.Generator().manual_seed(2))
+    return torch.randn(
+        ROWS, TOKENS, TINY["hidden_size"], generator=torch.Generator().manual_seed(2)
+    )
 
 
 ROW_PACKING = torch.stack([packed(5, 7), packed(12), packed(3, 4, 5), packed(1, 11)])

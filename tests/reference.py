@@ -1,6 +1,8 @@
-"""The plain-PyTorch oracles: one call, ordinary training (R0), training whose gradients are one step old (R1).
+"""The plain-PyTorch oracles: one call, ordinary training (R0), training whose gradients are one
+step old (R1).
 
-Knows nothing of the engine. Everything here is a loop a reader can check by eye against api.md `step`.
+Knows nothing of the engine. Everything here is a loop a reader can check by eye against api.md
+`step`.
 """
 
 import copy
@@ -16,7 +18,8 @@ Tensors = dict[str, Tensor]
 
 
 class Microbatch(NamedTuple):
-    """What one forward and backward consumes: the same triple `forward_backward(microbatches=[...])` takes."""
+    """What one forward and backward consumes: the same triple
+    `forward_backward(microbatches=[...])` takes."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -41,8 +44,11 @@ def buffers_of(model: nn.Module) -> Tensors:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def split_rows(num_microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> list[Microbatch]:
-    """Cut a batch of tensors into equal microbatches. Equal only: api.md leaves the cut of uneven batches open."""
+def split_rows(
+    num_microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any
+) -> list[Microbatch]:
+    """Cut a batch of tensors into equal microbatches. Equal only: api.md leaves the cut of uneven
+    batches open."""
 
     def cut(value: Tensor) -> Sequence[Tensor]:
         assert len(value) % num_microbatch == 0, "this oracle only knows how equal splits are cut"
@@ -62,9 +68,11 @@ def split_rows(num_microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def plain_call(model: nn.Module, microbatches: Iterable[Microbatch], loss_fn: LossFn) -> PlainCall:
-    """Run microbatches one after the other; sum losses and gradients from zero, in microbatch order.
+    """Run microbatches one after the other; sum losses and gradients from zero, in microbatch
+    order.
 
-    Gradients are summed in fp32 (or wider), which for fp32 models is what accumulating `.grad` does, to the bit.
+    Gradients are summed in fp32 (or wider), which for fp32 models is what accumulating `.grad`
+    does, to the bit.
     """
     loss: Tensor | None = None
     outputs: list[Any] = []
@@ -89,8 +97,9 @@ def plain_call(model: nn.Module, microbatches: Iterable[Microbatch], loss_fn: Lo
 class Reference:
     """Training with gradients `staleness` steps old: 0 is the ordinary loop (R0), 1 is R1.
 
-    The gradient of step t is computed at W_max(t - 1 - staleness, s) and applied to W_(t-1) with the hyper-parameters
-    of step t, giving W_t; s is the last step before a flush. Gradients of several calls add up until the step.
+    The gradient of step t is computed at W_max(t - 1 - staleness, s) and applied to W_(t-1) with
+    the hyper-parameters of step t, giving W_t; s is the last step before a flush. Gradients of
+    several calls add up until the step.
     """
 
     def __init__(
@@ -103,7 +112,9 @@ class Reference:
         grad_dtype: torch.dtype | None = None,
     ) -> None:
         self._working = copy.deepcopy(model)
-        self._masters = copy.deepcopy(model) if optim_dtype is None else copy.deepcopy(model).to(optim_dtype)
+        self._masters = (
+            copy.deepcopy(model) if optim_dtype is None else copy.deepcopy(model).to(optim_dtype)
+        )
         self._staleness = staleness
         self._grad_dtype = grad_dtype
         self._gradients: Tensors = {}
@@ -130,12 +141,19 @@ class Reference:
         self._load_working(self._versions[max(steps_taken - self._staleness, self._flushed_at)])
         call = plain_call(self._working, microbatches, loss_fn)
         for name, gradient in call.gradients.items():
-            offloaded = gradient if self._grad_dtype is None else gradient.to(self._grad_dtype).to(gradient.dtype)
-            self._gradients[name] = self._gradients[name] + offloaded if name in self._gradients else offloaded
+            offloaded = (
+                gradient
+                if self._grad_dtype is None
+                else gradient.to(self._grad_dtype).to(gradient.dtype)
+            )
+            self._gradients[name] = (
+                self._gradients[name] + offloaded if name in self._gradients else offloaded
+            )
         return call.loss
 
     def step(self, before_update: Callable[[Iterable[Tensor]], object] | None = None) -> None:
-        """Update the masters; `before_update` sees them with their gradients (clipping goes there)."""
+        """Update the masters; `before_update` sees them with their gradients (clipping goes
+        there)."""
         for name, master in self._masters.named_parameters():
             gradient = self._gradients.get(name)
             master.grad = None if gradient is None else gradient.to(master.dtype)
@@ -150,7 +168,8 @@ class Reference:
         self._flushed_at = len(self._versions) - 1
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """`load_state_dict`: flush, drop gradients, keep moments, masters take the loaded values."""
+        """`load_state_dict`: flush, drop gradients, keep moments, masters take the loaded
+        values."""
         with torch.no_grad():
             for name, master in self._masters.named_parameters():
                 if name in weights:

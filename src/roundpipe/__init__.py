@@ -1,4 +1,5 @@
-"""Train models far larger than the GPU: their state lives in host memory, the GPUs are stateless workers."""
+"""Train models far larger than the GPU: their state lives in host memory, the GPUs are stateless
+workers."""
 
 from . import errors, optim
 from .config import RoundPipeRunConfig

@@ -20,12 +20,14 @@ class RoundPipeRunConfig:
         requires_grad: build what backward needs; else ``torch.is_grad_enabled()``.
         output_device: where merged outputs go; else the CPU.
         preserve_rng_state: give every (layer, microbatch) its own random stream; else True.
-        recompute_grain: ``"stage"`` recomputes a backward stage whole, ``"layer"`` one layer at a time (lower peak).
+        recompute_grain: ``"stage"`` recomputes a backward stage whole, ``"layer"`` one layer at a
+            time (lower peak).
         num_microbatch: microbatches per call; else the number of devices + 1.
-        split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for args and kwargs.
+        split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for
+            args and kwargs.
         split_label: ``(label, n) -> label_list`` or a chunk spec.
-        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches as they are, as
-            `RoundPipePackedData`.
+        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches
+            as they are, as `RoundPipePackedData`.
         execute_plan: the stages to use; else planned from the layers' sizes.
     """
 
@@ -40,12 +42,20 @@ class RoundPipeRunConfig:
     execute_plan: ModelExecutePlan | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatch is not None and not (isinstance(self.num_microbatch, int) and self.num_microbatch >= 1):
-            raise ConfigError(f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1")
+        if self.num_microbatch is not None and not (
+            isinstance(self.num_microbatch, int) and self.num_microbatch >= 1
+        ):
+            raise ConfigError(
+                f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1"
+            )
         if self.recompute_grain not in (None, "stage", "layer"):
-            raise ConfigError(f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'")
+            raise ConfigError(
+                f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'"
+            )
         if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
-            raise ConfigError(f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan")
+            raise ConfigError(
+                f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan"
+            )
 
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
         """This config where it is set, ``base`` where it is not."""

@@ -1,4 +1,5 @@
-"""The whole error tree, by who is at fault. Errors raised by user code keep their own type and only gain a note."""
+"""The whole error tree, by who is at fault. Errors raised by user code keep their own type and only
+gain a note."""
 
 import traceback
 
@@ -24,8 +25,9 @@ class InternalError(RoundPipeError):
 
 
 def clear_frames(error: BaseException) -> None:
-    """Lets go of what the frames that an error, or one it came from, has left hold: on a device perhaps gigabytes, for
-    as long as somebody keeps the error. Frames that still run keep theirs."""
+    """Lets go of what the frames that an error, or one it came from, has left hold: on a device
+    perhaps gigabytes, for as long as somebody keeps the error. Frames that still run keep
+    theirs."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()  # because two may name each other
     while waiting:

@@ -1,4 +1,5 @@
-"""The Hugging Face side: `Trainer` with its training step handed to the engine. Translates, decides nothing."""
+"""The Hugging Face side: `Trainer` with its training step handed to the engine. Translates, decides
+nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
 from .loading import load_pretrained_mmap

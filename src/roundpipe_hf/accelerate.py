@@ -1,8 +1,9 @@
 """`accelerate.Accelerator` for plain training loops over a pipeline engine.
 
-[Note: a plain loop] What such a loop calls inline belongs to the engine: clipping and the update run in the engine's
-step, where the gradients are. So the optimizer that `prepare` returns steps the engine, and clipping is noted and done
-in the next step. Everything else (data, accumulation, schedulers, trackers, files) is Accelerate's.
+[Note: a plain loop] What such a loop calls inline belongs to the engine: clipping and the update
+run in the engine's step, where the gradients are. So the optimizer that `prepare` returns steps the
+engine, and clipping is noted and done in the next step. Everything else (data, accumulation,
+schedulers, trackers, files) is Accelerate's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,11 +22,13 @@ from .engine.optimizer import PendingNorm, PipelineOptimizer, is_over_masters
 
 
 class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """`accelerate.Accelerator` whose `prepare` also takes engines, and optimizers over their parameters.
+    """`accelerate.Accelerator` whose `prepare` also takes engines, and optimizers over their
+    parameters.
 
-    Outputs of an engine's forward are backpropagated through (`backward`), gradients accumulate until the step
-    (`accumulate`), clipping works on ``engine.parameters()``, states are saved and loaded with the optimizer's copies
-    of the weights. Updates are synchronous. Takes all arguments of `Accelerator` but those that place or cast models.
+    Outputs of an engine's forward are backpropagated through (`backward`), gradients accumulate
+    until the step (`accumulate`), clipping works on ``engine.parameters()``, states are saved and
+    loaded with the optimizer's copies of the weights. Updates are synchronous. Takes all arguments
+    of `Accelerator` but those that place or cast models.
 
     Example:
         >>> accelerator = RoundPipeAccelerator(gradient_accumulation_steps=2)
@@ -45,15 +48,21 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         super().__init__(**{"device_placement": False, **kwargs})
         if self.mixed_precision != "no":
             raise ConfigError(
-                f"mixed_precision={self.mixed_precision!r}: Accelerate would patch the engine's forward; load the "
-                "model in bfloat16 with optim_dtype=torch.float32, or call the engine within torch.autocast"
+                f"mixed_precision={self.mixed_precision!r}: Accelerate would patch the engine's "
+                "forward; load the "
+                "model in bfloat16 with optim_dtype=torch.float32, or call the engine within "
+                "torch.autocast"
             )
         if self.num_processes > 1:
-            raise ConfigError(f"{self.num_processes} processes: one process drives all devices; use plain python")
+            raise ConfigError(
+                f"{self.num_processes} processes: one process drives all devices; use plain python"
+            )
         self._engines: list[Engine] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        self._engines += [given for given in args if isinstance(given, Engine) and given not in self._engines]
+        self._engines += [
+            given for given in args if isinstance(given, Engine) and given not in self._engines
+        ]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -66,50 +75,69 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer over an engine's copies of the weights is stepped by that engine from here on."""
-        engine = next((one for one in self._engines if is_over_masters(optimizer, _as_roundpipe(one))), None)
+        """An optimizer over an engine's copies of the weights is stepped by that engine from here
+        on."""
+        engine = next(
+            (one for one in self._engines if is_over_masters(optimizer, _as_roundpipe(one))), None
+        )
         if engine is not None and not isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = PipelineOptimizer(_as_roundpipe(engine), optimizer, _AtOnce(), is_async=False)
+            optimizer = PipelineOptimizer(
+                _as_roundpipe(engine), optimizer, _AtOnce(), is_async=False
+            )
         elif engine is None and self._engines:
             raise ConfigError(
-                f"{type(optimizer).__name__} is not over the engine's parameters, which are copies of the model's: "
+                f"{type(optimizer).__name__} is not over the engine's parameters, which are copies "
+                "of the model's: "
                 "make it over engine.optim_parameters() and prepare it together with the engine"
             )
         return super().prepare_optimizer(optimizer, *args, **kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: int | float = 2) -> Any:
-        """Clips the gradients of the next step. The norm, before clipping, is known after it: ``.item()`` then."""
+        """Clips the gradients of the next step. The norm, before clipping, is known after it:
+        ``.item()`` then."""
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._optimizer_of(given)
         if optimizer is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
         if norm_type != 2:
-            raise ConfigError(f"norm_type={norm_type}: an engine's gradients are clipped by their 2-norm")
+            raise ConfigError(
+                f"norm_type={norm_type}: an engine's gradients are clipped by their 2-norm"
+            )
         optimizer.max_grad_norm = float(max_norm)
         return PendingNorm(optimizer)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._optimizer_of(given) is not None:
-            raise ConfigError("clip_grad_value_: an engine's gradients can only be clipped by their norm")
+            raise ConfigError(
+                "clip_grad_value_: an engine's gradients can only be clipped by their norm"
+            )
         super().clip_grad_value_(given, clip_value)
 
     def _optimizer_of(self, parameters: Iterable[torch.Tensor]) -> PipelineOptimizer | None:
         """The optimizer of the engine whose parameters these are, all that train.
 
         Raises:
-            ConfigError: they are some of an engine's only, or no optimizer of that engine was prepared.
+            ConfigError: they are some of an engine's only, or no optimizer of that engine was
+                prepared.
         """
         given = {id(parameter) for parameter in parameters if parameter.requires_grad}
         for engine in self._engines:
-            own = {id(parameter) for parameter in engine.model.parameters() if parameter.requires_grad}
+            own = {
+                id(parameter) for parameter in engine.model.parameters() if parameter.requires_grad
+            }
             if not given & own:
                 continue
-            prepared = [one.optimizer for one in self._optimizers if isinstance(one.optimizer, PipelineOptimizer)]
+            prepared = [
+                one.optimizer
+                for one in self._optimizers
+                if isinstance(one.optimizer, PipelineOptimizer)
+            ]
             optimizer = next((one for one in prepared if one.engine is engine), None)
             if optimizer is None or given != own:
                 raise ConfigError(
-                    "the gradients of an engine are clipped all together, in its optimizer's step: prepare the "
+                    "the gradients of an engine are clipped all together, in its optimizer's step: "
+                    "prepare the "
                     "optimizer, and pass engine.parameters()"
                 )
             return optimizer
@@ -132,7 +160,8 @@ class _AtOnce:
 
 
 class _Masters:
-    """An engine's own copies of the weights, where they hold more than the weights. Saved as a custom object."""
+    """An engine's own copies of the weights, where they hold more than the weights. Saved as a
+    custom object."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -145,7 +174,8 @@ class _Masters:
         masters = self._finer()
         if masters.keys() != state.keys():
             raise ConfigError(
-                f"the state holds copies of {len(state)} weights, {len(masters)} are wanted; load it with the same "
+                f"the state holds copies of {len(state)} weights, {len(masters)} are wanted; load "
+                "it with the same "
                 "trainable parameters, dtype and optim_dtype"
             )
         with torch.no_grad():

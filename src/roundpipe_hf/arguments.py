@@ -1,4 +1,5 @@
-"""The engine's settings as training arguments: typed for the command line, plain values so that they survive JSON."""
+"""The engine's settings as training arguments: typed for the command line, plain values so that
+they survive JSON."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ _device_of_loss: ContextVar[torch.device | None] = ContextVar("device_of_loss", 
 
 @contextmanager
 def losses_on(device: torch.device | None) -> Iterator[None]:
-    """This thread runs a loss whose tensors are there; None for what is no loss, as the model that one calls."""
+    """This thread runs a loss whose tensors are there; None for what is no loss, as the model that
+    one calls."""
     before = _device_of_loss.set(device)
     try:
         yield
@@ -33,31 +35,45 @@ def losses_on(device: torch.device | None) -> Iterator[None]:
 
 @dataclass
 class PipelineArguments:
-    """What the engine adds to any training arguments class; put it before that class among the bases."""
+    """What the engine adds to any training arguments class; put it before that class among the
+    bases."""
 
     async_optimizer: bool = field(
         default=False,
-        metadata={"help": "Let the optimizer run behind the next step: faster, gradients are exactly one step old."},
+        metadata={
+            "help": "Let the optimizer run behind the next step: faster, gradients are exactly one step old."
+        },
     )
-    # `int | str` first: HfArgumentParser reads the command line with the second member of the union.
+    # `int | str` first: HfArgumentParser reads the command line with the second member of the
+    # union.
     devices: int | str | list[str] | None = field(
         default=None,
-        metadata={"help": "cuda:0,cuda:1,... or a number of virtual CPU devices; else every visible accelerator."},
+        metadata={
+            "help": "cuda:0,cuda:1,... or a number of virtual CPU devices; else every visible accelerator."
+        },
     )
     num_microbatch: int | None = field(
         default=None, metadata={"help": "Microbatches per batch; else the number of devices + 1."}
     )
     recompute_grain: str | None = field(
-        default=None, metadata={"help": "'stage' (default) or 'layer': what is recomputed at a time in backward."}
+        default=None,
+        metadata={
+            "help": "'stage' (default) or 'layer': what is recomputed at a time in backward."
+        },
     )
-    pin_model: PinModel = field(default="alloc", metadata={"help": "How host memory is page-locked."})
+    pin_model: PinModel = field(
+        default="alloc", metadata={"help": "How host memory is page-locked."}
+    )
     optim_dtype: OptimDtype = field(
-        default="float32", metadata={"help": "Dtype of the optimizer's own copies; 'auto' keeps the weights' dtype."}
+        default="float32",
+        metadata={"help": "Dtype of the optimizer's own copies; 'auto' keeps the weights' dtype."},
     )
     max_gpu_memory: float | None = field(
         default=None, metadata={"help": "Bytes or GB of each device that the engine stays under."}
     )
-    trace_dir: str | None = field(default=None, metadata={"help": "Write a timeline of what each device did here."})
+    trace_dir: str | None = field(
+        default=None, metadata={"help": "Write a timeline of what each device did here."}
+    )
 
     def __post_init__(self) -> None:
         self.devices = _plain_devices(self.devices)
@@ -70,7 +86,8 @@ class PipelineArguments:
 
     @property
     def device(self) -> torch.device:
-        """Trainer's device, but in a loss that of its microbatch, so that ``weight.to(self.args.device)`` is there."""
+        """Trainer's device, but in a loss that of its microbatch, so that
+        ``weight.to(self.args.device)`` is there."""
         here = _device_of_loss.get()
         inherited: torch.device = super().device if here is None else here  # type: ignore[misc]
         return inherited
@@ -101,7 +118,8 @@ def engine_settings_in(args: TrainingArguments) -> list[str]:
 
 
 def device_type_of(args: TrainingArguments) -> str:
-    """Where the engine computes: ``"cpu"`` on virtual devices, whatever accelerator the Trainer itself sees."""
+    """Where the engine computes: ``"cpu"`` on virtual devices, whatever accelerator the Trainer
+    itself sees."""
     devices = engine_devices(args)
     if isinstance(devices, int):
         return "cpu"
@@ -109,13 +127,16 @@ def device_type_of(args: TrainingArguments) -> str:
 
 
 def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
-    """As RoundPipe takes them. ``use_cpu`` means the CPU even where the engine would find an accelerator.
+    """As RoundPipe takes them. ``use_cpu`` means the CPU even where the engine would find an
+    accelerator.
 
     Of several processes on this machine each has its share of those named, or of all there are.
     """
     devices = pipeline_of(args).devices
     if isinstance(devices, str):
-        raise ConfigError(f"devices was set to {devices!r} after construction; assign a list of device names")
+        raise ConfigError(
+            f"devices was set to {devices!r} after construction; assign a list of device names"
+        )
     if isinstance(devices, int):
         return devices
     if devices is None and _own_device(args).type == "cpu":
@@ -123,11 +144,14 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
     if args.world_size == 1:
         return None if devices is None else [torch.device(name) for name in devices]
     kind = _own_device(args).type
-    names = devices or [f"{kind}:{index}" for index in range(torch.get_device_module(kind).device_count())]
+    names = devices or [
+        f"{kind}:{index}" for index in range(torch.get_device_module(kind).device_count())
+    ]
     count = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     if len(names) % count:
         raise ConfigError(
-            f"{len(names)} devices ({', '.join(names)}) for {count} processes: start as many that each gets the "
+            f"{len(names)} devices ({', '.join(names)}) for {count} processes: start as many that "
+            "each gets the "
             "same number of devices, or name others in devices"
         )
     return own_share([torch.device(name) for name in names], args.local_process_index, count)
@@ -153,7 +177,9 @@ def _check_device(name: str) -> None:
     try:
         torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"devices names {name!r}, which torch does not know; use e.g. cuda:0,cuda:1") from error
+        raise ConfigError(
+            f"devices names {name!r}, which torch does not know; use e.g. cuda:0,cuda:1"
+        ) from error
 
 
 def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -1,4 +1,5 @@
-"""Every name of transformers, accelerate and PEFT that is private or known to move. A new release breaks here first."""
+"""Every name of transformers, accelerate and PEFT that is private or known to move. A new release
+breaks here first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,16 +56,19 @@ def adapter_configs(model: Any) -> Mapping[str, Any]:
 
 
 def use_one_gpu(args: TrainingArguments) -> None:
-    """Keeps Trainer from multiplying the batch by the number of GPUs and from building `nn.DataParallel`."""
+    """Keeps Trainer from multiplying the batch by the number of GPUs and from building
+    `nn.DataParallel`."""
     args.device  # noqa: B018  # because the property sets `_n_gpu` on its first read and would undo ours
     args._n_gpu = min(args._n_gpu, 1)
 
 
 def loss_adds_up(trainer: Trainer) -> bool:
-    """Whether the losses of microbatches, each divided by the window's number of targets, are known to add up.
+    """Whether the losses of microbatches, each divided by the window's number of targets, are known
+    to add up.
 
-    True for label smoothing, and for the models whose own loss is transformers' causal one. Anything else has to be
-    asked (see loss_rule.py). Mixture-of-experts routers add a mean to that loss.
+    True for label smoothing, and for the models whose own loss is transformers' causal one.
+    Anything else has to be asked (see loss_rule.py). Mixture-of-experts routers add a mean to that
+    loss.
     """
     if trainer.label_smoother is not None:
         return True
@@ -80,14 +84,18 @@ def makes_causal_loss(model: nn.Module) -> bool:
 
 
 def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None without
-    labels that name a class."""
+    """Which labels are predictions that count, as `Trainer._get_num_items_in_batch` sees it; None
+    without labels that name a class."""
     labels = inputs.get("shift_labels")
     if labels is None:
         labels = inputs.get("labels")
         if isinstance(labels, torch.Tensor) and trainer._loss_shifts_labels:
             labels = labels[..., 1:]
-    return labels.ne(-100) if isinstance(labels, torch.Tensor) and not labels.is_floating_point() else None
+    return (
+        labels.ne(-100)
+        if isinstance(labels, torch.Tensor) and not labels.is_floating_point()
+        else None
+    )
 
 
 def returns_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
@@ -100,33 +108,39 @@ def returns_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
 
 
 def tell_skipped(optimizer: Any, was_skipped: bool) -> None:
-    """Lets `Accelerator.optimizer_step_was_skipped` know, which Trainer asks before it moves its scheduler."""
+    """Lets `Accelerator.optimizer_step_was_skipped` know, which Trainer asks before it moves its
+    scheduler."""
     if isinstance(optimizer, AcceleratedOptimizer):
         optimizer._is_overflow = was_skipped
 
 
 def will_log(trainer: Trainer) -> bool:
     """Whether `_maybe_log_save_evaluate` is about to log."""
-    return trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+    return (
+        trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
+    )
 
 
 def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
-    """Tells Accelerate how many rows the last batch of a data set without a length has: its loss counts once for each.
+    """Tells Accelerate how many rows the last batch of a data set without a length has: its loss
+    counts once for each.
 
-    Accelerate counts them itself only where it dispatches batches, which unless told it does where it puts them on a
-    device, and takes the batch for a full one else.
+    Accelerate counts them itself only where it dispatches batches, which unless told it does where
+    it puts them on a device, and takes the batch for a full one else.
     """
     if trainer.accelerator.dispatch_batches is False:
         return
     state: Any = trainer.accelerator.gradient_state
-    # Not if the user evaluates with a loader that was not prepared, when it still is the training's.
+    # Not if the user evaluates with a loader that was not prepared, when it still is the
+    # training's.
     is_evaluated = state.active_dataloader is trainer.callback_handler.eval_dataloader
     if is_evaluated and state.end_of_dataloader and state.remainder == -1:
         state.active_dataloader.remainder = find_batch_size(inputs) or -1
 
 
 def book_loss(trainer: Trainer, loss: torch.Tensor) -> None:
-    """Counts a loss as `_run_epoch` counts what `training_step` returns, its filter for nan and inf included."""
+    """Counts a loss as `_run_epoch` counts what `training_step` returns, its filter for nan and inf
+    included."""
     if trainer.args.logging_nan_inf_filter and not torch.isfinite(loss):
         steps = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         trainer._tr_loss += trainer._tr_loss / steps

@@ -1,7 +1,9 @@
-"""Models whose weights stay in their safetensors files: mapped into memory, paged in when read, never copied.
+"""Models whose weights stay in their safetensors files: mapped into memory, paged in when read,
+never copied.
 
-`from_pretrained` maps weights already when nothing has to be changed about them. So this file only asks for that, looks
-afterwards whether it was so, and says which weights were copied after all and why.
+`from_pretrained` maps weights already when nothing has to be changed about them. So this file only
+asks for that, looks afterwards whether it was so, and says which weights were copied after all and
+why.
 """
 
 import json
@@ -26,23 +28,42 @@ from .compat import add_variant
 
 logger = logging.getLogger(__name__)
 
-# Where from_pretrained would put weights, or what it would make of them, instead of leaving them in the file.
-_COPIES_ALL = ("quantization_config", "tp_plan", "tp_size", "device_mesh", "distributed_config", "gguf_file")
+# Where from_pretrained would put weights, or what it would make of them, instead of leaving them in
+# the file.
+_COPIES_ALL = (
+    "quantization_config",
+    "tp_plan",
+    "tp_size",
+    "device_mesh",
+    "distributed_config",
+    "gguf_file",
+)
 # What says which files are meant, of all that from_pretrained takes.
-_OF_THE_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_OF_THE_FILES = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "token",
+    "revision",
+    "subfolder",
+)
 
 
-def load_pretrained_mmap(name_or_path: str | Path, *, model_class: Any = None, **kwargs: Any) -> PreTrainedModel:
+def load_pretrained_mmap(
+    name_or_path: str | Path, *, model_class: Any = None, **kwargs: Any
+) -> PreTrainedModel:
     """Loads a model as ``from_pretrained`` does, with its weights left in the safetensors files.
 
-    For training with ``pin_model="off"``, which reads them from there: frozen weights need no memory then, and what is
-    read of the files is only a cache that the system drops when it needs the room. Weights that train are written, so
-    those are copied when the first update reaches them.
+    For training with ``pin_model="off"``, which reads them from there: frozen weights need no
+    memory then, and what is read of the files is only a cache that the system drops when it needs
+    the room. Weights that train are written, so those are copied when the first update reaches
+    them.
 
     Args:
         name_or_path: a folder, or the name of a model on the Hub.
         model_class: a model or auto class; default: the class named in the model's config.
-        kwargs: of ``from_pretrained``. ``dtype`` is that of the files unless given: another one copies every weight.
+        kwargs: of ``from_pretrained``. ``dtype`` is that of the files unless given: another one
+            copies every weight.
 
     Raises:
         ConfigError: an option that would move or change every weight.
@@ -58,19 +79,26 @@ def load_pretrained_mmap(name_or_path: str | Path, *, model_class: Any = None, *
     _refuse_copies(kwargs)
     wants_info = kwargs.pop("output_loading_info", False)
     model_class = model_class or _class_of(name_or_path, kwargs)
-    loaded = model_class.from_pretrained(name_or_path, output_loading_info=True, **{"dtype": "auto", **kwargs})
+    loaded = model_class.from_pretrained(
+        name_or_path, output_loading_info=True, **{"dtype": "auto", **kwargs}
+    )
     model: PreTrainedModel = loaded[0]
     if can_tell_mappings():
         _warn_of_copies(model, _Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
     else:
-        logger.warning("this system does not tell which files are mapped, so nobody knows whether weights were copied")
+        logger.warning(
+            "this system does not tell which files are mapped, so nobody knows whether weights "
+            "were copied"
+        )
     return loaded if wants_info else model
 
 
 def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreTrainedModel:
-    """What ``RoundPipeTrainer(model="name or path")`` trains; with ``pin_model="off"`` its weights stay in their files.
+    """What ``RoundPipeTrainer(model="name or path")`` trains; with ``pin_model="off"`` its weights
+    stay in their files.
 
-    In the dtype of the files and in host memory, unless ``args.model_init_kwargs`` (TRL's) say otherwise.
+    In the dtype of the files and in host memory, unless ``args.model_init_kwargs`` (TRL's) say
+    otherwise.
     """
     given = getattr(args, "model_init_kwargs", None) or {}
     kwargs = json.loads(given) if isinstance(given, str) else dict(given)
@@ -86,19 +114,28 @@ def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
     for option in _COPIES_ALL:
         if kwargs.get(option) is not None:
             raise ConfigError(
-                f"{option} changes every weight while loading, so none can stay in its file; leave it out"
+                f"{option} changes every weight while loading, so none can stay in its file; leave "
+                "it out"
             )
     if kwargs.get("device_map") not in (None, "cpu"):
-        raise ConfigError("device_map: the pipeline places layers itself; leave it out to keep weights in their file")
+        raise ConfigError(
+            "device_map: the pipeline places layers itself; leave it out to keep weights in their "
+            "file"
+        )
     if kwargs.get("disable_mmap") or kwargs.get("use_safetensors") is False:
-        raise ConfigError("disable_mmap / use_safetensors=False: only mapped safetensors files can be left as they are")
+        raise ConfigError(
+            "disable_mmap / use_safetensors=False: only mapped safetensors files can be left as "
+            "they are"
+        )
 
 
 def _class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     """The class that wrote the files, else a causal language model."""
     config = kwargs.get("config")
     if config is None:
-        of_config = {name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs}
+        of_config = {
+            name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs
+        }
         config = AutoConfig.from_pretrained(name_or_path, **of_config)
     name = (config.architectures or [""])[0]
     return getattr(transformers, name, AutoModelForCausalLM)
@@ -114,7 +151,10 @@ class _Checkpoint:
         # The Hub's cache gives files their names by links, which mappings do not show.
         self._paths = {str(file.resolve()) for file in files}
         self.dtypes = {
-            key: entry["dtype"] for file in files for key, entry in _header(file).items() if "dtype" in entry
+            key: entry["dtype"]
+            for file in files
+            for key, entry in _header(file).items()
+            if "dtype" in entry
         }
 
     def has(self, file: str | None) -> bool:
@@ -126,13 +166,17 @@ class _Checkpoint:
         if single is not None:
             return [single]
         index = self._find(add_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
-        names = set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
+        names = (
+            set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
+        )
         return [file for file in map(self._find, sorted(names)) if file is not None]
 
     def _find(self, name: str) -> Path | None:
         # The model was loaded from it a moment ago, so it is here.
         how = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
-        found = cached_file(self._name_or_path, name, **{**self._of_files, **how, "force_download": False})
+        found = cached_file(
+            self._name_or_path, name, **{**self._of_files, **how, "force_download": False}
+        )
         return None if found is None else Path(found)
 
 
@@ -155,7 +199,8 @@ def _warn_of_copies(model: PreTrainedModel, checkpoint: _Checkpoint, missing: se
     if copied:
         reasons = "\n".join(f"  {why}: {', '.join(_short(names))}" for why, names in copied.items())
         logger.warning(
-            "%d of %d parameters (%.1f MiB) were copied into memory instead of staying in their safetensors file:\n%s",
+            "%d of %d parameters (%.1f MiB) were copied into memory instead of staying in their "
+            "safetensors file:\n%s",
             sum(map(len, copied.values())),
             sum(1 for _ in model.parameters()),
             num_bytes / 2**20,
@@ -171,7 +216,8 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: s
         return "not in the checkpoint, so made anew"
     if dtype is None:
         return (
-            "stacked, cast or otherwise made from other tensors of the checkpoint; save_pretrained does not undo that, "
+            "stacked, cast or otherwise made from other tensors of the checkpoint; save_pretrained "
+            "does not undo that, "
             "so it happens at every load"
         )
     if _SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
@@ -194,7 +240,8 @@ _SAFETENSORS_NAMES = {
 
 
 def _short(names: list[str]) -> Iterable[str]:
-    """Every name, those that differ in the number of their block only once: ``layers.{0-27}.mlp.gate_up_proj``."""
+    """Every name, those that differ in the number of their block only once:
+    ``layers.{0-27}.mlp.gate_up_proj``."""
     by_shape: dict[str, list[int]] = defaultdict(list)
     numbered = Counter(re.sub(r"\d+", "#", name) for name in names)
     for name in names:

@@ -1,4 +1,5 @@
-"""The other systems train what we train, and one that fails or hangs is said to have and leaves the others alone."""
+"""The other systems train what we train, and one that fails or hangs is said to have and leaves the
+others alone."""
 
 import os
 import subprocess
@@ -21,11 +22,14 @@ STEPS = 3
 
 
 def tiny(method: Any) -> Workload:
-    return Workload(model="qwen3-1.7b", method=method, rows=8, length=32, num_microbatch=4, tiny=True)
+    return Workload(
+        model="qwen3-1.7b", method=method, rows=8, length=32, num_microbatch=4, tiny=True
+    )
 
 
 def trained_plainly(workload: Workload) -> list[tuple[float, float]]:
-    """Losses and gradients' norms of bf16 weights with fp32 masters, on the CPU as on any device."""
+    """Losses and gradients' norms of bf16 weights with fp32 masters, on the CPU as on any
+    device."""
     model = make_model(workload, CPU)
     weights = [p for p in model.parameters() if p.requires_grad]
     masters = [p.detach().float() for p in weights]
@@ -79,7 +83,9 @@ def test_fsdp2_trains_like_plain_training(method: str, sums_on_device: bool) -> 
 
 
 def test_fsdp2_clips(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "MAX_NORM", 1e-12)  # AdamW divides by far more, so that nothing moves
+    monkeypatch.setattr(
+        rivals, "MAX_NORM", 1e-12
+    )  # AdamW divides by far more, so that nothing moves
     workload = tiny("full")
     with rivals.alone():
         step = rivals.fsdp2_step(make_model(workload, CPU), workload, sums_on_device=False)
@@ -88,9 +94,12 @@ def test_fsdp2_clips(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """As DeepSpeed documents its own: it divides a loss by the accumulation steps, and steps at their end only."""
+    """As DeepSpeed documents its own: it divides a loss by the accumulation steps, and steps at
+    their end only."""
 
-    def __init__(self, model: nn.Module, model_parameters: list[nn.Parameter], config: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, model_parameters: list[nn.Parameter], config: dict[str, Any]
+    ) -> None:
         self._model, self._weights, self._config = model, model_parameters, config
         self._masters = [p.detach().float() for p in model_parameters]
         assert config["bf16"] == {"enabled": True}
@@ -104,7 +113,9 @@ class Engine:
         return self._model(**inputs)
 
     def backward(self, loss: Tensor) -> None:
-        gradients = torch.autograd.grad(loss / self._config["gradient_accumulation_steps"], self._weights)
+        gradients = torch.autograd.grad(
+            loss / self._config["gradient_accumulation_steps"], self._weights
+        )
         for total, gradient in zip(self._sums, gradients, strict=True):
             total += gradient
 
@@ -131,7 +142,9 @@ def test_deepspeed_is_told_to_train_like_plain_training(
 ) -> None:
     configs = []
 
-    def initialize(model: nn.Module, model_parameters: list[nn.Parameter], config: dict[str, Any]) -> tuple[Any, ...]:
+    def initialize(
+        model: nn.Module, model_parameters: list[nn.Parameter], config: dict[str, Any]
+    ) -> tuple[Any, ...]:
         configs.append(config["zero_optimization"])
         return Engine(model, model_parameters, config), None, None, None
 
@@ -140,7 +153,9 @@ def test_deepspeed_is_told_to_train_like_plain_training(
     check(rivals.deepspeed_step(make_model(workload, CPU), workload, stage=stage), workload)
     (config,) = configs
     assert config["stage"] == stage
-    assert {name.removeprefix("offload_") for name in config if name.startswith("offload_")} == offloaded
+    assert {
+        name.removeprefix("offload_") for name in config if name.startswith("offload_")
+    } == offloaded
 
 
 def test_a_world_of_one_leaves_nothing_behind() -> None:
@@ -160,7 +175,9 @@ def test_a_world_of_one_leaves_nothing_behind() -> None:
 def test_a_row_that_fails_is_said_to_have_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "deepspeed.py").write_text("def initialize(**_):\n    raise RuntimeError('no compiler here')\n")
+    (tmp_path / "deepspeed.py").write_text(
+        "def initialize(**_):\n    raise RuntimeError('no compiler here')\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(sys, "argv", [rivals.__file__, "--tiny", "--systems", "zero2", "fsdp2"])
@@ -173,7 +190,9 @@ def test_a_row_that_fails_is_said_to_have_and_the_next_goes_on(
     assert [f"step {count} took" in err for count in (1, 2, 3, 4)] == [True, True, True, False]
 
 
-def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_installed_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["rivals.py", "--tiny", "--systems", "zero2", "zero3"])
     assert rivals.main() == 0
@@ -183,7 +202,11 @@ def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_row_that_hangs_ends_and_says_where() -> None:
     code = "import rivals, threading\nwith rivals.limited(0.1):\n    threading.Event().wait()\n"
     ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(rivals.__file__).parent, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=Path(rivals.__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 1
     assert "Timeout" in ended.stderr

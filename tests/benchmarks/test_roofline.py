@@ -9,9 +9,17 @@ from roundpipe.trace.profile import Block
 RATES = {"bf16 matmul": 1.0, "H2D": 2.0, "D2H": 4.0, "host AdamW (torch fused)": 0.5}
 
 
-def on_lane(lane: str, start: float, end: float, device: int = 0, pass_: Pass = Pass.FUSED) -> Block:
+def on_lane(
+    lane: str, start: float, end: float, device: int = 0, pass_: Pass = Pass.FUSED
+) -> Block:
     action = Action(Op.COMPUTE, StageRun(pass_, 0, range(2), device, range(2)), 0)
-    return Block(f"cuda:{device} {lane}", repr(action), start, end, {"device": f"cuda:{device}", "action": action})
+    return Block(
+        f"cuda:{device} {lane}",
+        repr(action),
+        start,
+        end,
+        {"device": f"cuda:{device}", "action": action},
+    )
 
 
 def on_thread(label: str, start: float, end: float) -> Block:
@@ -36,7 +44,12 @@ def test_time_in_which_nothing_is_computed_is_laid_to_what_else_ran() -> None:
         on_lane("gradients down", 14, 15),
     ]
     found = summary(blocks, begin=0, end=16, steps=2)
-    assert found["idle_s"] == {"weights up": 0.5, "optimizer": 2.0, "gradients down": 0.0, "nothing": 1.5}
+    assert found["idle_s"] == {
+        "weights up": 0.5,
+        "optimizer": 2.0,
+        "gradients down": 0.0,
+        "nothing": 1.5,
+    }
     assert (found["step_s"], found["compute_s"], found["uneven_s"]) == (8, 4, 0)
     assert (found["up_s"], found["optimizer_s"], found["down_s"]) == (1.5, 2.5, 2.0)
 
@@ -67,7 +80,9 @@ RECORD = {
 
 def test_bounds_count_each_byte_and_operation_once() -> None:
     bounds = bounds_of(RECORD, RATES)
-    assert bounds == pytest.approx({"compute": 6.0, "weights up": 1e-3, "gradients down": 5e-4, "host AdamW": 2e-3})
+    assert bounds == pytest.approx(
+        {"compute": 6.0, "weights up": 1e-3, "gradients down": 5e-4, "host AdamW": 2e-3}
+    )
     assert bounds_of(RECORD | {"method": "LoRA"}, RATES)["compute"] == pytest.approx(4.0)
     assert bounds_of(RECORD | {"devices": 2}, RATES)["compute"] == pytest.approx(3.0)
     assert list(bounds_of(RECORD, {"H2D": 1.0})) == ["weights up"]

@@ -27,7 +27,9 @@ def threads() -> Iterator[str]:
 def test_losses_are_those_of_plain_training(
     threads: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["loss_curve.py", "--tiny", "--steps", "3", "--threads", threads])
+    monkeypatch.setattr(
+        sys, "argv", ["loss_curve.py", "--tiny", "--steps", "3", "--threads", threads]
+    )
     assert loss_curve.main() == 0
     at_steps, held_out, *by_itself = measure.parse_records(capsys.readouterr().out)
     assert at_steps["losses"] == pytest.approx(at_steps["losses_plain"], rel=0.005)
@@ -43,14 +45,21 @@ def test_the_optimizers_pass_is_timed_against_others(
     arguments = ["--threads", threads, "--millions", "1", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["optimizer.py", *arguments])
     optimizer.main()
-    found = {record["what"]: record["value"] for record in measure.parse_records(capsys.readouterr().out)}
+    found = {
+        record["what"]: record["value"] for record in measure.parse_records(capsys.readouterr().out)
+    }
     assert {"triad of the same mix", "torch: cast, fused AdamW, cast", "one pass"} <= found.keys()
     assert min(found.values()) > 0
 
 
 @pytest.mark.parametrize(
     ("limit", "found"),
-    [(92160, (90112, 94208)), (100_000, (98304, 102400)), (32768, (32768, 36864)), (5000, (4096, 8192))],
+    [
+        (92160, (90112, 94208)),
+        (100_000, (98304, 102400)),
+        (32768, (32768, 36864)),
+        (5000, (4096, 8192)),
+    ],
 )
 def test_the_longest_length_is_found_to_the_resolution(limit: int, found: tuple[int, int]) -> None:
     assert longest(lambda length: length <= limit, start=32768, resolution=4096) == found
@@ -63,7 +72,8 @@ def test_a_search_ends_where_nothing_passes_and_when_time_is_up() -> None:
 
 
 class Fake:
-    """An engine with memory for 1,000 tokens, whose plan for long ones is right at the second attempt."""
+    """An engine with memory for 1,000 tokens, whose plan for long ones is right at the second
+    attempt."""
 
     execute_plan = "a plan"
 
@@ -72,7 +82,9 @@ class Fake:
 
     def step(self, tokens: torch.Tensor) -> None:
         self.tried.append(tokens.shape[1])
-        if tokens.shape[1] > 1000 or (self.tried.count(tokens.shape[1]) == 1 and tokens.shape[1] > 500):
+        if tokens.shape[1] > 1000 or (
+            self.tried.count(tokens.shape[1]) == 1 and tokens.shape[1] > 500
+        ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def synchronize(self) -> None: ...

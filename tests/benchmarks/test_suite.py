@@ -1,4 +1,5 @@
-"""One command runs many benchmarks: each by itself, none stopping the others, nothing that was measured lost."""
+"""One command runs many benchmarks: each by itself, none stopping the others, nothing that was
+measured lost."""
 
 import json
 import shlex

@@ -1,8 +1,9 @@
 """BC-02. An offloaded optimizer without the barrier the next forward needs.
 
-Weights or gradient buffers were read half-updated; with a fast optimizer nobody noticed. Here the optimizer is slowed
-down before and after it writes, always, at every third step, or not at all, and the next call starts at once. All runs
-must agree to the bit with each other and with the written reference: R1 when asynchronous, R0 when not.
+Weights or gradient buffers were read half-updated; with a fast optimizer nobody noticed. Here the
+optimizer is slowed down before and after it writes, always, at every third step, or not at all, and
+the next call starts at once. All runs must agree to the bit with each other and with the written
+reference: R1 when asynchronous, R0 when not.
 
 Source: pytorch/ao#1649, deepspeedai/DeepSpeed#8061.
 """
@@ -14,7 +15,14 @@ import pytest
 import torch
 
 from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, reference_steps, run_batch, train_steps
+from engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
 from models import make_mlp, mlp_batch
 from optimizers import PausingSGD, every_third, random_delays
 from reference import Reference, plain_call
@@ -52,20 +60,26 @@ def test_speed_of_the_optimizer_does_not_matter(
     devices.check(engine_weights(engine), reference.weights)
 
 
-def test_a_slow_update_consumes_the_gradients_of_its_own_step(devices: DeviceSet, engines: Engines) -> None:
-    """The gradients are recorded inside the slow `step`, after the next call's may already have begun to offload."""
+def test_a_slow_update_consumes_the_gradients_of_its_own_step(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """The gradients are recorded inside the slow `step`, after the next call's may already have
+    begun to offload."""
     seen: list[dict[str, torch.Tensor]] = []
 
     class Recording(PausingSGD):
         def step(self, closure: None = None) -> None:
             super().step(closure)
-            seen.append({name: master.grad.clone() for name, master in zip(names, masters, strict=True)})
+            seen.append(
+                {name: master.grad.clone() for name, master in zip(names, masters, strict=True)}
+            )
 
     model = make_mlp(width=WIDTH)
     names = [name for name, _ in model.named_parameters()]
     engine = engines(model, devices)
     masters = list(engine.optim_parameters())
-    # Learning rate 0: every gradient is taken at the same weights, so the plain gradients are known beforehand.
+    # Learning rate 0: every gradient is taken at the same weights, so the plain gradients are known
+    # beforehand.
     optimizer = Recording(masters, pause=PAUSES["always slow"](), lr=0.0)
     train_steps(engine, optimizer, BATCHES[:6], 2, is_async=True)
     engine.synchronize()
@@ -75,7 +89,9 @@ def test_a_slow_update_consumes_the_gradients_of_its_own_step(devices: DeviceSet
     assert len(seen) == 6
 
 
-def test_gradients_read_while_an_update_is_on_its_way_are_the_new_ones(devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_read_while_an_update_is_on_its_way_are_the_new_ones(
+    devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp(width=WIDTH)
     reference = Reference(model, sgd, staleness=1)
     engine = engines(model, devices)

@@ -1,8 +1,10 @@
-"""BC-03. A checkpoint of weights that live on the host held the values of another step than the one asked for.
+"""BC-03. A checkpoint of weights that live on the host held the values of another step than the one
+asked for.
 
-With stale gradients and updates on their way "the current weights" has two meanings, and code paths picked different
-ones. Here every way of reading, taken at once after step k and with a slow optimizer, gives W_k; what torch calls a
-copy (a file, a deepcopy, a clone) does not change when training goes on.
+With stale gradients and updates on their way "the current weights" has two meanings, and code paths
+picked different ones. Here every way of reading, taken at once after step k and with a slow
+optimizer, gives W_k; what torch calls a copy (a file, a deepcopy, a clone) does not change when
+training goes on.
 
 Source: pytorch/pytorch#144657, NVIDIA-NeMo/RL#3312.
 """
@@ -53,16 +55,23 @@ def deep_copy(engine: RoundPipe) -> Tensors:
 COPIES: dict[str, Callable[[RoundPipe], Tensors]] = {
     "file": to_file_and_back,
     "deepcopy": deep_copy,
-    "state_dict, cloned": lambda engine: {name: value.clone() for name, value in engine.state_dict().items()},
-    "parameters, cloned": lambda engine: {name: p.detach().clone() for name, p in engine.named_parameters()},
+    "state_dict, cloned": lambda engine: {
+        name: value.clone() for name, value in engine.state_dict().items()
+    },
+    "parameters, cloned": lambda engine: {
+        name: p.detach().clone() for name, p in engine.named_parameters()
+    },
 }
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 @pytest.mark.parametrize("take", COPIES)
-def test_what_is_taken_after_step_k_is_w_k_and_stays(take: str, slow: bool, is_async: bool, engines: Engines) -> None:
-    """Taken after steps 3 and 5, compared at the end. Reading is a synchronisation point for the reference too."""
+def test_what_is_taken_after_step_k_is_w_k_and_stays(
+    take: str, slow: bool, is_async: bool, engines: Engines
+) -> None:
+    """Taken after steps 3 and 5, compared at the end. Reading is a synchronisation point for the
+    reference too."""
     model = make_mlp()
     reference = Reference(model, adamw, staleness=int(is_async))
     engine = engines(model, TWO)
@@ -83,7 +92,9 @@ def test_what_is_taken_after_step_k_is_w_k_and_stays(take: str, slow: bool, is_a
     assert not torch.equal(taken[0]["0.weight"], taken[1]["0.weight"])
 
 
-def test_save_pretrained_right_after_a_slow_step_writes_the_new_weights(tmp_path: Path, engines: Engines) -> None:
+def test_save_pretrained_right_after_a_slow_step_writes_the_new_weights(
+    tmp_path: Path, engines: Engines
+) -> None:
     """Reached through the engine, it flushes first; the file is what plain transformers reads."""
     from transformers import LlamaForCausalLM
 
@@ -104,14 +115,18 @@ def test_save_pretrained_right_after_a_slow_step_writes_the_new_weights(tmp_path
 def test_successive_checkpoints_hold_their_own_step_and_never_change(
     is_async: bool, tmp_path: Path, engines: Engines
 ) -> None:
-    """Masters and step counters as well as weights; each taken at once behind a slow step, compared at the end."""
-    reference = Reference(make_mlp().bfloat16(), adamw, staleness=int(is_async), optim_dtype=torch.float32)
+    """Masters and step counters as well as weights; each taken at once behind a slow step, compared
+    at the end."""
+    reference = Reference(
+        make_mlp().bfloat16(), adamw, staleness=int(is_async), optim_dtype=torch.float32
+    )
     engine = engines(make_mlp().bfloat16(), TWO, optim_dtype=torch.float32)
     optimizer = SlowAdamW(engine.optim_parameters(), lr=0.01)
     expected = {}
     for step, batch in enumerate(BATCHES, start=1):
         batch = batch._replace(
-            args=(batch.args[0].bfloat16(),), loss_fn=lambda out, target, of=batch.loss_fn: of(out.float(), target)
+            args=(batch.args[0].bfloat16(),),
+            loss_fn=lambda out, target, of=batch.loss_fn: of(out.float(), target),
         )
         reference.forward_backward(batch.split(1), batch.loss_fn)
         reference.step()
@@ -124,6 +139,9 @@ def test_successive_checkpoints_hold_their_own_step_and_never_change(
     for step, weights in expected.items():
         saved = load_file(tmp_path / str(step))
         TWO.check({name: saved[f"master/{name}"] for name in weights}, weights)
-        TWO.check({name: saved[f"model/{name}"] for name in weights}, {n: w.bfloat16() for n, w in weights.items()})
+        TWO.check(
+            {name: saved[f"model/{name}"] for name in weights},
+            {n: w.bfloat16() for n, w in weights.items()},
+        )
         assert {float(saved[f"optimizer/{name}/step"]) for name in weights} == {float(step)}
     assert not torch.equal(expected[2]["0.weight"], expected[3]["0.weight"])

@@ -1,7 +1,9 @@
-"""BC-04. A weight used by two pipeline parts lost one of its gradients, was updated twice, or fired its hook early.
+"""BC-04. A weight used by two pipeline parts lost one of its gradients, was updated twice, or fired
+its hook early.
 
-Copies of a parameter per stage break its identity. Here the embedding and the head of a tied TinyLlama, and one Linear
-at positions 0 and 3 of a Sequential, lie in different stages, and once in a single fused one.
+Copies of a parameter per stage break its identity. Here the embedding and the head of a tied
+TinyLlama, and one Linear at positions 0 and 3 of a Sequential, lie in different stages, and once in
+a single fused one.
 
 Source: pytorch/pytorch#51931, pytorch/pytorch#81296.
 """
@@ -30,18 +32,29 @@ def test_the_tied_gradient_is_the_sum_of_both_parts(devices: DeviceSet, engines:
     batch = TIED_LLAMA.batch(4, 0)
     untied = make_llama(tied=False)
     tied = make_llama(tied=True)
-    weights = {**untied.state_dict(), **tied.state_dict(), "lm_head.weight": tied.lm_head.weight.detach()}
+    weights = {
+        **untied.state_dict(),
+        **tied.state_dict(),
+        "lm_head.weight": tied.lm_head.weight.detach(),
+    }
     untied.load_state_dict(weights)
     parts = plain_call(untied, batch.split(2), batch.loss_fn).gradients
     assert min(parts[EMBEDDING].norm(), parts["lm_head.weight"].norm()) > 0.1
     engine = engines(tied, devices)
     run_batch(engine, batch, 2)
-    devices.check(engine_gradients(engine)[EMBEDDING], parts[EMBEDDING] + parts["lm_head.weight"], bitwise=False)
+    devices.check(
+        engine_gradients(engine)[EMBEDDING],
+        parts[EMBEDDING] + parts["lm_head.weight"],
+        bitwise=False,
+    )
 
 
 @pytest.mark.parametrize("min_stages", [1, 3, 6])
-def test_a_tied_llama_trains_as_the_plain_one(min_stages: int, devices: DeviceSet, engines: Engines) -> None:
-    """One optimizer entry, one update per step, one tensor after five; the global norm counts it once."""
+def test_a_tied_llama_trains_as_the_plain_one(
+    min_stages: int, devices: DeviceSet, engines: Engines
+) -> None:
+    """One optimizer entry, one update per step, one tensor after five; the global norm counts it
+    once."""
     model = make_llama(tied=True)
     reference = Reference(model, sgd)
     engine = engines(model, devices)
@@ -73,13 +86,17 @@ def test_a_tied_llama_trains_as_the_plain_one(min_stages: int, devices: DeviceSe
 @pytest.mark.parametrize(
     "plan",
     [
-        ModelExecutePlan(fwd_plan=[range(1), range(1, 3)], bwd_plan=[range(3, 5), range(2, 3), range(2)]),
+        ModelExecutePlan(
+            fwd_plan=[range(1), range(1, 3)], bwd_plan=[range(3, 5), range(2, 3), range(2)]
+        ),
         ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3, 5), range(3)]),
         ModelExecutePlan(fwd_plan=[], bwd_plan=[range(5)]),
     ],
     ids=["apart", "two stages", "one fused stage"],
 )
-def test_one_linear_at_positions_0_and_3(plan: ModelExecutePlan, devices: DeviceSet, engines: Engines) -> None:
+def test_one_linear_at_positions_0_and_3(
+    plan: ModelExecutePlan, devices: DeviceSet, engines: Engines
+) -> None:
     torch.manual_seed(0)
     shared = nn.Linear(MLP_WIDTH, MLP_WIDTH)
     model = nn.Sequential(shared, nn.Tanh(), nn.Linear(MLP_WIDTH, MLP_WIDTH), shared, nn.Tanh())

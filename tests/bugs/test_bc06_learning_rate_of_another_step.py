@@ -1,8 +1,10 @@
-"""BC-06. An offloaded optimizer that read its hyper-parameters late, or a copy of them made too early.
+"""BC-06. An offloaded optimizer that read its hyper-parameters late, or a copy of them made too
+early.
 
-The usual two groups (decay for weights, none for norms), a scheduler that moves right after `step` while the update may
-still be in flight; then the optimizer's own state loaded back, which replaces its groups by new dictionaries; then a
-group added. Each update must use the values its own step was called with.
+The usual two groups (decay for weights, none for norms), a scheduler that moves right after `step`
+while the update may still be in flight; then the optimizer's own state loaded back, which replaces
+its groups by new dictionaries; then a group added. Each update must use the values its own step was
+called with.
 
 Source: deepspeedai/DeepSpeed#7905, pytorch/ao#959, NVIDIA/apex#766.
 """
@@ -37,7 +39,9 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("own", [True, False], ids=["ours", "torch's"])
-def test_every_update_uses_the_hyper_parameters_of_its_own_step(own: bool, is_async: bool, engines: Engines) -> None:
+def test_every_update_uses_the_hyper_parameters_of_its_own_step(
+    own: bool, is_async: bool, engines: Engines
+) -> None:
     model = make_llama(tied=False)
     names = [name for name, _ in model.named_parameters()]
     reference = Reference(
@@ -67,7 +71,9 @@ def test_every_update_uses_the_hyper_parameters_of_its_own_step(own: bool, is_as
 
     train(BATCHES[:6])
     for each in (optimizer, reference.optimizer):
-        with roundpipe.OptimizerCtx():  # torch's own `state_dict` does not wait for the update in flight
+        with (
+            roundpipe.OptimizerCtx()
+        ):  # torch's own `state_dict` does not wait for the update in flight
             each.load_state_dict(each.state_dict())
     train(BATCHES[6:9])
     extra = {"lr": 0.02, "weight_decay": 0.3}

@@ -1,7 +1,9 @@
-"""BC-09. Recompute drew new dropout masks: the loss looked fine and the gradients belonged to another sample.
+"""BC-09. Recompute drew new dropout masks: the loss looked fine and the gradients belonged to
+another sample.
 
-A small GPT-2 with dropout everywhere and an MLP with dropout in every stage, recomputed by several plans: their
-gradients must be, to the bit, those of the plan that recomputes nothing. A probe compares the masks themselves.
+A small GPT-2 with dropout everywhere and an MLP with dropout in every stage, recomputed by several
+plans: their gradients must be, to the bit, those of the plan that recomputes nothing. A probe
+compares the masks themselves.
 
 Source: allenai/OLMo-core#828, unslothai/unsloth-zoo#1218.
 """
@@ -25,7 +27,9 @@ WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 16, 2, 6, 23, 8
 NUM_LAYERS = 6
 NO_RECOMPUTE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(NUM_LAYERS)])
 PLANS = {
-    "same cuts": ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]),
+    "same cuts": ModelExecutePlan(
+        fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
+    ),
     "a backward stage across a forward border": ModelExecutePlan(
         fwd_plan=[range(2), range(2, 5)], bwd_plan=[range(5, 6), range(1, 5), range(1)]
     ),
@@ -54,7 +58,9 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,14 +68,18 @@ class Block(nn.Module):
         heads = self.qkv(self.before_attention(hidden)).view(rows, length, 3, HEADS, WIDTH // HEADS)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         dropped = 0.1 if self.training else 0.0
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, dropout_p=dropped, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropped, is_causal=True
+        )
         hidden = hidden + self.dropout(self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH)))
         return hidden + self.dropout(self.mlp(self.before_mlp(hidden)))
 
 
 def make_gpt2() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Embedding(), *(Block() for _ in range(NUM_LAYERS - 2)), nn.Linear(WIDTH, VOCABULARY))
+    return nn.Sequential(
+        Embedding(), *(Block() for _ in range(NUM_LAYERS - 2)), nn.Linear(WIDTH, VOCABULARY)
+    )
 
 
 def gpt2_batch() -> Batch:
@@ -85,7 +95,10 @@ def gpt2_batch() -> Batch:
 
 def make_dropout_mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Tanh(), nn.Dropout(0.5)) for _ in range(NUM_LAYERS)]
+    stages = [
+        nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.Tanh(), nn.Dropout(0.5))
+        for _ in range(NUM_LAYERS)
+    ]
     return nn.Sequential(*stages)
 
 
@@ -96,7 +109,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Batch]] = {
 
 
 class Trained:
-    """Losses and gradients of some calls between which the main thread draws, and the generator's state after each."""
+    """Losses and gradients of some calls between which the main thread draws, and the generator's
+    state after each."""
 
     def __init__(self, engine: RoundPipe, batch: Batch, num_microbatch: int, **run: object) -> None:
         torch.manual_seed(7)
@@ -117,7 +131,13 @@ def test_gradients_with_recompute_are_those_without(
     make, batch = MODELS[model]
     plain = Trained(engines(make(), devices), batch, num_microbatch, execute_plan=NO_RECOMPUTE)
     for plan in PLANS.values():
-        again = Trained(engines(make(), devices), batch, num_microbatch, execute_plan=plan, recompute_grain=grain)
+        again = Trained(
+            engines(make(), devices),
+            batch,
+            num_microbatch,
+            execute_plan=plan,
+            recompute_grain=grain,
+        )
         devices.check(again.values, plain.values)
 
 
@@ -136,11 +156,13 @@ def test_the_same_where_copies_are_late(count: int, model: str, engines: Engines
 class MaskProbe(nn.Module):
     """Dropout on ones, whose masks are noted by the input they were drawn for.
 
-    Another mask in an earlier layer of the recompute would show as another input. The log is global, because modules
-    may be copied.
+    Another mask in an earlier layer of the recompute would show as another input. The log is
+    global, because modules may be copied.
     """
 
-    log: ClassVar[defaultdict[int, defaultdict[bytes, list[Tensor]]]] = defaultdict(lambda: defaultdict(list))
+    log: ClassVar[defaultdict[int, defaultdict[bytes, list[Tensor]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -149,7 +171,9 @@ class MaskProbe(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         mask = nn.functional.dropout(torch.ones_like(hidden), 0.5)
-        MaskProbe.log[self.layer][hidden.detach().cpu().numpy().tobytes()].append(mask.detach().cpu())
+        MaskProbe.log[self.layer][hidden.detach().cpu().numpy().tobytes()].append(
+            mask.detach().cpu()
+        )
         return self.linear(hidden) * mask
 
 
@@ -180,7 +204,8 @@ def test_the_mask_of_the_recompute_is_the_mask_of_the_forward(
 
 
 def test_the_probe_would_see_other_masks(engines: Engines) -> None:
-    """With the streams switched off every run of a layer draws anew, and both tests above would fail."""
+    """With the streams switched off every run of a layer draws anew, and both tests above would
+    fail."""
     masks = probed_masks(engines, ONE, "same cuts", 4, preserve_rng_state=False)
     assert len(masks[0]) == 4
     assert not any(torch.equal(forward, recompute) for forward, recompute in masks[0])

@@ -1,7 +1,8 @@
-"""BC-11. A microbatch without any unmasked label turned the whole step to NaN; odd batch sizes crashed or were padded.
+"""BC-11. A microbatch without any unmasked label turned the whole step to NaN; odd batch sizes
+crashed or were padded.
 
-0/0 inside one microbatch, and integer division in the split. Here rows are masked whole, batches have 5, 3 and 1 rows
-for 4 microbatches, and everything equals the one-shot result.
+0/0 inside one microbatch, and integer division in the split. Here rows are masked whole, batches
+have 5, 3 and 1 rows for 4 microbatches, and everything equals the one-shot result.
 
 Source: EleutherAI/bergson#461, pytorch/PiPPy#795, pytorch/pytorch#126600.
 """
@@ -61,7 +62,9 @@ def test_a_batch_without_labels_updates_nothing(devices: DeviceSet, engines: Eng
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_smaller_last_batch_trains_as_in_plain_pytorch(is_async: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_a_smaller_last_batch_trains_as_in_plain_pytorch(
+    is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
     """Batches of 4, 4 and 3 rows, `drop_last=False`, twice."""
     model = make_llama(tied=False)
     reference = Reference(model, sgd, staleness=int(is_async))

@@ -1,8 +1,10 @@
-"""BC-12. Overflow: a skipped step was reported as taken, or the scaler was left so that the next unscale failed.
+"""BC-12. Overflow: a skipped step was reported as taken, or the scaler was left so that the next
+unscale failed.
 
-With an optimizer on another thread the finding arrives after the loop has gone on. Here one microbatch overflows at
-step 2, a single stage's gradient is NaN at step 5, at step 6 the user unscales but does not step, and one call fails.
-The oracle is torch.amp.GradScaler("cpu") on the plain model.
+With an optimizer on another thread the finding arrives after the loop has gone on. Here one
+microbatch overflows at step 2, a single stage's gradient is NaN at step 5, at step 6 the user
+unscales but does not step, and one call fails. The oracle is torch.amp.GradScaler("cpu") on the
+plain model.
 
 Source: huggingface/accelerate#4242, pytorch/pytorch#44511.
 """
@@ -68,10 +70,14 @@ def counters(optimizer: torch.optim.Optimizer) -> set[float]:
 
 
 def scaled_by(scaler: Any, batch: Batch) -> Batch:
-    return batch._replace(loss_fn=lambda output, target: scaler.scale(batch.loss_fn(output, target)))
+    return batch._replace(
+        loss_fn=lambda output, target: scaler.scale(batch.loss_fn(output, target))
+    )
 
 
-@pytest.mark.parametrize("make", [adamw, lambda params: roundpipe.optim.AdamW(params, lr=0.01)], ids=["torch", "ours"])
+@pytest.mark.parametrize(
+    "make", [adamw, lambda params: roundpipe.optim.AdamW(params, lr=0.01)], ids=["torch", "ours"]
+)
 def test_the_trace_is_torchs(make: Any, devices: DeviceSet, engines: Engines) -> None:
     """Scale, weights and the optimizer's step counter after every step."""
     plain, theirs = make_model(), torch.amp.GradScaler("cpu", **SETTINGS)
@@ -126,7 +132,9 @@ def steps_normally(engine: RoundPipe, optimizer: torch.optim.Optimizer, scaler: 
     assert all(not torch.equal(after[name], before[name]) for name in before)
 
 
-def test_unscaling_twice_is_an_error_and_the_next_step_works(engine: RoundPipe, scaler: GradScaler) -> None:
+def test_unscaling_twice_is_an_error_and_the_next_step_works(
+    engine: RoundPipe, scaler: GradScaler
+) -> None:
     optimizer = adamw(engine.optim_parameters())
     run_batch(engine, scaled_by(scaler, mlp_batch(6)), 2)
 
@@ -134,13 +142,17 @@ def test_unscaling_twice_is_an_error_and_the_next_step_works(engine: RoundPipe, 
         scaler.unscale_(optimizer)
         scaler.unscale_(optimizer)
 
-    with pytest.raises(RuntimeError, match="already been called on this optimizer since the last update"):
+    with pytest.raises(
+        RuntimeError, match="already been called on this optimizer since the last update"
+    ):
         engine.step(twice, is_async=False)
     scaler.update()
     steps_normally(engine, optimizer, scaler)
 
 
-def test_two_steps_without_an_update_are_an_error_as_in_torch(engine: RoundPipe, scaler: GradScaler) -> None:
+def test_two_steps_without_an_update_are_an_error_as_in_torch(
+    engine: RoundPipe, scaler: GradScaler
+) -> None:
     optimizer = adamw(engine.optim_parameters())
     for may in (True, False):
         run_batch(engine, scaled_by(scaler, mlp_batch(6)), 2)
@@ -166,7 +178,9 @@ def test_an_update_without_a_step_is_an_error_as_in_torch(
     steps_normally(engine, optimizer, scaler)
 
 
-def test_a_step_fn_that_raised_does_not_upset_the_next_update(engine: RoundPipe, scaler: GradScaler) -> None:
+def test_a_step_fn_that_raised_does_not_upset_the_next_update(
+    engine: RoundPipe, scaler: GradScaler
+) -> None:
     optimizer = adamw(engine.optim_parameters())
 
     def fail() -> None:
@@ -200,9 +214,16 @@ def test_calls_on_the_wrong_thread_are_refused(engine: RoundPipe, scaler: GradSc
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-def test_torchs_own_scaler_is_refused_before_it_changes_anything(fused: bool, engine: RoundPipe) -> None:
-    """Fused optimizers leave unscaling and skipping to their kernel, which ours replace: a silent step on infs."""
-    optimizer = roundpipe.optim.AdamW(engine.optim_parameters()) if fused else adamw(engine.optim_parameters())
+def test_torchs_own_scaler_is_refused_before_it_changes_anything(
+    fused: bool, engine: RoundPipe
+) -> None:
+    """Fused optimizers leave unscaling and skipping to their kernel, which ours replace: a silent
+    step on infs."""
+    optimizer = (
+        roundpipe.optim.AdamW(engine.optim_parameters())
+        if fused
+        else adamw(engine.optim_parameters())
+    )
     theirs = torch.amp.GradScaler("cpu", **SETTINGS)
     before = engine_weights(engine)
     run_batch(engine, scaled_by(theirs, mlp_batch(6)), 2)

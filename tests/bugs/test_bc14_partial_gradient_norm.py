@@ -1,7 +1,8 @@
 """BC-14. A gradient norm over one stage, or over scaled gradients, instead of the whole model.
 
-The logged norm must be the plain model's, computed after unscaling and before clipping, with a tied weight counted
-once; and the clipped training must go where the plain one goes. Through the Trainer the same is tested in tests/hf.
+The logged norm must be the plain model's, computed after unscaling and before clipping, with a tied
+weight counted once; and the clipped training must go where the plain one goes. Through the Trainer
+the same is tested in tests/hf.
 
 Source: pytorch/torchtitan#596, huggingface/transformers#40799, pytorch/pytorch#148532.
 """
@@ -29,7 +30,13 @@ def make_gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=LLAMA_VOCABULARY, n_positions=32, n_embd=32, n_layer=4, n_head=4, resid_pdrop=0, embd_pdrop=0
+        vocab_size=LLAMA_VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        resid_pdrop=0,
+        embd_pdrop=0,
     )
     config.attn_pdrop = 0
     return GPT2LMHeadModel(config)
@@ -39,7 +46,8 @@ CASES = [LLAMA, ModelCase(name="gpt2-tied", make=make_gpt2, batch=LLAMA.batch, t
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Not Adam, which makes steps of full size from the rounding noise that is GPT-2's gradient of a key bias."""
+    """Not Adam, which makes steps of full size from the rounding noise that is GPT-2's gradient of
+    a key bias."""
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
@@ -69,7 +77,9 @@ def test_the_norm_is_the_whole_models(
     for seed in range(3):
         batch = case.batch(4, seed)
         reference.forward_backward(batch.split(2), batch.loss_fn)
-        reference.step(lambda params: expected.append(torch.nn.utils.clip_grad_norm_(params, LIMIT)))
+        reference.step(
+            lambda params: expected.append(torch.nn.utils.clip_grad_norm_(params, LIMIT))
+        )
         run_batch(engine, times(batch, scaler), 2, execute_plan=plan)
         engine.step(step_fn, is_async=False)
         scaler.update()
@@ -87,7 +97,8 @@ def times(batch: Batch, scaler: GradScaler) -> Batch:
 def test_an_inf_anywhere_shows_in_the_norm_and_does_what_torch_does(
     layer: int, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Without a scaler: the norm is inf, every gradient becomes 0 or NaN, nothing is clipped by half."""
+    """Without a scaler: the norm is inf, every gradient becomes 0 or NaN, nothing is clipped by
+    half."""
     model, plain = LLAMA.make(), LLAMA.make()
     batch = LLAMA.batch(4, 0)
     engine = engines(model, devices)
@@ -119,6 +130,7 @@ def test_the_oracle_tells_parts_from_the_whole() -> None:
     batch.loss_fn(model(*batch.args, **batch.kwargs), batch.label).backward()
     whole = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
     layers = [
-        float(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])) for layer in model.model.layers
+        float(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()]))
+        for layer in model.model.layers
     ]
     assert max(layers) < 0.7 * whole

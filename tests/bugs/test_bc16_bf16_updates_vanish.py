@@ -1,7 +1,8 @@
-"""BC-16. In bf16 training, norm weights stayed exactly 1.0 for the whole run and small gradients vanished in the sum.
+"""BC-16. In bf16 training, norm weights stayed exactly 1.0 for the whole run and small gradients
+vanished in the sum.
 
-With fp32 masters neither may happen: updates far below bf16's resolution add up in the masters, and gradients of many
-microbatches or calls are summed in fp32 and rounded once.
+With fp32 masters neither may happen: updates far below bf16's resolution add up in the masters, and
+gradients of many microbatches or calls are summed in fp32 and rounded once.
 
 Source: vllm-project/speculators#765, deepspeedai/DeepSpeed#2352.
 """
@@ -26,7 +27,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def norms_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().float().clone() for name, value in weights.items() if "norm" in name}
+    return {
+        name: value.detach().float().clone() for name, value in weights.items() if "norm" in name
+    }
 
 
 def test_norm_weights_leave_one_as_in_fp32(engines: Engines) -> None:
@@ -88,6 +91,10 @@ def test_sums_in_bf16_would_have_lost_more() -> None:
     model, batch = tiny_gradients(MICROBATCHES)
     total = torch.zeros(4, 4, dtype=torch.bfloat16)
     for row in batch.args[0].split(1):
-        total += plain_call(model, [Microbatch((row,), {}, None)], batch.loss_fn).gradients["0.weight"].bfloat16()
+        total += (
+            plain_call(model, [Microbatch((row,), {}, None)], batch.loss_fn)
+            .gradients["0.weight"]
+            .bfloat16()
+        )
     expected = float(torch.tensor(VALUE).bfloat16()) * MICROBATCHES
     assert abs(float(total[0, 0]) / expected - 1) > 4e-3

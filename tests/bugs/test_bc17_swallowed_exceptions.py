@@ -1,8 +1,9 @@
 """BC-17. An exception in a background thread was swallowed and the main thread waited forever.
 
-Here an exception of the user's own type is raised in a layer's forward, backward and recompute, in `loss_fn` and in
-`step_fn`; it must reach the caller within 5 s, say where it happened, have had no effect, and leave an engine that
-works. The same uncaught in a process of its own must end that process with a non-zero code.
+Here an exception of the user's own type is raised in a layer's forward, backward and recompute, in
+`loss_fn` and in `step_fn`; it must reach the caller within 5 s, say where it happened, have had no
+effect, and leave an engine that works. The same uncaught in a process of its own must end that
+process with a non-zero code.
 
 Source: ludwig-ai/ludwig#3050, meta-pytorch/data#1003.
 """
@@ -25,7 +26,9 @@ from optimizers import Gate
 from reference import Tensors, buffers_of, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe
 
-PLAN = ModelExecutePlan(fwd_plan=[range(1), range(1, 3)], bwd_plan=[range(3, 5), range(1, 3), range(1)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(1), range(1, 3)], bwd_plan=[range(3, 5), range(1, 3), range(1)]
+)
 BATCH = mlp_batch(rows=6)
 MICROBATCHES = 3
 BAD_MICROBATCH = 1
@@ -36,7 +39,8 @@ class Boom(Exception):
 
 
 class Trap:
-    """Where and when the layers below raise. Global to the test, so that it is found from any copy of a layer."""
+    """Where and when the layers below raise. Global to the test, so that it is found from any copy
+    of a layer."""
 
     def __init__(self) -> None:
         self.where: str | None = None
@@ -99,7 +103,8 @@ class Counting(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """Buffers and dropout stand behind the trap and before it: a half-done call would show in either."""
+    """Buffers and dropout stand behind the trap and before it: a half-done call would show in
+    either."""
     torch.manual_seed(0)
     return nn.Sequential(
         Counting(),
@@ -159,7 +164,8 @@ EXPECTED_PASS = {"forward": "forward", "recompute": "backward|recompute", "backw
 def test_an_error_inside_a_call_arrives_has_no_effect_and_the_next_call_works(
     where: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """A first call leaves gradients behind; the second fails; the third gives what it gives without the second."""
+    """A first call leaves gradients behind; the second fails; the third gives what it gives without
+    the second."""
     TRAP.set(None)
     engine, twin = engines(make_model(), devices), engines(make_model(), devices)
     torch.manual_seed(5)
@@ -170,7 +176,9 @@ def test_an_error_inside_a_call_arrives_has_no_effect_and_the_next_call_works(
     with pytest.raises(Boom) as caught:
         call(engine, bad)
     assert str(caught.value) == f"raised in {where}"
-    assert any(entry.name in ("spring", "failing_loss") for entry in caught.traceback), "the user's frame is gone"
+    assert any(entry.name in ("spring", "failing_loss") for entry in caught.traceback), (
+        "the user's frame is gone"
+    )
     notes = notes_of(caught.value)
     assert re.search(rf"microbatch\s*{BAD_MICROBATCH}\b", notes), notes
     assert re.search(r"\bdevice\b|virtual", notes), notes
@@ -192,12 +200,15 @@ def test_an_error_inside_a_call_arrives_has_no_effect_and_the_next_call_works(
 
 
 def test_the_trap_itself_is_transparent() -> None:
-    """Without a set trap the marked batch is the ordinary one; otherwise the tests above would test something else."""
+    """Without a set trap the marked batch is the ordinary one; otherwise the tests above would test
+    something else."""
     TRAP.set(None)
     model = make_model().eval()
     for batch in (BATCH, marked_batch()):
         call_result = plain_call(model, batch.split(MICROBATCHES), batch.loss_fn)
-        torch.testing.assert_close(call_result.outputs[0], model(BATCH.args[0])[:2], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            call_result.outputs[0], model(BATCH.args[0])[:2], rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("devices", VIRTUAL, ids=str)
@@ -205,7 +216,8 @@ def test_the_trap_itself_is_transparent() -> None:
 def test_an_error_in_step_fn_arrives_and_the_next_step_works(
     is_async: bool, devices: DeviceSet, engines: Engines
 ) -> None:
-    """At the call when synchronous, at the latest at the next engine call when not; nothing was written back."""
+    """At the call when synchronous, at the latest at the next engine call when not; nothing was
+    written back."""
     TRAP.set(None)
     engine = engines(make_model().eval(), devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
@@ -228,14 +240,18 @@ def test_an_error_in_step_fn_arrives_and_the_next_step_works(
     engine.zero_grad()
     call(engine, BATCH)
     engine.step(optimizer.step, is_async=is_async)
-    expected = {name: torch.add(value, gradients[name], alpha=-0.1) for name, value in start.items()}
+    expected = {
+        name: torch.add(value, gradients[name], alpha=-0.1) for name, value in start.items()
+    }
     devices.check(engine_weights(engine), expected)
 
 
 @pytest.mark.parametrize(
     "read", [RoundPipe.synchronize, RoundPipe.state_dict, lambda engine: list(engine.parameters())]
 )
-def test_an_asynchronous_error_surfaces_at_a_read_too(read: Callable[[RoundPipe], object], engines: Engines) -> None:
+def test_an_asynchronous_error_surfaces_at_a_read_too(
+    read: Callable[[RoundPipe], object], engines: Engines
+) -> None:
     """A save right after the failed step must not quietly write old weights."""
     engine = engines(make_model().eval(), TWO)
     call(engine, BATCH)
@@ -254,7 +270,8 @@ def test_an_asynchronous_error_surfaces_at_a_read_too(read: Callable[[RoundPipe]
 def test_the_handle_of_a_failed_step_raises_its_error(engines: Engines) -> None:
     engine = engines(make_model().eval(), TWO)
     call(engine, BATCH)
-    # The very first step waits until its optimizer was entered, so that one must not be the one held up.
+    # The very first step waits until its optimizer was entered, so that one must not be the one
+    # held up.
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     engine.step(optimizer.step)
     call(engine, BATCH)
@@ -268,7 +285,9 @@ def test_the_handle_of_a_failed_step_raises_its_error(engines: Engines) -> None:
     gate.open()
     with pytest.raises(Boom):
         handle.result()
-    with suppress(Boom):  # Whether the handle's caller has "seen" it, so that nothing is left to raise, is left open.
+    with suppress(
+        Boom
+    ):  # Whether the handle's caller has "seen" it, so that nothing is left to raise, is left open.
         engine.close()
 
 
@@ -303,7 +322,8 @@ class FailsLate(nn.Module):
 def test_a_failure_after_the_call_returned_cancels_the_step_that_waits_for_it(
     devices: DeviceSet, engines: Engines
 ) -> None:
-    """The losses are known, so the call returned; its gradients are dropped with the step, the weights stay."""
+    """The losses are known, so the call returned; its gradients are dropped with the step, the
+    weights stay."""
     global LATE
     LATE = Gate()
     TRAP.set(None)
@@ -318,12 +338,15 @@ def test_a_failure_after_the_call_returned_cancels_the_step_that_waits_for_it(
         stepped.append(True)
         optimizer.step()
 
-    # The very first step with an optimizer waits until it was entered, so that one must not be the one held up.
+    # The very first step with an optimizer waits until it was entered, so that one must not be the
+    # one held up.
     run_batch(engine, BATCH, MICROBATCHES, execute_plan=plan)
     engine.step(step_fn, is_async=False)
     start = engine_weights(engine)
     TRAP.set("late")
-    run_batch(engine, BATCH, MICROBATCHES, execute_plan=plan)  # Returns, or the gate ends the wait with TimeoutError.
+    run_batch(
+        engine, BATCH, MICROBATCHES, execute_plan=plan
+    )  # Returns, or the gate ends the wait with TimeoutError.
     engine.step(step_fn)
     LATE.open()
     with pytest.raises(Boom):
@@ -378,9 +401,14 @@ SCRIPT = """
 def test_an_uncaught_error_ends_the_process_with_a_code_and_a_traceback(where: str) -> None:
     """No thread of the engine keeps the interpreter alive, though nobody closed it."""
     script = textwrap.dedent(SCRIPT).format(in_layer=where == "layer")
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert process.returncode == 1, process.stderr
-    assert "UsersOwnError" in process.stderr.strip().splitlines()[-1] or "UsersOwnError: from" in process.stderr
+    assert (
+        "UsersOwnError" in process.stderr.strip().splitlines()[-1]
+        or "UsersOwnError: from" in process.stderr
+    )
     assert f"from {'the layer' if where == 'layer' else 'step_fn'}" in process.stderr
     assert "not reached" not in process.stdout
 
@@ -400,7 +428,9 @@ def test_a_process_that_never_closes_its_engine_ends_by_itself() -> None:
         print("done")
         """
     )
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (process.returncode, process.stdout.strip(), process.stderr) == (0, "done", "")
 
 

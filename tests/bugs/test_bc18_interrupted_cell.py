@@ -1,7 +1,9 @@
-"""BC-18. Interrupting a notebook cell left workers running and memory held; the kernel had to be restarted.
+"""BC-18. Interrupting a notebook cell left workers running and memory held; the kernel had to be
+restarted.
 
-A cell is `exec`uted, interrupted inside a call or inside an update, and run again in the same namespace, as a notebook
-does. The second run must give what a first one gives, and nothing of the interrupted one may be left.
+A cell is `exec`uted, interrupted inside a call or inside an update, and run again in the same
+namespace, as a notebook does. The second run must give what a first one gives, and nothing of the
+interrupted one may be left.
 
 Source: pytorch/pytorch#37726, joblib/joblib#1304.
 """
@@ -94,8 +96,8 @@ class Notebook:
     def run_interrupted(self, where: str) -> None:
         """The fifth microbatch, or the second update, hangs until Ctrl-C has come.
 
-        A microbatch until its call knows of it, because none is to be begun then; an asynchronous update until the cell
-        has been left, because nobody in it need wait.
+        A microbatch until its call knows of it, because none is to be begun then; an asynchronous
+        update until the cell has been left, because nobody in it need wait.
         """
         is_left = threading.Event()
         with Interruption() as self._interruption, told() as is_told:
@@ -123,8 +125,11 @@ class Notebook:
 
 
 def plain_losses(count: int, *, is_async: bool) -> list[float]:
-    """What the cell gives where nothing is pipelined at all. The default is one microbatch more than devices."""
-    reference = Reference(make_mlp(), lambda params: torch.optim.SGD(params, lr=0.1), staleness=int(is_async))
+    """What the cell gives where nothing is pipelined at all. The default is one microbatch more
+    than devices."""
+    reference = Reference(
+        make_mlp(), lambda params: torch.optim.SGD(params, lr=0.1), staleness=int(is_async)
+    )
     losses = []
     for number in range(NUM_STEPS):
         batch = mlp_batch(rows=6, seed=number)
@@ -159,7 +164,8 @@ def test_an_interrupted_cell_can_be_run_again(where: str, is_async: bool, count:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("where", ["call", "update"])
 def test_nobody_writes_weights_after_an_interrupt(where: str, count: int) -> None:
-    """Steps were synchronous: what the model holds once the interrupt is handled is what it holds for good."""
+    """Steps were synchronous: what the model holds once the interrupt is handled is what it holds
+    for good."""
     notebook = Notebook(count, is_async=False)
     notebook.run_interrupted(where)
     notebook.engine.synchronize()
@@ -174,14 +180,21 @@ def test_nobody_writes_weights_after_an_interrupt(where: str, count: int) -> Non
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_interrupted_engine_goes_on(count: int) -> None:
-    """It need not be thrown away: three steps were to come, and come now, as if nothing had been."""
+    """It need not be thrown away: three steps were to come, and come now, as if nothing had
+    been."""
     notebook = Notebook(count, is_async=False)
     notebook.run_interrupted("call")
     namespace = notebook.namespace
     losses = list(namespace["losses"])
     for number in range(len(losses), NUM_STEPS):
         batch = mlp_batch(rows=6, seed=number)
-        losses.append(float(notebook.engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)))
+        losses.append(
+            float(
+                notebook.engine.forward_backward(
+                    batch.args, label=batch.label, loss_fn=batch.loss_fn
+                )
+            )
+        )
         notebook.engine.step(namespace["step_fn"], is_async=False)
     assert losses == plain_losses(count, is_async=False)
     notebook.engine.close()
@@ -203,7 +216,12 @@ def test_an_interrupted_process_can_exit() -> None:
     )
     tests = Path(__file__).parents[1]
     process = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tests)!r})\n{script}", str(Path(__file__).parent)],
+        [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tests)!r})\n{script}",
+            str(Path(__file__).parent),
+        ],
         capture_output=True,
         text=True,
         timeout=40,

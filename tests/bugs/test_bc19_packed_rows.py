@@ -1,7 +1,9 @@
-"""BC-19: packed rows, in which several documents follow each other and `position_ids` restart with each.
+"""BC-19: packed rows, in which several documents follow each other and `position_ids` restart with
+each.
 
-The story: masks and offsets were made for the whole batch, then cut along their first dimension with it; documents saw
-each other, or a key-value cache grew, and once more in the recompute. The oracle runs each document alone.
+The story: masks and offsets were made for the whole batch, then cut along their first dimension
+with it; documents saw each other, or a key-value cache grew, and once more in the recompute. The
+oracle runs each document alone.
 """
 
 import copy
@@ -22,7 +24,8 @@ CUTS = [(5, 7), (4, 8)]
 
 
 class Rows(NamedTuple):
-    """Packed rows as the flattening collator makes them: no mask, and no document's first token is predicted."""
+    """Packed rows as the flattening collator makes them: no mask, and no document's first token is
+    predicted."""
 
     inputs: dict[str, Tensor]
     documents: list[tuple[int, int, int]]  # row, start, stop
@@ -44,7 +47,10 @@ class Rows(NamedTuple):
         ids, labels = self.inputs["input_ids"], self.inputs["labels"]
         total = torch.zeros(())
         for row, start, stop in self.documents:
-            document = {"input_ids": ids[row : row + 1, start:stop], "labels": labels[row : row + 1, start:stop]}
+            document = {
+                "input_ids": ids[row : row + 1, start:stop],
+                "labels": labels[row : row + 1, start:stop],
+            }
             total = total + model(**document, use_cache=False, num_items_in_batch=count).loss
         total.backward()
         return total.detach(), gradients_of(model)
@@ -69,7 +75,8 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_documents_do_not_see_each_other(
     engines: Engines, caches: list[str], name: str, cuts: list[tuple[int, ...]]
 ) -> None:
-    """(a), (b), (d): one row; rows with different cuts in two microbatches; recomputed; `use_cache` left as it is."""
+    """(a), (b), (d): one row; rows with different cuts in two microbatches; recomputed; `use_cache`
+    left as it is."""
     model, rows = make_model(name), Rows.of(cuts)
     assert model.config.use_cache
     expected, expected_gradients = rows.each_alone(copy.deepcopy(model))
@@ -86,11 +93,14 @@ def test_documents_do_not_see_each_other(
     gradients = gradients_of(engine.model)
     assert gradients.keys() == expected_gradients.keys()
     for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected_gradients[parameter], rtol=0, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(
+            gradient, expected_gradients[parameter], rtol=0, atol=1e-6, msg=parameter
+        )
 
 
 def test_offsets_of_the_batch_are_not_cut(engines: Engines) -> None:
-    """(c): cumulative lengths have an entry for each document, not for each row; and scalars have none at all."""
+    """(c): cumulative lengths have an entry for each document, not for each row; and scalars have
+    none at all."""
     rows = Rows.of(CUTS)
     model = make_model("llama")
     seen: list[Tensor] = []
@@ -98,16 +108,24 @@ def test_offsets_of_the_batch_are_not_cut(engines: Engines) -> None:
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda _, __, kwargs: seen.append(kwargs["cu_seq_lens_q"]), with_kwargs=True
     )
-    offsets = {"cu_seq_lens_q": torch.tensor([0, 5]), "max_length_q": 7}  # as many entries as the batch has rows
+    offsets = {
+        "cu_seq_lens_q": torch.tensor([0, 5]),
+        "max_length_q": 7,
+    }  # as many entries as the batch has rows
     with pytest.raises(ConfigError, match="cu_seq_lens"):
-        engine.forward_backward(input_kwargs=rows.inputs | offsets, run_config=RoundPipeRunConfig(num_microbatch=2))
-    engine.forward_backward(input_kwargs=rows.inputs | offsets, run_config=RoundPipeRunConfig(num_microbatch=1))
+        engine.forward_backward(
+            input_kwargs=rows.inputs | offsets, run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
+    engine.forward_backward(
+        input_kwargs=rows.inputs | offsets, run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
     assert all(torch.equal(offset, offsets["cu_seq_lens_q"]) for offset in seen)
     assert seen
 
 
 def test_with_a_mask_of_ones_it_is_as_in_the_model_and_says_so(engines: Engines) -> None:
-    """(e): transformers looks at positions only where there is no mask, so documents do see each other."""
+    """(e): transformers looks at positions only where there is no mask, so documents do see each
+    other."""
     rows = Rows.of(CUTS)
     inputs = rows.inputs | {"attention_mask": torch.ones(len(CUTS), TOKENS, dtype=torch.long)}
     model = make_model("llama")
@@ -116,5 +134,7 @@ def test_with_a_mask_of_ones_it_is_as_in_the_model_and_says_so(engines: Engines)
     assert not torch.allclose(plain, alone)
     engine = engines(model)
     with pytest.warns(UserWarning, match="attend to each other"):
-        loss = engine.forward_backward(input_kwargs=inputs, run_config=RoundPipeRunConfig(num_microbatch=2))
+        loss = engine.forward_backward(
+            input_kwargs=inputs, run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
     torch.testing.assert_close(loss, plain.detach(), rtol=0, atol=1e-6)

@@ -1,8 +1,10 @@
-"""BC-23, the optimizer's part. A resumed run differed from the uninterrupted one: moments were cast to the dtype of the
-parameter, masters rebuilt from bf16 weights, the random state lost, or an update still on its way was missed.
+"""BC-23, the optimizer's part. A resumed run differed from the uninterrupted one: moments were cast
+to the dtype of the parameter, masters rebuilt from bf16 weights, the random state lost, or an
+update still on its way was missed.
 
-Dropout, AdamW, a linear schedule and clipping; saved at step 3 of 8 while a slow update is in flight, resumed in a
-fresh engine on other devices. Saving is a synchronisation point, in the reference too.
+Dropout, AdamW, a linear schedule and clipping; saved at step 3 of 8 while a slow update is in
+flight, resumed in a fresh engine on other devices. Saving is a synchronisation point, in the
+reference too.
 
 Source: huggingface/transformers#46628, #11323, pytorch/pytorch#43706, TensorAuto/OpenTau#185.
 """
@@ -33,13 +35,18 @@ class SlowAdamW(torch.optim.AdamW):
 
 def make_model(dtype: torch.dtype) -> nn.Sequential:
     linears = make_mlp()
-    return nn.Sequential(*[layer for linear in linears for layer in (linear, nn.Dropout(0.1))]).to(dtype)
+    return nn.Sequential(*[layer for linear in linears for layer in (linear, nn.Dropout(0.1))]).to(
+        dtype
+    )
 
 
 class Run:
-    """A training loop with all that a checkpoint has to bring back, but for the data's position and the schedule's."""
+    """A training loop with all that a checkpoint has to bring back, but for the data's position and
+    the schedule's."""
 
-    def __init__(self, engines: Engines, devices: DeviceSet, dtype: torch.dtype, *, is_async: bool) -> None:
+    def __init__(
+        self, engines: Engines, devices: DeviceSet, dtype: torch.dtype, *, is_async: bool
+    ) -> None:
         self.engine: RoundPipe = engines(make_model(dtype), devices, optim_dtype=torch.float32)
         self.optimizer = SlowAdamW(self.engine.optim_parameters(), lr=0.01)
         self._dtype, self._is_async = dtype, is_async
@@ -49,7 +56,8 @@ class Run:
         for number in numbers:
             batch = mlp_batch(6, number)
             cast = batch._replace(
-                args=(batch.args[0].to(self._dtype),), loss_fn=lambda o, t, b=batch: b.loss_fn(o.float(), t)
+                args=(batch.args[0].to(self._dtype),),
+                loss_fn=lambda o, t, b=batch: b.loss_fn(o.float(), t),
             )
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.01 * (1 - number / STEPS)
@@ -83,7 +91,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_moments_of_bf16_masters_keep_their_own_precision(tmp_path: Path, engines: Engines) -> None:
-    """torch's `load_state_dict` casts them to the parameter's dtype; some optimizers keep wider ones on purpose."""
+    """torch's `load_state_dict` casts them to the parameter's dtype; some optimizers keep wider
+    ones on purpose."""
 
     class WideMomentum(torch.optim.SGD):
         """Keeps its momentum in fp32 whatever the parameters are."""
@@ -95,8 +104,13 @@ def test_moments_of_bf16_masters_keep_their_own_precision(tmp_path: Path, engine
                 momentum.mul_(0.9).add_(master.grad)
                 master.sub_(0.1 * momentum)
 
-    first, second = engines(make_model(torch.bfloat16), ONE), engines(make_model(torch.bfloat16), TWO)
-    optimizer, other = (WideMomentum(engine.optim_parameters(), lr=0.1) for engine in (first, second))
+    first, second = (
+        engines(make_model(torch.bfloat16), ONE),
+        engines(make_model(torch.bfloat16), TWO),
+    )
+    optimizer, other = (
+        WideMomentum(engine.optim_parameters(), lr=0.1) for engine in (first, second)
+    )
     for batch in (mlp_batch(6, 0), mlp_batch(6, 1)):
         run_batch(first, batch._replace(args=(batch.args[0].bfloat16(),)), 2)
         first.step(optimizer.step)
@@ -106,7 +120,9 @@ def test_moments_of_bf16_masters_keep_their_own_precision(tmp_path: Path, engine
         momentum = other.state[loaded]["momentum"]
         assert momentum.dtype is torch.float32
         assert torch.equal(momentum, optimizer.state[master]["momentum"])
-        assert not torch.equal(momentum, momentum.bfloat16().float()), "bf16 could have held it: nothing was tested"
+        assert not torch.equal(momentum, momentum.bfloat16().float()), (
+            "bf16 could have held it: nothing was tested"
+        )
 
 
 def test_masters_are_not_rebuilt_from_bf16_weights(tmp_path: Path, engines: Engines) -> None:

@@ -1,8 +1,10 @@
-"""BC-25: a wrapper hid the model's forward, so Trainer found no columns to keep and no labels to evaluate with.
+"""BC-25: a wrapper hid the model's forward, so Trainer found no columns to keep and no labels to
+evaluate with.
 
-The story: `find_labels` reads the class, `_remove_unused_columns` the signature of the model's forward; a wrapper with
-`*args, **kwargs` has neither, and the evaluation loss silently disappears. Here: what the engine shows of a ViT, plain
-and with LoRA, and that an evaluation over batches of two of five images is the plain model's.
+The story: `find_labels` reads the class, `_remove_unused_columns` the signature of the model's
+forward; a wrapper with `*args, **kwargs` has neither, and the evaluation loss silently disappears.
+Here: what the engine shows of a ViT, plain and with LoRA, and that an evaluation over batches of
+two of five images is the plain model's.
 """
 
 import copy
@@ -25,7 +27,10 @@ def make(kind: str) -> Any:
     if kind == "plain":
         return model
     config = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], init_lora_weights=False
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["classifier"],
+        init_lora_weights=False,
     )
     return get_peft_model(model, config)
 
@@ -36,7 +41,8 @@ def base_class(model: Any) -> type:
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 def test_the_model_is_found_behind_the_engine(engines: Engines, kind: str) -> None:
-    """Trainer keeps `engine.model` as its model: the object the user made, its class and forward untouched."""
+    """Trainer keeps `engine.model` as its model: the object the user made, its class and forward
+    untouched."""
     model = make(kind)
     before = inspect.signature(model.forward)
     engine = engines(model)
@@ -49,7 +55,8 @@ def test_the_model_is_found_behind_the_engine(engines: Engines, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 def test_evaluation_in_batches_is_the_plain_models(engines: Engines, kind: str) -> None:
-    """Each batch's loss is its own mean, of which Trainer takes the mean over samples: not what any pooling gives."""
+    """Each batch's loss is its own mean, of which Trainer takes the mean over samples: not what any
+    pooling gives."""
     model, data = make(kind).eval(), images(5)
     batches = [{name: value[i : i + 2] for name, value in data.items()} for i in (0, 2, 4)]
 
@@ -57,7 +64,9 @@ def test_evaluation_in_batches_is_the_plain_models(engines: Engines, kind: str) 
         with torch.no_grad():
             outputs = [run(**batch) for batch in batches]
         weights = [len(batch["labels"]) for batch in batches]
-        weighted = sum(output.loss * weight for output, weight in zip(outputs, weights, strict=True)) / sum(weights)
+        weighted = sum(
+            output.loss * weight for output, weight in zip(outputs, weights, strict=True)
+        ) / sum(weights)
         return weighted, torch.cat([output.logits for output in outputs])
 
     loss, logits = evaluate(copy.deepcopy(model))

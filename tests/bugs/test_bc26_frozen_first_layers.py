@@ -1,11 +1,14 @@
-"""BC-26. With the first layers frozen, recompute warned about inputs without grad and later layers silently got none.
+"""BC-26. With the first layers frozen, recompute warned about inputs without grad and later layers
+silently got none.
 
-The input of the first layer is made of integers or comes out of frozen layers, so it does not require grad, and a
-checkpoint around it cut the graph. Every architecture trains here with its first layers frozen, with adapters only, and
-with a frozen stage in the middle, everything recomputed. Frozen weights stay to the bit, though the optimizer decays
-weights by half, and cost neither gradient nor moment nor master.
+The input of the first layer is made of integers or comes out of frozen layers, so it does not
+require grad, and a checkpoint around it cut the graph. Every architecture trains here with its
+first layers frozen, with adapters only, and with a frozen stage in the middle, everything
+recomputed. Frozen weights stay to the bit, though the optimizer decays weights by half, and cost
+neither gradient nor moment nor master.
 
-Source: huggingface/transformers#23170, modelscope/ms-swift#10142, OpenRLHF/OpenRLHF#1258, pytorch/ao#1209.
+Source: huggingface/transformers#23170, modelscope/ms-swift#10142, OpenRLHF/OpenRLHF#1258,
+pytorch/ao#1209.
 """
 
 import copy
@@ -22,7 +25,15 @@ from torch import nn
 from device_sets import ONE, TWO, DeviceSet
 from engines import Engines, engine_gradients, engine_weights, train_steps
 from models import make_mlp, mlp_batch
-from preset_models import INPUTS, LANGUAGE_MODELS, gradients_of, images, make_model, make_vit, own_forward
+from preset_models import (
+    INPUTS,
+    LANGUAGE_MODELS,
+    gradients_of,
+    images,
+    make_model,
+    make_vit,
+    own_forward,
+)
 from reference import weights_of
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
 
@@ -41,7 +52,11 @@ def make(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    return next(module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == 3)
+    return next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == 3
+    )
 
 
 def freeze_the_first(model: nn.Module) -> None:
@@ -70,7 +85,9 @@ def call(engine: RoundPipe, kwargs: dict[str, Any]) -> None:
     engine.forward_backward(input_kwargs=kwargs, run_config=config)
 
 
-def check_training(model: Any, kwargs: dict[str, Any], devices: DeviceSet, engines: Engines) -> None:
+def check_training(
+    model: Any, kwargs: dict[str, Any], devices: DeviceSet, engines: Engines
+) -> None:
     start = weights_of(model)
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     _, expected = own_forward(copy.deepcopy(model), kwargs)
@@ -83,7 +100,9 @@ def check_training(model: Any, kwargs: dict[str, Any], devices: DeviceSet, engin
             gradients = engine_gradients(engine)
         if number == 0:
             devices.check(gradients, expected, bitwise=False)
-            assert {n for n, g in gradients.items() if g.any()} == {n for n, g in expected.items() if g.any()}
+            assert {n for n, g in gradients.items() if g.any()} == {
+                n for n, g in expected.items() if g.any()
+            }
         with no_warning():
             engine.step(optimizer.step, is_async=False)
             weights = engine_weights(engine)
@@ -114,11 +133,15 @@ def test_a_middle_block_frozen(name: str, engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_adapters_only_and_nobody_asked_for_gradients_of_inputs(name: str, engines: Engines) -> None:
+def test_adapters_only_and_nobody_asked_for_gradients_of_inputs(
+    name: str, engines: Engines
+) -> None:
     """Rank-2 adapters; B starts random, or every gradient of A would be zero."""
     model, kwargs = make(name)
     target = "c_attn" if name == "gpt2" else "q_proj"
-    config = LoraConfig(r=2, target_modules=[target], init_lora_weights=False, fan_in_fan_out=name == "gpt2")
+    config = LoraConfig(
+        r=2, target_modules=[target], init_lora_weights=False, fan_in_fan_out=name == "gpt2"
+    )
     adapted = get_peft_model(model, config)
     gradients_of(adapted)
     check_training(adapted, kwargs, ONE, engines)
@@ -131,21 +154,28 @@ WORKING: dict[str, Callable[[RoundPipe], list[nn.Parameter]]] = {
 
 
 @pytest.mark.parametrize("which", WORKING)
-def test_an_optimizer_over_all_parameters_frozen_ones_included(which: str, engines: Engines) -> None:
-    """Over the user's own parameters it is refused. Masters there are for what trains only: decay reaches no other."""
+def test_an_optimizer_over_all_parameters_frozen_ones_included(
+    which: str, engines: Engines
+) -> None:
+    """Over the user's own parameters it is refused. Masters there are for what trains only: decay
+    reaches no other."""
     model = make_mlp()
     model[0].requires_grad_(False)
     start = weights_of(model)
     engine = engines(model, TWO)
     wrong = torch.optim.AdamW(WORKING[which](engine), lr=0.1, weight_decay=0.5)
-    engine.forward_backward((mlp_batch(4).args[0],), loss_fn=lambda output, _: output.square().sum())
+    engine.forward_backward(
+        (mlp_batch(4).args[0],), loss_fn=lambda output, _: output.square().sum()
+    )
     with pytest.raises(RoundPipeError, match="optim_parameters"):
         engine.step(wrong.step, is_async=False)
     for name, value in engine_weights(engine).items():
         assert torch.equal(value, start[name]), name
 
 
-def test_unfreezing_after_the_optimizer_was_made_raises_and_a_new_optimizer_trains_it(engines: Engines) -> None:
+def test_unfreezing_after_the_optimizer_was_made_raises_and_a_new_optimizer_trains_it(
+    engines: Engines,
+) -> None:
     model = make_mlp()
     model[0].requires_grad_(False)
     engine = engines(model, TWO)
@@ -159,5 +189,9 @@ def test_unfreezing_after_the_optimizer_was_made_raises_and_a_new_optimizer_trai
     engine.zero_grad()
     again = torch.optim.AdamW(engine.optim_parameters(), lr=0.01, weight_decay=0.5)
     train_steps(engine, again, batches[:1], 2, is_async=False)
-    changed = {name for name, value in engine_weights(engine).items() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in engine_weights(engine).items()
+        if not torch.equal(value, before[name])
+    }
     assert changed == {name for name, _ in model.named_parameters()}

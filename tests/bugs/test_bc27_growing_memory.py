@@ -1,7 +1,8 @@
 """BC-27. Host memory climbed with every step, every evaluation and every checkpoint.
 
-Sixty steps whose batches all have another size, with evaluations and checkpoints: the memory of this process after the
-last step must be that after the tenth. Caches by shape and kept page-locked buffers never shrink, and would show here.
+Sixty steps whose batches all have another size, with evaluations and checkpoints: the memory of
+this process after the last step must be that after the tenth. Caches by shape and kept page-locked
+buffers never shrink, and would show here.
 
 Source: unslothai/unsloth#2328, deepspeedai/DeepSpeed#3582.
 """
@@ -34,17 +35,21 @@ NUM_STEPS, MEASURED_FROM = 60, 10
 SMALL = 20 * 2**20
 # Plans follow measured times, and each needs other slots; what a plan needs is not what grows here.
 ONE_PLAN = RoundPipeRunConfig(execute_plan=ModelExecutePlan([range(7)], [range(7, 15), range(7)]))
-MEASURABLE = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+MEASURABLE = pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
+)
 
 
 def own_bytes() -> int:
-    """Memory that is this process's own: the allocator's, and mappings such as those that are page-locked. Not what was
-    freed and is still the allocator's."""
+    """Memory that is this process's own: the allocator's, and mappings such as those that are
+    page-locked. Not what was freed and is still the allocator's."""
     for _ in range(2):
         gc.collect()
     if hasattr(C, "malloc_trim"):
         C.malloc_trim(0)
-    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    fields = dict(
+        line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     return sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem")) * 1024
 
 
@@ -59,12 +64,15 @@ def rows_of(number: int) -> int:
 
 
 def use_all_buffers(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """An asynchronous step may still use the gradients of one call while those of the next offload: two sets of memory.
+    """An asynchronous step may still use the gradients of one call while those of the next offload:
+    two sets of memory.
 
     Whether they are ever both needed depends on timing, so it is made sure here.
     """
     batch = mlp_batch(rows=8, width=WIDTH)
-    waits = batch._replace(args=(batch.args[0].requires_grad_(),))  # whose gradient comes last, so the call waits
+    waits = batch._replace(
+        args=(batch.args[0].requires_grad_(),)
+    )  # whose gradient comes last, so the call waits
     run_batch(engine, waits, 2)
     engine.step(optimizer.step, is_async=False)
     run_batch(engine, waits, 2)
@@ -100,7 +108,8 @@ def train(engine: RoundPipe, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 
 def own_growth(folder: Path) -> dict[str, int]:
-    """What this test is about, in a process of its own: whatever ran before leaves memory that may be used again."""
+    """What this test is about, in a process of its own: whatever ran before leaves memory that may
+    be used again."""
     before = own_bytes()
     arena = HostArena(WEIGHT_BYTES, lock=False)
     arena.bytes.fill_(1)
@@ -112,15 +121,19 @@ def own_growth(folder: Path) -> dict[str, int]:
         optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-3, momentum=0.9)
         use_all_buffers(engine, optimizer)
         measured = train(engine, optimizer, folder)
-    return seen | {str(number): measured[number] - measured[MEASURED_FROM] for number in (30, NUM_STEPS)}
+    return seen | {
+        str(number): measured[number] - measured[MEASURED_FROM] for number in (30, NUM_STEPS)
+    }
 
 
 @MEASURABLE
 def test_memory_after_the_last_step_is_that_after_the_tenth(tmp_path: Path) -> None:
-    """A copy of the weights that is kept by mistake, in either kind of memory, would be above the limit."""
+    """A copy of the weights that is kept by mistake, in either kind of memory, would be above the
+    limit."""
     tests = Path(__file__).parents[1]
     script = (
-        f"import json, sys, pathlib; sys.path[:0] = [{str(tests)!r}, {str(Path(__file__).parent)!r}]\n"
+        f"import json, sys, pathlib; sys.path[:0] = [{str(tests)!r}, "
+        f"{str(Path(__file__).parent)!r}]\n"
         "import torch; torch.set_num_threads(1)\n"
         f"from {Path(__file__).stem} import own_growth\n"
         f"print(json.dumps(own_growth(pathlib.Path({str(tmp_path)!r}))))"
@@ -131,7 +144,8 @@ def test_memory_after_the_last_step_is_that_after_the_tenth(tmp_path: Path) -> N
         text=True,
         timeout=100,
         check=False,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)},  # or freed tensors stay on the heap, by chance
+        env=os.environ
+        | {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)},  # or freed tensors stay on the heap, by chance
     )
     assert process.returncode == 0, process.stderr
     grown = json.loads(process.stdout)
@@ -139,7 +153,9 @@ def test_memory_after_the_last_step_is_that_after_the_tenth(tmp_path: Path) -> N
     assert grown["mapping"] > limit
     assert grown["allocation"] > limit
     for number in (30, NUM_STEPS):
-        assert grown[str(number)] < limit, f"{grown[str(number)] / 2**20:.0f} MiB more after step {number}"
+        assert grown[str(number)] < limit, (
+            f"{grown[str(number)] / 2**20:.0f} MiB more after step {number}"
+        )
 
 
 @MEASURABLE
@@ -158,7 +174,8 @@ def test_saving_takes_at_most_one_copy(engines: Engines, tmp_path: Path) -> None
 
 
 def test_optimizer_state_is_as_large_as_documented(engines: Engines) -> None:
-    """Two fp32 moments: 8 bytes a parameter; masters 4, and gradients no more than they offload in."""
+    """Two fp32 moments: 8 bytes a parameter; masters 4, and gradients no more than they offload
+    in."""
     engine = engines(make_mlp(2, WIDTH), TWO)
     optimizer = torch.optim.AdamW(engine.optim_parameters(), lr=1e-3)
     for _ in range(3):
@@ -166,7 +183,12 @@ def test_optimizer_state_is_as_large_as_documented(engines: Engines) -> None:
         engine.step(optimizer.step)
     engine.synchronize()
     count = sum(parameter.numel() for parameter in engine.model.parameters())
-    state = sum(value.nbytes for entry in optimizer.state.values() for value in entry.values() if value.dim())
+    state = sum(
+        value.nbytes
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if value.dim()
+    )
     assert state == 8 * count
     assert engine.statistics()["master_bytes"] == 4 * count
 
@@ -198,10 +220,16 @@ def a_backward_of_the_users_own(engine: RoundPipe, plan: ModelExecutePlan) -> No
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("call", [a_call, a_call_by_layer, a_backward_of_the_users_own])
 def test_nothing_waits_for_the_garbage_collector(
-    call: Callable[[RoundPipe, ModelExecutePlan], None], plan: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    call: Callable[[RoundPipe, ModelExecutePlan], None],
+    plan: str,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tensors in circles of references stay until a full collection comes: on a GPU gigabytes of gradients a step."""
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # bound to a replica, as a compiled one is
+    """Tensors in circles of references stay until a full collection comes: on a GPU gigabytes of
+    gradients a step."""
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: function
+    )  # bound to a replica, as a compiled one is
     engine = engines(make_mlp(num_linears=8), TWO, compile=True)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     for _ in range(3):  # everything is learnt

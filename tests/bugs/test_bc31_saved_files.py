@@ -1,7 +1,9 @@
-"""BC-31: a saved model lacked its frozen weights, had a wrapper's names, or failed on weights that are tied.
+"""BC-31: a saved model lacked its frozen weights, had a wrapper's names, or failed on weights that
+are tied.
 
-The story: what was saved was the wrapper's own state. Here half of the blocks are frozen and head and embeddings are
-one weight; after two steps the files must be those that the plain model writes, and load as it does.
+The story: what was saved was the wrapper's own state. Here half of the blocks are frozen and head
+and embeddings are one weight; after two steps the files must be those that the plain model writes,
+and load as it does.
 """
 
 from pathlib import Path
@@ -29,7 +31,9 @@ def train(engines: Engines, model: Any) -> Any:
     engine = engines(model)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     for _ in range(2):
-        engine.forward_backward(input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=2))
+        engine.forward_backward(
+            input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=2)
+        )
         engine.step(optimizer.step)
     return engine
 
@@ -42,17 +46,22 @@ def logits_of(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_files_are_the_plain_models_own(engines: Engines, tmp_path: Path, name: str) -> None:
-    """The same names, none missing and none too many; loaded, the same logits to the bit, and the tie is back."""
+    """The same names, none missing and none too many; loaded, the same logits to the bit, and the
+    tie is back."""
     model = make(name)
     model.save_pretrained(tmp_path / "plain")
     before = logits_of(model)
     engine = train(engines, model)
     engine.save_pretrained(tmp_path / "trained")
-    plain, trained = (load_file(tmp_path / run / "model.safetensors") for run in ("plain", "trained"))
+    plain, trained = (
+        load_file(tmp_path / run / "model.safetensors") for run in ("plain", "trained")
+    )
     assert plain.keys() == trained.keys()
     assert "lm_head.weight" not in trained
     loaded, report = type(model).from_pretrained(tmp_path / "trained", output_loading_info=True)
-    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(
+        report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    )
     assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
     engine.synchronize()
     assert torch.equal(logits_of(loaded), logits_of(model))

@@ -1,7 +1,8 @@
-"""BC-32. An fp16 base with adapters and the fp16 flag ended in "Attempting to unscale FP16 gradients".
+"""BC-32. An fp16 base with adapters and the fp16 flag ended in "Attempting to unscale FP16
+gradients".
 
-What the scaler sees are masters: fp32 ones work whatever the weights are, fp16 ones are refused at the first step with
-their dtype in the message, and frozen fp16 weights have no master at all.
+What the scaler sees are masters: fp32 ones work whatever the weights are, fp16 ones are refused at
+the first step with their dtype in the message, and frozen fp16 weights have no master at all.
 
 Source: huggingface/peft#1249, peft#1706, haotian-liu/LLaVA#363.
 """
@@ -44,12 +45,16 @@ def train(engine: roundpipe.RoundPipe) -> None:
         scaler.step(optimizer)
 
     for batch in BATCHES:
-        run_batch(engine, batch._replace(loss_fn=lambda o, t, b=batch: scaler.scale(b.loss_fn(o, t))), 2)
+        run_batch(
+            engine, batch._replace(loss_fn=lambda o, t, b=batch: scaler.scale(b.loss_fn(o, t))), 2
+        )
         engine.step(step_fn, is_async=False)
         scaler.update()
 
 
-def assert_moved_alike(actual: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]) -> None:
+def assert_moved_alike(
+    actual: dict[str, Any], expected: dict[str, Any], start: dict[str, Any]
+) -> None:
     """The updates, all together, agree to 1 %; what is frozen did not move."""
     updates = [
         torch.cat([(weights[name] - start[name]).float().flatten() for name in sorted(start)])

@@ -1,7 +1,8 @@
 """BC-35. Saving into the folder the weights were mapped from gave an error, zeros or garbage.
 
-The files are mapped while they are replaced. They must be written beside the old ones and renamed: then the mapping
-still shows the old file, the new one holds what is in memory, and a crash half way leaves the old one whole.
+The files are mapped while they are replaced. They must be written beside the old ones and renamed:
+then the mapping still shows the old file, the new one holds what is in memory, and a crash half way
+leaves the old one whole.
 
 Source: huggingface/transformers#37713, bghira/SimpleTuner#2714, safetensors/safetensors#762.
 """
@@ -33,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def trainer_for(model: Any, folder: Path) -> RoundPipeTrainer:
-    rows = torch.randint(0, LLAMA_VOCABULARY, (4, LLAMA_LENGTH), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(
+        0, LLAMA_VOCABULARY, (4, LLAMA_LENGTH), generator=torch.Generator().manual_seed(0)
+    )
     args = RoundPipeTrainingArguments(
         output_dir=str(folder),
         max_steps=1,
@@ -45,7 +48,9 @@ def trainer_for(model: Any, folder: Path) -> RoundPipeTrainer:
         use_cpu=True,
         pin_model="off",
     )
-    return RoundPipeTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    return RoundPipeTrainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
+    )
 
 
 def loaded_plainly(folder: Path) -> Tensors:
@@ -59,13 +64,16 @@ def assert_equal(weights: Tensors, others: Tensors) -> None:
 
 
 def test_a_trained_model_is_saved_over_its_own_files_again_and_again(folder: Path) -> None:
-    """The file equals what is in memory, memory is not changed by the save, and the next load equals both."""
+    """The file equals what is in memory, memory is not changed by the save, and the next load
+    equals both."""
     before = loaded_plainly(folder)
     for _ in range(3):
         trainer = trainer_for(load_pretrained_mmap(folder), folder)
         trainer.train()
         weights = weights_of(trainer.model)
-        assert any(not torch.equal(value, before[name]) for name, value in weights.items()), "nothing was trained"
+        assert any(not torch.equal(value, before[name]) for name, value in weights.items()), (
+            "nothing was trained"
+        )
         trainer.save_model()
         trainer.save_model()
         assert_equal(weights_of(trainer.model), weights)
@@ -92,9 +100,12 @@ def test_merged_adapters_are_saved_over_their_base(folder: Path) -> None:
 
 
 def test_an_adapter_is_saved_beside_its_mapped_base(folder: Path) -> None:
-    """The trainer's output folder is the base's: only adapter files appear, the base's file stays the same one."""
+    """The trainer's output folder is the base's: only adapter files appear, the base's file stays
+    the same one."""
     content = (folder / "model.safetensors").read_bytes()
-    trainer = trainer_for(get_peft_model(load_pretrained_mmap(folder), LoraConfig(target_modules=["q_proj"])), folder)
+    trainer = trainer_for(
+        get_peft_model(load_pretrained_mmap(folder), LoraConfig(target_modules=["q_proj"])), folder
+    )
     trainer.train()
     trainer.save_model()
     assert (folder / "adapter_model.safetensors").is_file()
@@ -104,7 +115,8 @@ def test_an_adapter_is_saved_beside_its_mapped_base(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_crash_in_the_middle_of_a_save_leaves_the_old_file_whole(folder: Path) -> None:
-    """The system kills the process at the first byte beyond a limit on file sizes, which the weights exceed."""
+    """The system kills the process at the first byte beyond a limit on file sizes, which the
+    weights exceed."""
     before = loaded_plainly(folder)
     limit = (folder / "model.safetensors").stat().st_size // 2
     assert (folder / "config.json").stat().st_size < limit
@@ -114,7 +126,9 @@ from pathlib import Path
 from bugs.test_bc35_saving_over_mapped_weights import save_and_be_killed
 save_and_be_killed(Path({str(folder)!r}), {limit})
 """
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
     assert process.returncode == -signal.SIGXFSZ, process.stderr
     assert_equal(loaded_plainly(folder), before)
 

@@ -1,8 +1,9 @@
-"""BC-38: evaluation that only wants the loss held all logits, though each stage's outputs are gone after its loss.
+"""BC-38: evaluation that only wants the loss held all logits, though each stage's outputs are gone
+after its loss.
 
-The story: outputs come back to the host anyway, so keeping them looks free; over a vocabulary of 32,000 and a few
-thousand tokens it is gigabytes. Here every microbatch's logits are watched: the last ones must be gone before the next
-are made, whichever way the loss alone is asked for.
+The story: outputs come back to the host anyway, so keeping them looks free; over a vocabulary of
+32,000 and a few thousand tokens it is gigabytes. Here every microbatch's logits are watched: the
+last ones must be gone before the next are made, whichever way the loss alone is asked for.
 """
 
 import weakref
@@ -44,7 +45,10 @@ def count(prediction: EvalPrediction) -> dict[str, float]:
 WAYS: dict[str, dict[str, Any]] = {
     "no metrics": {},
     "loss only": {"compute_metrics": count, "prediction_loss_only": True},
-    "reduced": {"compute_metrics": count, "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1)},
+    "reduced": {
+        "compute_metrics": count,
+        "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
+    },
     "accumulated": {
         "compute_metrics": count,
         "preprocess_logits_for_metrics": lambda logits, _: logits.argmax(-1),
@@ -53,12 +57,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["no metrics", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])
-def test_logits_are_gone_with_their_loss(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ways give the plain loss; where only that is wanted, one microbatch's logits are alive at a time."""
+@pytest.mark.parametrize(
+    "way", ["no metrics", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+)
+def test_logits_are_gone_with_their_loss(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ways give the plain loss; where only that is wanted, one microbatch's logits are alive at
+    a time."""
     monkeypatch.chdir(tmp_path)
-    settings: dict[str, Any] = {"eval_dataset": ROWS, "per_device_eval_batch_size": 4, "devices": 1} | WAYS[way]
-    trainer = make_trainer(Watched, make_llama(tied=False), ROWS, num_microbatch=4, max_steps=1, **settings)
+    settings: dict[str, Any] = {
+        "eval_dataset": ROWS,
+        "per_device_eval_batch_size": 4,
+        "devices": 1,
+    } | WAYS[way]
+    trainer = make_trainer(
+        Watched, make_llama(tied=False), ROWS, num_microbatch=4, max_steps=1, **settings
+    )
     run(trainer)
     trainer.evaluate()  # the first asks for the loss's form, with logits of its own
     trainer.watched.clear()

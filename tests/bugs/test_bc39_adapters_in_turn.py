@@ -1,7 +1,8 @@
-"""BC-39, the engine's part: two adapters on one engine, trained in turn, each by an optimizer of its own.
+"""BC-39, the engine's part: two adapters on one engine, trained in turn, each by an optimizer of
+its own.
 
-The story: what trains was read once when the engine was made, so after `set_adapter` the first adapter went on to
-train, or nothing did. The oracle does the same with the plain model.
+The story: what trains was read once when the engine was made, so after `set_adapter` the first
+adapter went on to train, or nothing did. The oracle does the same with the plain model.
 """
 
 import copy
@@ -22,7 +23,9 @@ IN_TWO = RoundPipeRunConfig(num_microbatch=2)
 
 
 def make(*, use_dora: bool = False) -> Any:
-    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=use_dora)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, use_dora=use_dora
+    )
     model = get_peft_model(make_llama(tied=False), config, adapter_name="one")
     model.add_adapter("two", config)
     model.set_adapter("one")
@@ -58,7 +61,8 @@ def plain_steps(model: Any, adapter: str) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_only_the_adapter_that_is_set_trains(engines: Engines, use_dora: bool) -> None:
-    """Three steps of each on one engine: what plain PyTorch gives, everything else to the bit as it was."""
+    """Three steps of each on one engine: what plain PyTorch gives, everything else to the bit as it
+    was."""
     model = make(use_dora=use_dora)
     plain = copy.deepcopy(model)
     engine = engines(model)
@@ -68,7 +72,9 @@ def test_only_the_adapter_that_is_set_trains(engines: Engines, use_dora: bool) -
         optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
         for _ in range(3):
             engine.forward_backward(
-                input_kwargs=INPUTS["labels"](), loss_fn=lambda output, _: output.loss, run_config=IN_TWO
+                input_kwargs=INPUTS["labels"](),
+                loss_fn=lambda output, _: output.loss,
+                run_config=IN_TWO,
             )
             engine.step(optimizer.step, is_async=False)
         engine.synchronize()
@@ -91,15 +97,18 @@ def gradients_of_both(engine: Any) -> None:
     for adapter in ("one", "two"):
         engine.model.set_adapter(adapter)
         engine.forward_backward(
-            input_kwargs=INPUTS["labels"](), loss_fn=lambda output, _: output.loss, run_config=IN_TWO
+            input_kwargs=INPUTS["labels"](),
+            loss_fn=lambda output, _: output.loss,
+            run_config=IN_TWO,
         )
 
 
 def test_gradients_of_both_then_a_step_of_one(engines: Engines) -> None:
-    """Gradients with one, then with two, then a step over the masters of one: it moves by its own, two not at all.
+    """Gradients with one, then with two, then a step over the masters of one: it moves by its own,
+    two not at all.
 
-    When the step begins two is set, so one does not require a gradient any more; what arrived before counts all the
-    same, as it does in torch.
+    When the step begins two is set, so one does not require a gradient any more; what arrived
+    before counts all the same, as it does in torch.
     """
     model = make()
     plain = copy.deepcopy(model)
@@ -121,5 +130,7 @@ def test_an_adapter_that_no_optimizer_knows_is_refused(engines: Engines) -> None
     engine = engines(make())
     optimizer = optimizer_of(engine, "one")
     gradients_of_both(engine)
-    with pytest.raises(ConfigError, match=r"lora_A\.two\.weight.* became trainable after the optimizer was made"):
+    with pytest.raises(
+        ConfigError, match=r"lora_A\.two\.weight.* became trainable after the optimizer was made"
+    ):
         engine.step(optimizer.step, is_async=False)

@@ -1,7 +1,7 @@
 """BC-39: a model with several adapters; after switching, the wrong one was trained, or none.
 
-The story: which parameters train was read once, when the engine was made. Here adapters are switched between runs, and
-one trainer is used for both, or one for each.
+The story: which parameters train was read once, when the engine was made. Here adapters are
+switched between runs, and one trainer is used for both, or one for each.
 """
 
 from pathlib import Path
@@ -14,7 +14,16 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer
 
-from hf.trainers import assert_same_weights, close_all, differ, make_trainer, run, token_rows, trained, weights
+from hf.trainers import (
+    assert_same_weights,
+    close_all,
+    differ,
+    make_trainer,
+    run,
+    token_rows,
+    trained,
+    weights,
+)
 from models import make_llama
 from roundpipe_hf import RoundPipeTrainer
 
@@ -43,18 +52,24 @@ def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     """Which adapters' tensors are not bitwise what they were; "base" for any other."""
     now = {name: parameter.detach() for name, parameter in model.named_parameters()}
     names = differ(now, before)
-    return {next((adapter for adapter in ("a", "b") if f".{adapter}." in name), "base") for name in names}
+    return {
+        next((adapter for adapter in ("a", "b") if f".{adapter}." in name), "base")
+        for name in names
+    }
 
 
 @pytest.mark.parametrize("is_same_trainer", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_adapter_that_is_set_is_the_one_that_trains(is_same_trainer: bool) -> None:
-    """First a, then b; each time nothing else changes, and the weights are those of the plain Trainer."""
+    """First a, then b; each time nothing else changes, and the weights are those of the plain
+    Trainer."""
     models = [two_adapters(), two_adapters()]
     for cls, model in zip((RoundPipeTrainer, Trainer), models, strict=True):
         trainer = make_trainer(cls, model, ROWS)
         for adapter in ("a", "b"):
             model.set_adapter(adapter)
-            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+            before = {
+                name: parameter.detach().clone() for name, parameter in model.named_parameters()
+            }
             trainer = trainer if is_same_trainer else make_trainer(cls, model, ROWS)
             if is_same_trainer and cls is Trainer:
                 trainer.optimizer = None  # the plain one goes on with the first adapter's
@@ -72,17 +87,24 @@ def test_saved_adapters_hold_what_was_trained() -> None:
         trained(RoundPipeTrainer, model, ROWS).save_model("saved")
     for adapter in ("a", "b"):
         saved = load_file(f"saved/{adapter}/adapter_model.safetensors")
-        live = {name.replace(f".{adapter}.", "."): p for name, p in model.named_parameters() if f".{adapter}." in name}
+        live = {
+            name.replace(f".{adapter}.", "."): p
+            for name, p in model.named_parameters()
+            if f".{adapter}." in name
+        }
         assert len(saved) == len(live) == 16
         assert differ(saved, live) == []
 
 
 @pytest.mark.slow
 def test_two_adapters_resume() -> None:
-    """Both are in the checkpoint; the run that resumes is bitwise the uninterrupted one, on other devices too."""
+    """Both are in the checkpoint; the run that resumes is bitwise the uninterrupted one, on other
+    devices too."""
     settings: dict[str, Any] = {"num_microbatch": 2, "save_strategy": "steps", "save_steps": 1}
     whole = trained(RoundPipeTrainer, two_adapters(), ROWS, devices=1, **settings)
-    resumed = make_trainer(RoundPipeTrainer, two_adapters(), ROWS, devices=2, output_dir="resumed", **settings)
+    resumed = make_trainer(
+        RoundPipeTrainer, two_adapters(), ROWS, devices=2, output_dir="resumed", **settings
+    )
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-1")
     assert differ(weights(resumed), weights(whole)) == []
 
@@ -93,7 +115,9 @@ def test_a_frozen_adapter_loaded_first() -> None:
     two_adapters().save_pretrained("first", selected_adapters=["a"])
 
     def make() -> Any:
-        model = PeftModel.from_pretrained(make_llama(tied=False), "first/a", adapter_name="a", is_trainable=False)
+        model = PeftModel.from_pretrained(
+            make_llama(tied=False), "first/a", adapter_name="a", is_trainable=False
+        )
         torch.manual_seed(1)
         model.add_adapter("b", lora())
         model.base_model.set_adapter(["a", "b"])

@@ -1,8 +1,9 @@
-"""A process whose engine had just been forgotten aborted at its exit, now and then: "terminate called without an active
-exception".
+"""A process whose engine had just been forgotten aborted at its exit, now and then: "terminate
+called without an active exception".
 
-Threads of an engine that is collected go on with the jobs they have. The list of threads to wait for at exit held only
-those of engines that were still there, so the interpreter went away under a thread that was inside torch.
+Threads of an engine that is collected go on with the jobs they have. The list of threads to wait
+for at exit held only those of engines that were still there, so the interpreter went away under a
+thread that was inside torch.
 """
 
 import gc

@@ -1,9 +1,10 @@
 """A call or step that failed had counted already, or hung.
 
-A call's gradients, buffers and random numbers were the user's before its outputs were merged, which may raise: repeated
-after the error, it counted twice. A synchronous step that failed marked the asynchronous one before it as written back
-although it never was, so calls went on at weights two steps old. And a device that dies, as CUDA does after a device
-assert, raised from the very waits that end a call, so that its caller waited for ever.
+A call's gradients, buffers and random numbers were the user's before its outputs were merged, which
+may raise: repeated after the error, it counted twice. A synchronous step that failed marked the
+asynchronous one before it as written back although it never was, so calls went on at weights two
+steps old. And a device that dies, as CUDA does after a device assert, raised from the very waits
+that end a call, so that its caller waited for ever.
 """
 
 import threading
@@ -35,7 +36,10 @@ def bad_merge(*_: Any) -> Any:
 def make_dropping() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.BatchNorm1d(MLP_WIDTH), nn.Dropout(0.5), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
+        nn.BatchNorm1d(MLP_WIDTH),
+        nn.Dropout(0.5),
+        nn.Linear(MLP_WIDTH, MLP_WIDTH),
     )
 
 
@@ -47,7 +51,10 @@ def fails_in_forward_backward(engine: RoundPipe) -> None:
 
 
 def fails_in_forward(engine: RoundPipe) -> None:
-    engine(*BATCH.args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2, merge_output=bad_merge))
+    engine(
+        *BATCH.args,
+        roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2, merge_output=bad_merge),
+    )
 
 
 def fails_in_forward_without_grad(engine: RoundPipe) -> None:
@@ -78,7 +85,8 @@ def fails_in_the_sum_of_losses(engine: RoundPipe) -> None:
 def test_a_call_whose_results_cannot_be_merged_has_not_been(
     fail: Any, error: type[Exception], devices: DeviceSet, engines: Engines
 ) -> None:
-    """No gradients, no draw of the caller's generator, no buffers; the same for a call before it, and one after it."""
+    """No gradients, no draw of the caller's generator, no buffers; the same for a call before it,
+    and one after it."""
     engine, twin = engines(make_dropping(), devices), engines(make_dropping(), devices)
     for each in (engine, twin):
         torch.manual_seed(5)
@@ -97,7 +105,9 @@ def test_a_call_whose_results_cannot_be_merged_has_not_been(
     devices.check(buffers_of(engine.model), buffers_of(twin.model))
 
 
-def test_a_synchronous_step_that_fails_after_an_asynchronous_one(devices: DeviceSet, engines: Engines) -> None:
+def test_a_synchronous_step_that_fails_after_an_asynchronous_one(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """It did nothing, and so calls after it are at the weights of the step before."""
 
     def sgd(params: Any) -> torch.optim.Optimizer:
@@ -160,9 +170,12 @@ class Deadly(nn.Module):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_device_that_dies_does_not_hang_the_caller(count: int) -> None:
-    """Neither in the call, nor in the next one, nor in close(). In threads, as a hang must not be the whole suite's."""
+    """Neither in the call, nor in the next one, nor in close(). In threads, as a hang must not be
+    the whole suite's."""
     mortal = [MortalDevice(index) for index in range(count)]
-    engine = RoundPipe(nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), Deadly(mortal)), devices=mortal)
+    engine = RoundPipe(
+        nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), Deadly(mortal)), devices=mortal
+    )
     caught: list[BaseException] = []
 
     def use_it() -> None:

@@ -1,7 +1,9 @@
-"""`backward()` after a forward with grad: at other weights than the forward's, and without the hooks of the user.
+"""`backward()` after a forward with grad: at other weights than the forward's, and without the
+hooks of the user.
 
-A flush or a load between the two replaced the weights that the backward recomputes with, silently. Hooks on parameters
-were refused in `forward_backward` only, in `forward` they just never ran. And the gradient of a gradient was zero.
+A flush or a load between the two replaced the weights that the backward recomputes with, silently.
+Hooks on parameters were refused in `forward_backward` only, in `forward` they just never ran. And
+the gradient of a gradient was zero.
 """
 
 import copy
@@ -39,7 +41,12 @@ def evaluate(engine: RoundPipe) -> None:
 
 @pytest.mark.parametrize(
     "between",
-    [RoundPipe.state_dict, RoundPipe.synchronize, lambda engine: list(engine.parameters()), evaluate],
+    [
+        RoundPipe.state_dict,
+        RoundPipe.synchronize,
+        lambda engine: list(engine.parameters()),
+        evaluate,
+    ],
     ids=["state_dict", "synchronize", "parameters", "evaluation"],
 )
 def test_writing_back_an_update_between_forward_and_backward_is_refused(
@@ -57,7 +64,9 @@ def test_writing_back_an_update_between_forward_and_backward_is_refused(
     assert engine_gradients(engine) == {}, "the refused backward left gradients"
 
 
-@pytest.mark.parametrize("between", [load_twice_the_weights, reload], ids=["load_state_dict", "reload_parameters"])
+@pytest.mark.parametrize(
+    "between", [load_twice_the_weights, reload], ids=["load_state_dict", "reload_parameters"]
+)
 def test_loading_between_forward_and_backward_is_refused(
     between: Callable[[RoundPipe], object], devices: DeviceSet, engines: Engines
 ) -> None:
@@ -110,20 +119,28 @@ def test_hooks_on_parameters_are_refused_however_gradients_come(
 
 
 @pytest.mark.parametrize("is_linear", [False, True], ids=["squared loss", "linear loss"])
-def test_a_gradient_penalty_is_refused(is_linear: bool, devices: DeviceSet, engines: Engines) -> None:
-    """Recomputed on devices, the gradient has no graph of its own; a penalty on it would be a constant."""
+def test_a_gradient_penalty_is_refused(
+    is_linear: bool, devices: DeviceSet, engines: Engines
+) -> None:
+    """Recomputed on devices, the gradient has no graph of its own; a penalty on it would be a
+    constant."""
     engine = engines(make_mlp(), devices)
     inputs = BATCH.args[0].clone().requires_grad_()
     output = engine(inputs)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(
-            output.sum() if is_linear else BATCH.loss_fn(output, BATCH.label), inputs, create_graph=True
+            output.sum() if is_linear else BATCH.loss_fn(output, BATCH.label),
+            inputs,
+            create_graph=True,
         )
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 2])
-def test_outputs_on_a_device_of_the_users_choice(num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
-    """On an accelerator autograd runs a thread per device: the round backwards must not take up the one it needs."""
+def test_outputs_on_a_device_of_the_users_choice(
+    num_microbatch: int, devices: DeviceSet, engines: Engines
+) -> None:
+    """On an accelerator autograd runs a thread per device: the round backwards must not take up the
+    one it needs."""
     target = "cpu" if devices.kind == "virtual" else "cuda:0"
     model = make_mlp()
     expected = plain_call(copy.deepcopy(model), BATCH.split(num_microbatch), BATCH.loss_fn)

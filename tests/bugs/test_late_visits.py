@@ -1,9 +1,10 @@
-"""What the caller did right after `forward_backward` had returned changed the gradients of that very call.
+"""What the caller did right after `forward_backward` had returned changed the gradients of that
+very call.
 
-The call returns when its loss is known and backward stage runs go on. They looked at `.training` and `.requires_grad` of
-the user's modules as these were by then: with the evaluation that follows a training step, batch norm was recomputed in
-evaluation mode, silently. And an error that came so late took the finished steps before it along when the engine was
-closed.
+The call returns when its loss is known and backward stage runs go on. They looked at `.training`
+and `.requires_grad` of the user's modules as these were by then: with the evaluation that follows a
+training step, batch norm was recomputed in evaluation mode, silently. And an error that came so
+late took the finished steps before it along when the engine was closed.
 """
 
 from collections.abc import Callable
@@ -55,8 +56,11 @@ def test_switching_modes_after_the_call_does_not_change_its_gradients(
 
 
 @pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
-def test_an_evaluation_while_gradients_are_still_to_come(devices: DeviceSet, engines: Engines) -> None:
-    """As training loops do it. The evaluation needs no gradients, so it may run before the backward stage runs or after."""
+def test_an_evaluation_while_gradients_are_still_to_come(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """As training loops do it. The evaluation needs no gradients, so it may run before the backward
+    stage runs or after."""
     gate = open_gate()
     plain = make_pausing(open_gate())
     engine = engines(make_pausing(gate), devices)

@@ -1,9 +1,11 @@
-"""What a layer did with one batch was taken for what it always does, and its weights got no gradients any more.
+"""What a layer did with one batch was taken for what it always does, and its weights got no
+gradients any more.
 
-The engine runs most forwards without autograd and has to know which outputs of a layer carry a gradient. It learnt that
-once per layer, from the first microbatch. A layer may decide anew each time: by a flag it is called with, by what is in
-its input (experts to which nothing was routed), by an attribute that the user switches. One call that took the branch
-without gradients silently froze the layer for good.
+The engine runs most forwards without autograd and has to know which outputs of a layer carry a
+gradient. It learnt that once per layer, from the first microbatch. A layer may decide anew each
+time: by a flag it is called with, by what is in its input (experts to which nothing was routed), by
+an attribute that the user switches. One call that took the branch without gradients silently froze
+the layer for good.
 """
 
 import copy
@@ -19,7 +21,9 @@ from models import MLP_WIDTH, mlp_batch
 from reference import Microbatch, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
-ONE_LAYER_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)])
+ONE_LAYER_EACH = ModelExecutePlan(
+    fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)]
+)
 BATCH = mlp_batch(rows=6)
 
 
@@ -66,7 +70,8 @@ class Joining(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """The plain model: gives the flag to its first layer, as the engine does with a plain sequence of its layers."""
+    """The plain model: gives the flag to its first layer, as the engine does with a plain sequence
+    of its layers."""
 
     def forward(self, hidden: Tensor, how: str = "plain") -> Tensor:
         first, *others = self
@@ -88,7 +93,9 @@ def microbatches_of(inputs: Tensor, how: str = "plain") -> list[Microbatch]:
 
 def call(engine: RoundPipe, microbatches: list[Microbatch]) -> None:
     engine.forward_backward(
-        microbatches=microbatches, loss_fn=BATCH.loss_fn, run_config=RoundPipeRunConfig(execute_plan=ONE_LAYER_EACH)
+        microbatches=microbatches,
+        loss_fn=BATCH.loss_fn,
+        run_config=RoundPipeRunConfig(execute_plan=ONE_LAYER_EACH),
     )
     engine.synchronize()
 
@@ -99,7 +106,9 @@ def test_a_flag_that_changes_what_a_layer_hands_on(
     first: str, second: str, devices: DeviceSet, engines: Engines
 ) -> None:
     model = make_model(Flagged)
-    expected = plain_call(copy.deepcopy(model), microbatches_of(BATCH.args[0], second), BATCH.loss_fn)
+    expected = plain_call(
+        copy.deepcopy(model), microbatches_of(BATCH.args[0], second), BATCH.loss_fn
+    )
     assert ("0.linear.weight" in expected.gradients) == (second != "stop")
     engine = engines(nn.Sequential(*model), devices)
     call(engine, microbatches_of(BATCH.args[0], first))
@@ -109,7 +118,9 @@ def test_a_flag_that_changes_what_a_layer_hands_on(
 
 
 @pytest.mark.parametrize("first", ["used", "unused"])
-def test_a_layer_whose_weights_only_some_batches_use(first: str, devices: DeviceSet, engines: Engines) -> None:
+def test_a_layer_whose_weights_only_some_batches_use(
+    first: str, devices: DeviceSet, engines: Engines
+) -> None:
     inputs = {"used": BATCH.args[0].abs(), "unused": -BATCH.args[0].abs()}
     model = make_model(Routed)
     engine = engines(nn.Sequential(*model), devices)
@@ -123,7 +134,9 @@ def test_a_layer_whose_weights_only_some_batches_use(first: str, devices: Device
         devices.check(engine_gradients(engine), expected.gradients)
 
 
-def test_a_layer_whose_weights_only_one_of_the_microbatches_uses(devices: DeviceSet, engines: Engines) -> None:
+def test_a_layer_whose_weights_only_one_of_the_microbatches_uses(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """The other one is first, so it is the one the engine learns from."""
     inputs = torch.cat([-BATCH.args[0][:3].abs(), BATCH.args[0][3:].abs()])
     model = make_model(Routed)
@@ -137,7 +150,9 @@ def test_a_layer_whose_weights_only_one_of_the_microbatches_uses(devices: Device
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["stopping first", "carrying first"])
-def test_an_attribute_that_the_user_switches_between_calls(first: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_an_attribute_that_the_user_switches_between_calls(
+    first: bool, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_model(Switched)
     engine = engines(nn.Sequential(*model), devices)
     for stops in (first, not first, first):

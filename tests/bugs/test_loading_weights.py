@@ -1,9 +1,10 @@
 """A checkpoint was loaded, the model held it, and the next step brought the old weights back.
 
-Optimizers work on masters, copies at their own precision. They followed a load only for keys spelled as the parameters
-are, and only if nothing was raised: a hook that renames keys (torch's own, for weight norm of older checkpoints), or a
-strict error after some keys had been loaded, left masters behind, and the next step written back those. Likewise
-`reload_parameters` threw away the update that was still to be written back.
+Optimizers work on masters, copies at their own precision. They followed a load only for keys
+spelled as the parameters are, and only if nothing was raised: a hook that renames keys (torch's
+own, for weight norm of older checkpoints), or a strict error after some keys had been loaded, left
+masters behind, and the next step written back those. Likewise `reload_parameters` threw away the
+update that was still to be written back.
 """
 
 from typing import Any
@@ -46,7 +47,9 @@ def test_masters_follow_keys_that_a_hook_renames(
     optim_dtype: torch.dtype | None, devices: DeviceSet, engines: Engines
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(weight_norm(nn.Linear(MLP_WIDTH, MLP_WIDTH)), nn.Linear(MLP_WIDTH, MLP_WIDTH))
+    model = nn.Sequential(
+        weight_norm(nn.Linear(MLP_WIDTH, MLP_WIDTH)), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+    )
     engine = engines(model, devices, optim_dtype=optim_dtype)
     optimizer = sgd(engine)
     train(engine, optimizer)
@@ -77,7 +80,9 @@ def test_masters_follow_values_that_a_hook_changes(devices: DeviceSet, engines: 
     engine = engines(nn.Sequential(Scaled(MLP_WIDTH, MLP_WIDTH), nn.Tanh()), devices)
     optimizer = sgd(engine)
     train(engine, optimizer)
-    engine.load_state_dict({name: torch.ones_like(value) for name, value in engine.state_dict().items()})
+    engine.load_state_dict(
+        {name: torch.ones_like(value) for name, value in engine.state_dict().items()}
+    )
     train(engine, without_learning(optimizer))
     weights = engine_weights(engine)
     devices.check(weights["0.weight"], torch.full_like(weights["0.weight"], 0.1))
@@ -94,7 +99,9 @@ def test_masters_follow_what_a_failing_load_has_loaded(
     engine = engines(model, devices, optim_dtype=optim_dtype)
     optimizer = sgd(engine)
     train(engine, optimizer)
-    loaded: dict[str, Tensor] = {name: torch.full_like(value, 0.25) for name, value in engine.state_dict().items()}
+    loaded: dict[str, Tensor] = {
+        name: torch.full_like(value, 0.25) for name, value in engine.state_dict().items()
+    }
     if fault == "missing":
         del loaded["4.weight"]
     elif fault == "unexpected":
@@ -110,8 +117,11 @@ def test_masters_follow_what_a_failing_load_has_loaded(
     devices.check(engine_weights(engine), held)
 
 
-def test_reloading_while_an_update_is_to_be_written_back_is_refused(devices: DeviceSet, engines: Engines) -> None:
-    """The weights that were changed are older than the masters: either would be lost. After synchronize() it works."""
+def test_reloading_while_an_update_is_to_be_written_back_is_refused(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """The weights that were changed are older than the masters: either would be lost. After
+    synchronize() it works."""
     model = make_mlp()
     engine = engines(model, devices)
     optimizer = sgd(engine)
@@ -126,6 +136,8 @@ def test_reloading_while_an_update_is_to_be_written_back_is_refused(devices: Dev
         model[0].weight.fill_(0.25)
     engine.reload_parameters()
     held = weights_of(model)
-    assert not torch.equal(held["2.weight"], start["2.weight"]), "the update of another layer is lost"
+    assert not torch.equal(held["2.weight"], start["2.weight"]), (
+        "the update of another layer is lost"
+    )
     train(engine, without_learning(optimizer))
     devices.check(engine_weights(engine), held)

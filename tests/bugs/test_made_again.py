@@ -1,10 +1,12 @@
-"""Calls that were made again after a device was out of memory, though what had failed had left something behind.
+"""Calls that were made again after a device was out of memory, though what had failed had left
+something behind.
 
-Parameters of the caller's own in ``loss_fn`` got the gradients of microbatches that went well before the one that did
-not, and got them again. Layers that write to their input wrote to the caller's a second time. And where the caller's
-graph led back into the same engine, a failing backward there made the whole call begin again, with that graph half
-gone. Other calls of the same shapes were refused once enough had failed, even if they had always fitted. An error that
-names another one, which names it, was followed for ever.
+Parameters of the caller's own in ``loss_fn`` got the gradients of microbatches that went well
+before the one that did not, and got them again. Layers that write to their input wrote to the
+caller's a second time. And where the caller's graph led back into the same engine, a failing
+backward there made the whole call begin again, with that graph half gone. Other calls of the same
+shapes were refused once enough had failed, even if they had always fitted. An error that names
+another one, which names it, was followed for ever.
 """
 
 from collections.abc import Callable
@@ -46,8 +48,12 @@ def squared(output: Tensor, _: Any) -> Tensor:
 
 
 def engine_of(*layers: nn.Module, **settings: Any) -> RoundPipe:
-    config = RoundPipeRunConfig(num_microbatch=2, execute_plan=ModelExecutePlan([], [range(len(layers))]))
-    return RoundPipe(nn.Sequential(*layers), devices=[VirtualDevice(0)], model_run_config=config, **settings)
+    config = RoundPipeRunConfig(
+        num_microbatch=2, execute_plan=ModelExecutePlan([], [range(len(layers))])
+    )
+    return RoundPipe(
+        nn.Sequential(*layers), devices=[VirtualDevice(0)], model_run_config=config, **settings
+    )
 
 
 def test_parameters_in_the_loss_get_their_gradients_once() -> None:
@@ -88,7 +94,9 @@ def loss_alone(engine: RoundPipe, x: Tensor) -> None:
 
 @pytest.mark.parametrize("call", [without_gradients, loss_alone])
 @pytest.mark.parametrize("is_inference", [False, True])
-def test_inputs_are_written_once(call: Callable[[RoundPipe, Tensor], None], is_inference: bool) -> None:
+def test_inputs_are_written_once(
+    call: Callable[[RoundPipe, Tensor], None], is_inference: bool
+) -> None:
     with torch.inference_mode(is_inference):
         x = torch.ones(8, WIDTH)
     layers = Doubling(), OutOfMemory(1), nn.Linear(WIDTH, WIDTH)
@@ -100,7 +108,10 @@ def test_inputs_are_written_once(call: Callable[[RoundPipe, Tensor], None], is_i
 def test_a_graph_of_the_callers_is_gone_through_once() -> None:
     """It leads back into the same engine, whose recompute fails there."""
     x = torch.randn(8, WIDTH, requires_grad=True)
-    layers = nn.Linear(WIDTH, WIDTH), OutOfMemory(4, 5)  # two microbatches forward, two in the call, then
+    layers = (
+        nn.Linear(WIDTH, WIDTH),
+        OutOfMemory(4, 5),
+    )  # two microbatches forward, two in the call, then
     with engine_of(*layers) as engine:
         hidden = engine(x) + x.exp()
         with pytest.raises(torch.OutOfMemoryError):

@@ -1,16 +1,17 @@
 """A device's memory was exceeded by what no plan had counted, though each plan by itself had room.
 
-The parts of a model that is no sequence peaked at nearly twice `max_gpu_memory`. A backward round held the gradients
-that it had handed on until the whole backward pass was over. The worker ran ahead of the copies that were to take kept
-inputs and gradients down to the host, stage run after stage run, and all that time their memory was in use. Outputs were not
-counted, and those left on the device were copied there for fear that somebody else might hold them. Parts were promised
-room by guesses in the first call, although the size of what goes in is known. And where no guess fitted, the planner's
-error held all that its callers had on devices, until a collection came.
+The parts of a model that is no sequence peaked at nearly twice `max_gpu_memory`. A backward round
+held the gradients that it had handed on until the whole backward pass was over. The worker ran
+ahead of the copies that were to take kept inputs and gradients down to the host, stage run after
+stage run, and all that time their memory was in use. Outputs were not counted, and those left on
+the device were copied there for fear that somebody else might hold them. Parts were promised room
+by guesses in the first call, although the size of what goes in is known. And where no guess fitted,
+the planner's error held all that its callers had on devices, until a collection came.
 
-Long sequences through a large frozen model: before anything was measured, layers stayed on the device as if there were
-no activations; slots of an earlier plan were kept, and those given back were held by replicas waiting for their next
-stage run; and a plan that had run out of memory was tried again and again. A frozen model whose inputs train was planned
-for as if it had no backward.
+Long sequences through a large frozen model: before anything was measured, layers stayed on the
+device as if there were no activations; slots of an earlier plan were kept, and those given back
+were held by replicas waiting for their next stage run; and a plan that had run out of memory was
+tried again and again. A frozen model whose inputs train was planned for as if it had no backward.
 
 The devices here count what is on them. The adversarial one copies as late as it may.
 """
@@ -30,7 +31,13 @@ from device_sets import ONE
 from engines import engine_gradients
 from models import Batch
 from reference import plain_call
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe import (
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+    wrap_model_to_roundpipe,
+)
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.slots import SlotPool
@@ -100,7 +107,8 @@ def squared(output: Tensor, _: Any) -> Tensor:
 @of_both_kinds
 @pytest.mark.parametrize("inputs", [6, pytest.param(12, marks=pytest.mark.slow)])
 def test_parts_together_stay_under_the_limit(kind: Any, inputs: int) -> None:
-    """Room for some of eight inputs. They all are kept for their backwards, each of a part whose own plan has room."""
+    """Room for some of eight inputs. They all are kept for their backwards, each of a part whose
+    own plan has room."""
     torch.manual_seed(0)
     model, x = Chain(8), torch.randn(ROWS, WIDTH)
     expected = plain_call(copy.deepcopy(model), Batch((x,), {}, None, squared).whole(), squared)
@@ -123,13 +131,16 @@ def test_parts_together_stay_under_the_limit(kind: Any, inputs: int) -> None:
 
 @of_both_kinds
 def test_outputs_that_are_still_on_the_device_count(kind: Any) -> None:
-    """All microbatches' outputs are there before the caller gets the first: kept inputs give way to them."""
+    """All microbatches' outputs are there before the caller gets the first: kept inputs give way to
+    them."""
     torch.manual_seed(0)
     layers = [*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 4 * WIDTH)]
     model, x = nn.Sequential(*layers), torch.randn(ROWS, WIDTH)
     expected = plain_call(copy.deepcopy(model), Batch((x,), {}, None, squared).whole(), squared)
     single = [range(layer, layer + 1) for layer in range(7)]
-    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=ModelExecutePlan(single, single[::-1]))
+    config = RoundPipeRunConfig(
+        num_microbatch=MICROBATCHES, execute_plan=ModelExecutePlan(single, single[::-1])
+    )
     device = kind(9 * INPUT)
     with RoundPipe(model, devices=[device], model_run_config=config) as engine:
         for _ in range(3):
@@ -141,8 +152,8 @@ def test_outputs_that_are_still_on_the_device_count(kind: Any) -> None:
 
 @of_both_kinds
 def test_chained_engines_let_go_of_what_they_have_handed_on(kind: Any) -> None:
-    """Twelve engines in a row on one device, their kept inputs on the host: what flows between two of them is there
-    only while it does, both ways."""
+    """Twelve engines in a row on one device, their kept inputs on the host: what flows between two
+    of them is there only while it does, both ways."""
     torch.manual_seed(0)
     layers, x = [nn.Linear(WIDTH, WIDTH) for _ in range(12)], torch.randn(ROWS, WIDTH)
     batch = Batch((x,), {}, x, squared)
@@ -170,7 +181,8 @@ def test_chained_engines_let_go_of_what_they_have_handed_on(kind: Any) -> None:
 
 
 def test_gradients_are_down_before_more_are_made() -> None:
-    """While a stage run sums, those of one stage run more may be on their way, however late the copies are."""
+    """While a stage run sums, those of one stage run more may be on their way, however late the
+    copies are."""
     torch.manual_seed(0)
     layers, x = [nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(10)], torch.randn(8, 4 * WIDTH)
     single = [range(layer, layer + 1) for layer in range(10)]
@@ -182,7 +194,9 @@ def test_gradients_are_down_before_more_are_made() -> None:
             for _ in range(2):
                 used_at_most(device)
                 engine.forward_backward(
-                    (x,), loss_fn=squared, run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+                    (x,),
+                    loss_fn=squared,
+                    run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=plan),
                 )
                 engine.synchronize()
         peaks.append(used_at_most(device))
@@ -196,7 +210,9 @@ def frozen_but_the_last(length: int) -> nn.Sequential:
 
 
 @of_both_kinds
-def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_earlier_plan_needed_is_given_back(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FreeMemory, "resident_layers", lambda *_, **__: frozenset())
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
     device = kind(8 * sum(parameter.nbytes for parameter in model[0].parameters()))
@@ -208,16 +224,23 @@ def test_what_an_earlier_plan_needed_is_given_back(kind: Any, monkeypatch: pytes
             engine.forward_backward((torch.randn(4, WIDTH),), loss_fn=squared, run_config=config)
             engine.synchronize()
         used_at_most(device)
-        assert used_at_most(device) < 4 * sum(parameter.nbytes for parameter in model[0].parameters())
+        assert used_at_most(device) < 4 * sum(
+            parameter.nbytes for parameter in model[0].parameters()
+        )
 
 
 @of_both_kinds
-def test_slots_of_plans_in_turn_stay_where_there_is_room(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and evaluation, or short and long batches: to give slots back is to wait for lanes."""
+def test_slots_of_plans_in_turn_stay_where_there_is_room(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training and evaluation, or short and long batches: to give slots back is to wait for
+    lanes."""
     monkeypatch.setattr(FreeMemory, "resident_layers", lambda *_, **__: frozenset())
     dropped: list[int] = []
     keep_only = SlotPool.keep_only
-    monkeypatch.setattr(SlotPool, "keep_only", lambda *given: (dropped.append(1), keep_only(*given)))
+    monkeypatch.setattr(
+        SlotPool, "keep_only", lambda *given: (dropped.append(1), keep_only(*given))
+    )
     model, device = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))), kind(AMPLE)
     layers = [range(index, index + 1) for index in range(12)]
     whole, by_layer = ModelExecutePlan([], [range(12)]), ModelExecutePlan(layers[:-1], layers[::-1])
@@ -270,20 +293,32 @@ ONE_MICROBATCH = RoundPipeRunConfig(num_microbatch=1)
 
 
 def trained(call: Any, size: int) -> tuple[dict[str, Tensor], torch.Tensor]:
-    """Gradients of three calls on a device for so many inputs, and the generator's state after them."""
+    """Gradients of three calls on a device for so many inputs, and the generator's state after
+    them."""
     model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
-    with RoundPipe(model, devices=[VirtualDevice(0, size * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+    with RoundPipe(
+        model, devices=[VirtualDevice(0, size * INPUT)], model_run_config=ONE_MICROBATCH
+    ) as engine:
         for _ in range(3):
             call(engine, x)
             engine.synchronize()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}, torch.get_rng_state()
+    return {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }, torch.get_rng_state()
 
 
 @pytest.mark.parametrize(
     ("call", "size"),
-    [(forward_backward, 8), (forward_backward, 10), (forward_backward, 14), (forward_then_backward, 10)],
+    [
+        (forward_backward, 8),
+        (forward_backward, 10),
+        (forward_backward, 14),
+        (forward_then_backward, 10),
+    ],
 )
-def test_a_call_that_ran_out_of_memory_is_made_again(call: Any, size: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_ran_out_of_memory_is_made_again(
+    call: Any, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     expected, state = trained(call, 1000)
     assert "made again" not in caplog.text
     found, reached = trained(call, size)
@@ -303,7 +338,9 @@ def test_the_last_try_is_with_hardly_anything_planned(monkeypatch: pytest.Monkey
 def test_a_plan_whose_backward_ran_out_of_memory_is_not_tried_again() -> None:
     model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
     failures = 0
-    with RoundPipe(model, devices=[VirtualDevice(0, 8 * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+    with RoundPipe(
+        model, devices=[VirtualDevice(0, 8 * INPUT)], model_run_config=ONE_MICROBATCH
+    ) as engine:
         for _ in range(8):
             try:
                 forward_then_backward(engine, x)
@@ -315,7 +352,9 @@ def test_a_plan_whose_backward_ran_out_of_memory_is_not_tried_again() -> None:
 
 def test_what_never_fits_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     model, x = wasteful_model(), torch.randn(ROWS, WIDTH)
-    with RoundPipe(model, devices=[VirtualDevice(0, 3 * INPUT)], model_run_config=ONE_MICROBATCH) as engine:
+    with RoundPipe(
+        model, devices=[VirtualDevice(0, 3 * INPUT)], model_run_config=ONE_MICROBATCH
+    ) as engine:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             forward_backward(engine, x)
         assert "virtual:0 is out of memory" in str(caught.value)
@@ -337,7 +376,10 @@ class Unused(nn.Linear):
 
 @pytest.mark.parametrize("layer", [Failing, Unused])
 def test_a_graph_goes_that_no_backward_goes_through(layer: type[nn.Linear]) -> None:
-    model, device = nn.Sequential(Wasteful(WIDTH, WIDTH), layer(WIDTH, WIDTH)), VirtualDevice(0, AMPLE)
+    model, device = (
+        nn.Sequential(Wasteful(WIDTH, WIDTH), layer(WIDTH, WIDTH)),
+        VirtualDevice(0, AMPLE),
+    )
     config = replace(ONE_MICROBATCH, execute_plan=ModelExecutePlan([], [range(2)]))
     with RoundPipe(model, devices=[device], model_run_config=config) as engine:
         with suppress(torch.OutOfMemoryError):
@@ -349,7 +391,8 @@ def test_a_graph_goes_that_no_backward_goes_through(layer: type[nn.Linear]) -> N
 
 @of_both_kinds
 def test_layers_do_not_stay_where_a_forward_keeps_inputs_for_its_backward(kind: Any) -> None:
-    """The two are calls of their own, each of which had room for layers beside what it needs itself."""
+    """The two are calls of their own, each of which had room for layers beside what it needs
+    itself."""
     model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(48))), torch.randn(64, WIDTH)
     model[1:].requires_grad_(requires_grad=False)
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -361,7 +404,9 @@ def test_layers_do_not_stay_where_a_forward_keeps_inputs_for_its_backward(kind: 
         assert used_at_most(device) < device.limit
 
 
-def test_layers_that_stayed_give_way_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_stayed_give_way_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With the user's own plan nothing else can, once inputs are on the host."""
     monkeypatch.setattr(Wasteful, "times", 0)
     model = nn.Sequential(*(Wasteful(WIDTH, WIDTH) for _ in range(48)))

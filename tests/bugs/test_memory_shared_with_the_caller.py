@@ -1,8 +1,9 @@
-"""Labels, inputs, losses or outputs were changed in place after `forward_backward` had returned, and so its gradients.
+"""Labels, inputs, losses or outputs were changed in place after `forward_backward` had returned,
+and so its gradients.
 
-The call returns while backward stage runs go on. Where a tensor handed in or out was the very memory that autograd had
-saved for them, whatever the caller did to it counted: silently through numpy, as an error of a later call through
-torch, even for `loss /= 10`.
+The call returns while backward stage runs go on. Where a tensor handed in or out was the very
+memory that autograd had saved for them, whatever the caller did to it counted: silently through
+numpy, as an error of a later call through torch, even for `loss /= 10`.
 """
 
 import copy
@@ -34,16 +35,22 @@ def own_batch() -> Batch:
 
 
 def run_for_outputs(engine: RoundPipe, batch: Batch, plan: ModelExecutePlan) -> tuple[Any, Any]:
-    """A call of one microbatch: there nothing has to be added or merged, so nothing is copied by that."""
+    """A call of one microbatch: there nothing has to be added or merged, so nothing is copied by
+    that."""
     settings = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
     loss, output = engine.forward_backward(
-        batch.args, label=batch.label, loss_fn=batch.loss_fn, return_outputs=True, run_config=settings
+        batch.args,
+        label=batch.label,
+        loss_fn=batch.loss_fn,
+        return_outputs=True,
+        run_config=settings,
     )
     return loss, output
 
 
 class HeldBackward(torch.autograd.Function):
-    """Holds up the backward of the loss until the caller has done its worst, or until it is clear that it cannot."""
+    """Holds up the backward of the loss until the caller has done its worst, or until it is clear
+    that it cannot."""
 
     released = threading.Event()
 
@@ -90,7 +97,9 @@ def test_what_a_call_took_or_gave_may_be_written_to(
     expected = plain_call(plain, batch.whole(), summed)
     engine = engines(model, devices)
     HeldBackward.released.clear()
-    losses, output = run_for_outputs(engine, batch._replace(loss_fn=losses_that_need_everything), FUSED)
+    losses, output = run_for_outputs(
+        engine, batch._replace(loss_fn=losses_that_need_everything), FUSED
+    )
     change(batch, losses, output)
     HeldBackward.released.set()
     devices.check(engine_gradients(engine), expected.gradients, bitwise=False)
@@ -99,7 +108,9 @@ def test_what_a_call_took_or_gave_may_be_written_to(
 @pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
 @pytest.mark.parametrize("with_numpy", [False, True], ids=["torch", "numpy"])
 @pytest.mark.parametrize("changed", ["input", "label", "loss", "output"])
-def test_the_same_before_a_late_recompute(changed: str, with_numpy: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_the_same_before_a_late_recompute(
+    changed: str, with_numpy: bool, devices: DeviceSet, engines: Engines
+) -> None:
     batch, gate = own_batch(), Gate()
     expected = plain_call(make_pausing(open_gate()), batch.whole(), batch.loss_fn)
     engine = engines(make_pausing(gate), devices)
@@ -137,8 +148,11 @@ class Multiply(nn.Module):
 
 @pytest.mark.parametrize("devices", [ONE, TWO], ids=str)
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_an_input_that_frozen_layers_pass_on(is_frozen: bool, devices: DeviceSet, engines: Engines) -> None:
-    """Saved where training begins, as the layers before it need no backward: it must not be the caller's memory."""
+def test_an_input_that_frozen_layers_pass_on(
+    is_frozen: bool, devices: DeviceSet, engines: Engines
+) -> None:
+    """Saved where training begins, as the layers before it need no backward: it must not be the
+    caller's memory."""
     batch, gate = own_batch(), Gate()
     factor = torch.linspace(0.5, 2.0, 6 * MLP_WIDTH).view(6, MLP_WIDTH)
 
@@ -169,7 +183,9 @@ def test_an_input_that_frozen_layers_pass_on(is_frozen: bool, devices: DeviceSet
     factor.zero_()
     batch.args[0].zero_()
     gate.open()
-    devices.check({f"layers.{name}": value for name, value in engine_gradients(engine).items()}, expected)
+    devices.check(
+        {f"layers.{name}": value for name, value in engine_gradients(engine).items()}, expected
+    )
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 2])
@@ -180,7 +196,11 @@ def test_a_parameter_of_the_callers_own_in_loss_fn_has_its_gradient_at_return(
     batch = mlp_batch(rows=6)
     model = make_mlp()
     plain, plain_scale = copy.deepcopy(model), nn.Parameter(torch.tensor(2.0))
-    plain_call(plain, batch.split(num_microbatch), lambda output, label: batch.loss_fn(output, label) * plain_scale)
+    plain_call(
+        plain,
+        batch.split(num_microbatch),
+        lambda output, label: batch.loss_fn(output, label) * plain_scale,
+    )
     engine = engines(model, TWO)
     engine.forward_backward(
         batch.args,

@@ -1,9 +1,10 @@
 """A model that had an engine was given another one, and training went on from the wrong weights.
 
-The story: a test of a model that is wrapped again failed now and then. The last update of an asynchronous step is not
-written back until somebody flushes, and nobody did: the new engine began one update back, or wherever the first one's
-thread was at that moment. What it trained was then overwritten when the first was closed. And of two engines that were
-both kept, each went on from its own copies of the weights, whatever the other had made of them.
+The story: a test of a model that is wrapped again failed now and then. The last update of an
+asynchronous step is not written back until somebody flushes, and nobody did: the new engine began
+one update back, or wherever the first one's thread was at that moment. What it trained was then
+overwritten when the first was closed. And of two engines that were both kept, each went on from its
+own copies of the weights, whatever the other had made of them.
 """
 
 import gc
@@ -69,7 +70,9 @@ def sgd(parameters: Any, case: Case = SEQUENCE) -> torch.optim.Optimizer:
     return case.optimizers.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def train(engine: Any, optimizer: torch.optim.Optimizer, step: int, *, is_async: bool = True) -> None:
+def train(
+    engine: Any, optimizer: torch.optim.Optimizer, step: int, *, is_async: bool = True
+) -> None:
     engine(INPUTS[step]).square().mean().backward()
     engine.step(optimizer.step, is_async=is_async)
 
@@ -81,18 +84,26 @@ def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    for (name, ours), theirs in zip(weights_of(model).items(), weights_of(plain).values(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, ours), theirs in zip(
+        weights_of(model).items(), weights_of(plain).values(), strict=True
+    ):
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(
     ("how", "is_async"),
-    [("running", True), *((how, is_async) for how in ("kept", "closed", "forgotten") for is_async in (True, False))],
+    [
+        ("running", True),
+        *((how, is_async) for how in ("kept", "closed", "forgotten") for is_async in (True, False)),
+    ],
 )
 def test_the_second_engine_goes_on_from_the_last_update(
     how: str, is_async: bool, case: Case, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the first is doing, and nothing of the first is written any more, not even when it is closed."""
+    """Whatever the first is doing, and nothing of the first is written any more, not even when it
+    is closed."""
     model, plain = case.make_model(), case.make_model()
     first: Any = wrap_for(model, case)
     optimizer, is_wrapped_again = sgd(first.optim_parameters(), case), threading.Event()
@@ -110,7 +121,9 @@ def test_the_second_engine_goes_on_from_the_last_update(
         optimizer.step()
 
     first(INPUTS[0]).square().mean().backward()
-    first._steps._learnt.learn(optimizer)  # else the very first step would wait until the optimizer is entered
+    first._steps._learnt.learn(
+        optimizer
+    )  # else the very first step would wait until the optimizer is entered
     first.step(step, is_async=is_async)
     if how == "closed":
         first.close()
@@ -130,8 +143,11 @@ def test_the_second_engine_goes_on_from_the_last_update(
     assert_same(model, plain)
 
 
-def test_weights_are_not_moved_while_the_first_engine_writes(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page-locked memory is filled from where they are: what is written there after that would be lost."""
+def test_weights_are_not_moved_while_the_first_engine_writes(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Page-locked memory is filled from where they are: what is written there after that would be
+    lost."""
     first, found, make_store = wrap(make_mlp()), [], ParameterStore.__init__
 
     def make(store: ParameterStore, *args: Any) -> None:
@@ -147,7 +163,9 @@ def test_weights_are_not_moved_while_the_first_engine_writes(wrap: Wrap, monkeyp
 @pytest.mark.parametrize(
     ("order", "is_async"), [("abab", True), ("abab", False), ("abcabc", True), ("aabbab", False)]
 )  # of two asynchronous steps in a row the second is stale, which plain training is not
-def test_engines_over_the_same_weights_take_turns(order: str, is_async: bool, case: Case, wrap: Wrap) -> None:
+def test_engines_over_the_same_weights_take_turns(
+    order: str, is_async: bool, case: Case, wrap: Wrap
+) -> None:
     """Each goes on from what the others have made of them; each has its own moments."""
     model, plain = case.make_model(), case.make_model()
     engines = {name: wrap(model, case) for name in sorted(set(order))}
@@ -167,7 +185,10 @@ def test_engines_over_the_same_weights_take_turns(order: str, is_async: bool, ca
 def test_an_engine_goes_on_from_one_that_is_gone(how: str, case: Case, wrap: Wrap) -> None:
     model, plain = case.make_model(), case.make_model()
     kept, gone = wrap(model, case), wrap_for(model, case)
-    ours, theirs = sgd(kept.optim_parameters(), case), [sgd(plain.parameters()), sgd(plain.parameters())]
+    ours, theirs = (
+        sgd(kept.optim_parameters(), case),
+        [sgd(plain.parameters()), sgd(plain.parameters())],
+    )
     train(gone, sgd(gone.optim_parameters(), case), 0)
     train_plain(plain, theirs[0], 0)
     if how == "closed":
@@ -216,7 +237,8 @@ def test_an_engine_that_evaluates_sees_what_another_trains(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
 def test_what_was_loaded_before_stays(num_steps: int, case: Case, wrap: Wrap) -> None:
-    """A notebook cell that loads the first weights and wraps, run twice. However many working copies there are."""
+    """A notebook cell that loads the first weights and wraps, run twice. However many working
+    copies there are."""
     model, plain = case.make_model(), case.make_model()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     first = wrap(model, case)
@@ -258,9 +280,13 @@ def test_what_failed_in_the_first_engine_is_raised_once(wrap: Wrap) -> None:
 def test_an_engine_that_cannot_write_back_stops_the_others_until_it_is_closed(
     case: Case, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of its weights may be in the model. They say whose they are, and go on from what is there."""
+    """Half of its weights may be in the model. They say whose they are, and go on from what is
+    there."""
     model = case.make_model()
-    first, second = wrap_for(model, case._replace(settings={**case.settings, "name": "first"})), wrap(model, case)
+    first, second = (
+        wrap_for(model, case._replace(settings={**case.settings, "name": "first"})),
+        wrap(model, case),
+    )
     optimizer = sgd(second.optim_parameters(), case)
     start = {name: value.clone() for name, value in model.state_dict().items()}
     num_failed = 0
@@ -319,5 +345,7 @@ def test_in_its_own_step_a_model_is_not_wrapped(wrap: Wrap) -> None:
     model = make_mlp()
     engine = wrap(model)
     engine(INPUTS[0]).square().mean().backward()
-    with pytest.raises(ConfigError, match="wrapping a model that has an engine was called inside step_fn"):
+    with pytest.raises(
+        ConfigError, match="wrapping a model that has an engine was called inside step_fn"
+    ):
         engine.step(lambda: wrap(model), is_async=False)

@@ -1,9 +1,11 @@
-"""What a layer's forward writes to its module beside weights was lost: statistics stood still, caches never went back.
+"""What a layer's forward writes to its module beside weights was lost: statistics stood still,
+caches never went back.
 
-Batch norm writes its statistics silently, so the engine compares values to see whether a layer does. It did so for the
-first batch only: with one of zeros, as a warm-up is, the running mean stayed at zero for good. And of a module that
-sets a plain attribute beside its buffer, as rotary embeddings of growing length do, only the buffer was written back.
-If the very first call failed after it had silently written a device's copy of a buffer, the next one started from that.
+Batch norm writes its statistics silently, so the engine compares values to see whether a layer
+does. It did so for the first batch only: with one of zeros, as a warm-up is, the running mean
+stayed at zero for good. And of a module that sets a plain attribute beside its buffer, as rotary
+embeddings of growing length do, only the buffer was written back. If the very first call failed
+after it had silently written a device's copy of a buffer, the next one started from that.
 """
 
 import copy
@@ -19,7 +21,9 @@ from models import MLP_WIDTH, Batch, mlp_batch
 from reference import buffers_of, plain_call
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 
-ONE_LAYER_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)])
+ONE_LAYER_EACH = ModelExecutePlan(
+    fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)]
+)
 WHOLE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(3)])
 PLANS = pytest.mark.parametrize("plan", [ONE_LAYER_EACH, WHOLE], ids=["staged", "fused"])
 
@@ -48,7 +52,9 @@ def test_statistics_after_first_batches_of_zeros(
     assert bool((model[0].running_mean != 0).all())
 
 
-@pytest.mark.parametrize("plan", [ONE_LAYER_EACH, WHOLE, None], ids=["staged", "fused", "evaluation"])
+@pytest.mark.parametrize(
+    "plan", [ONE_LAYER_EACH, WHOLE, None], ids=["staged", "fused", "evaluation"]
+)
 def test_statistics_after_the_first_call_failed(
     plan: ModelExecutePlan | None, devices: DeviceSet, engines: Engines
 ) -> None:
@@ -71,7 +77,8 @@ def test_statistics_after_the_first_call_failed(
 
 
 def test_statistics_after_an_evaluation_came_first(devices: DeviceSet, engines: Engines) -> None:
-    """A check of the untrained model writes nothing, and must not be taken for what training does."""
+    """A check of the untrained model writes nothing, and must not be taken for what training
+    does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.BatchNorm1d(MLP_WIDTH), nn.Tanh())
     plain = copy.deepcopy(model)
@@ -89,7 +96,8 @@ def test_statistics_after_an_evaluation_came_first(devices: DeviceSet, engines: 
 
 
 class Growing(nn.Module):
-    """Recomputes its frequencies for inputs larger than seen, and goes back for small ones: it remembers how large."""
+    """Recomputes its frequencies for inputs larger than seen, and goes back for small ones: it
+    remembers how large."""
 
     frequencies: Tensor
     original: Tensor
@@ -114,7 +122,9 @@ class Growing(nn.Module):
         return hidden * self.frequencies * self.weight
 
 
-@pytest.mark.parametrize("is_whole_model", [False, True], ids=["layer of a sequence", "whole model"])
+@pytest.mark.parametrize(
+    "is_whole_model", [False, True], ids=["layer of a sequence", "whole model"]
+)
 def test_plain_attributes_that_a_forward_sets_are_there_afterwards(
     is_whole_model: bool, devices: DeviceSet, engines: Engines
 ) -> None:
@@ -124,7 +134,9 @@ def test_plain_attributes_that_a_forward_sets_are_there_afterwards(
     with torch.no_grad():
         for factor in (0.1, 100.0, 10.0, 0.1, 0.1, 100.0):
             inputs = torch.linspace(-1.0, 1.0, 12 * MLP_WIDTH).view(12, MLP_WIDTH) * factor
-            devices.check(engine(inputs), torch.cat([plain(part) for part in inputs.chunk(devices.count + 1)]))
+            devices.check(
+                engine(inputs), torch.cat([plain(part) for part in inputs.chunk(devices.count + 1)])
+            )
             devices.check(buffers_of(model), buffers_of(plain))
     ours, theirs = (network if is_whole_model else network[1] for network in (model, plain))
     assert (ours.largest, ours.seen) == (theirs.largest, theirs.seen)
@@ -132,8 +144,11 @@ def test_plain_attributes_that_a_forward_sets_are_there_afterwards(
 
 
 @PLANS
-def test_plain_attributes_set_in_training(plan: ModelExecutePlan, devices: DeviceSet, engines: Engines) -> None:
-    """One microbatch, as layers may remember the last one. The attribute must not be set again by the recompute."""
+def test_plain_attributes_set_in_training(
+    plan: ModelExecutePlan, devices: DeviceSet, engines: Engines
+) -> None:
+    """One microbatch, as layers may remember the last one. The attribute must not be set again by
+    the recompute."""
     model = nn.Sequential(nn.Flatten(), Growing(), nn.Linear(MLP_WIDTH, MLP_WIDTH))
     plain = copy.deepcopy(model)
     engine = engines(model, devices)
@@ -150,7 +165,9 @@ def test_plain_attributes_set_in_training(plan: ModelExecutePlan, devices: Devic
 def test_a_batch_norm_shared_by_two_layers_is_refused(engines: Engines) -> None:
     """Each layer works on a copy of its buffers, so one of the two updates would be lost."""
     norm = nn.BatchNorm1d(MLP_WIDTH)
-    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), norm, nn.Linear(MLP_WIDTH, MLP_WIDTH), norm)
+    model = nn.Sequential(
+        nn.Linear(MLP_WIDTH, MLP_WIDTH), norm, nn.Linear(MLP_WIDTH, MLP_WIDTH), norm
+    )
     engine = engines(model, TWO)
     with pytest.raises(ConfigError, match="running_mean|num_batches_tracked"):
         run_batch(engine, mlp_batch(rows=6), 2)

@@ -1,8 +1,10 @@
-"""Optimizers stepped with other hyper-parameters than those they had when `step` was called, or with other rules.
+"""Optimizers stepped with other hyper-parameters than those they had when `step` was called, or
+with other rules.
 
-`roundpipe.optim.Adam(decoupled_weight_decay=True)` decayed as Adam does by default. An optimizer made after the first
-step was not known to the engine, which so read its learning rate when the update ran instead of when it was asked for.
-And a gradient that `step_fn` had kept, for a log, changed when the next call offloaded its own in the same memory.
+`roundpipe.optim.Adam(decoupled_weight_decay=True)` decayed as Adam does by default. An optimizer
+made after the first step was not known to the engine, which so read its learning rate when the
+update ran instead of when it was asked for. And a gradient that `step_fn` had kept, for a log,
+changed when the next call offloaded its own in the same memory.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +26,9 @@ BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 KINDS = ["SGD", "Adam", "AdamW"]
 
 
-def maker(module: Any, kind: str, **settings: Any) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+def maker(
+    module: Any, kind: str, **settings: Any
+) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
     def make(params: Iterable[Tensor]) -> torch.optim.Optimizer:
         return getattr(module, kind)(params, **settings)
 
@@ -32,16 +36,24 @@ def maker(module: Any, kind: str, **settings: Any) -> Callable[[Iterable[Tensor]
 
 
 @pytest.mark.parametrize("is_decoupled", [False, True], ids=["coupled", "decoupled"])
-def test_adam_decays_weights_as_it_is_told(is_decoupled: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_adam_decays_weights_as_it_is_told(
+    is_decoupled: bool, devices: DeviceSet, engines: Engines
+) -> None:
     settings = {"lr": 0.01, "weight_decay": 0.5}
     model = make_mlp()
-    reference = Reference(model, maker(torch.optim, "Adam", decoupled_weight_decay=is_decoupled, **settings))
-    other = Reference(model, maker(torch.optim, "Adam", decoupled_weight_decay=not is_decoupled, **settings))
+    reference = Reference(
+        model, maker(torch.optim, "Adam", decoupled_weight_decay=is_decoupled, **settings)
+    )
+    other = Reference(
+        model, maker(torch.optim, "Adam", decoupled_weight_decay=not is_decoupled, **settings)
+    )
     for each in (reference, other):
         for batch in BATCHES:
             each.forward_backward(batch.split(2), batch.loss_fn)
             each.step()
-    assert not torch.allclose(reference.weights["0.weight"], other.weights["0.weight"], rtol=1e-2, atol=1e-3)
+    assert not torch.allclose(
+        reference.weights["0.weight"], other.weights["0.weight"], rtol=1e-2, atol=1e-3
+    )
     engine = engines(model, devices)
     make = maker(roundpipe.optim, "Adam", decoupled_weight_decay=is_decoupled, **settings)
     train_steps(engine, make(engine.optim_parameters()), BATCHES, 2, is_async=False)
@@ -52,7 +64,8 @@ def test_adam_decays_weights_as_it_is_told(is_decoupled: bool, devices: DeviceSe
 def test_an_optimizer_made_later_keeps_the_hyper_parameters_of_the_call(
     kind: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """The update is held up until the caller has changed the learning rate, which must not count."""
+    """The update is held up until the caller has changed the learning rate, which must not
+    count."""
     model = make_mlp()
     reference = Reference(model, maker(torch.optim, "SGD", lr=0.1))
     reference.forward_backward(BATCH.split(2), BATCH.loss_fn)
@@ -85,11 +98,15 @@ def test_an_optimizer_made_later_keeps_the_hyper_parameters_of_the_call(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_gradient_kept_by_step_fn_stays_what_it_was(is_async: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_a_gradient_kept_by_step_fn_stays_what_it_was(
+    is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp()
     engine = engines(model, devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.0)
-    expected = [plain_call(make_mlp(), batch.split(2), batch.loss_fn).gradients for batch in BATCHES]
+    expected = [
+        plain_call(make_mlp(), batch.split(2), batch.loss_fn).gradients for batch in BATCHES
+    ]
     names = [name for name, _ in engine.optim_named_parameters()]
 
     def step_fn() -> dict[str, Tensor]:

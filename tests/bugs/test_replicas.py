@@ -1,9 +1,10 @@
 """Devices computed with the user's own weights, or wrote over what somebody else still had to read.
 
-On a device a layer is a replica whose weights lie in a slot that other layers use next. Modules kept in a plain list or
-dictionary were not replicated: the user's originals ran, nothing was trained and gradients leaked into the user's
-`.grad`. A layer that returned its own weight handed on a slot which then held another layer's. And `nn.Identity` handed
-on its very input, so that an in-place layer after it wrote over what the recompute starts from.
+On a device a layer is a replica whose weights lie in a slot that other layers use next. Modules
+kept in a plain list or dictionary were not replicated: the user's originals ran, nothing was
+trained and gradients leaked into the user's `.grad`. A layer that returned its own weight handed on
+a slot which then held another layer's. And `nn.Identity` handed on its very input, so that an
+in-place layer after it wrote over what the recompute starts from.
 """
 
 import copy
@@ -57,7 +58,9 @@ class Held(nn.Module):
         pytest.param(lambda first, second, scale: [first, second, scale], id="list"),
         pytest.param(lambda first, second, scale: (first, second, scale), id="tuple"),
         pytest.param(lambda first, second, scale: {"a": first, "b": second, "c": scale}, id="dict"),
-        pytest.param(lambda first, second, scale: [{"stack": [first, second]}, ({"w": scale},)], id="nested"),
+        pytest.param(
+            lambda first, second, scale: [{"stack": [first, second]}, ({"w": scale},)], id="nested"
+        ),
     ],
 )
 def test_what_is_kept_in_plain_containers_is_trained(
@@ -115,10 +118,16 @@ def make_handing_on() -> nn.Sequential:
 
 @pytest.mark.parametrize(
     "plan",
-    [ONE_LAYER_EACH, stages(range(2), backward=[range(2, 3), range(2)]), stages(backward=[range(3)])],
+    [
+        ONE_LAYER_EACH,
+        stages(range(2), backward=[range(2, 3), range(2)]),
+        stages(backward=[range(3)]),
+    ],
     ids=["one layer each", "two stages", "fused"],
 )
-def test_a_layer_may_return_its_own_weight(plan: ModelExecutePlan, devices: DeviceSet, engines: Engines) -> None:
+def test_a_layer_may_return_its_own_weight(
+    plan: ModelExecutePlan, devices: DeviceSet, engines: Engines
+) -> None:
     """The whole of it and a view; with and without grad."""
     model = make_handing_on()
     expected = plain_call(copy.deepcopy(model), BATCH.split(2), BATCH.loss_fn)
@@ -136,13 +145,22 @@ class Scaling(nn.Module):
         return hidden.mul_(0.5).tanh_()
 
 
-@pytest.mark.parametrize("first", [nn.Identity, nn.Dropout, nn.Flatten], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("second", [lambda: nn.SiLU(inplace=True), Scaling], ids=["SiLU", "Scaling"])
+@pytest.mark.parametrize(
+    "first", [nn.Identity, nn.Dropout, nn.Flatten], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize(
+    "second", [lambda: nn.SiLU(inplace=True), Scaling], ids=["SiLU", "Scaling"]
+)
 @pytest.mark.parametrize(
     "plan",
     [
         stages(range(1), range(1, 3), backward=[range(3, 4), range(1, 3), range(1)]),
-        stages(range(1), range(1, 2), range(2, 3), backward=[range(3, 4), range(2, 3), range(1, 2), range(1)]),
+        stages(
+            range(1),
+            range(1, 2),
+            range(2, 3),
+            backward=[range(3, 4), range(2, 3), range(1, 2), range(1)],
+        ),
         stages(range(1), backward=[range(1, 4), range(1)]),
     ],
     ids=["together", "apart", "fused"],
@@ -156,7 +174,9 @@ def test_a_layer_that_hands_on_its_input_before_one_that_writes_in_place(
 ) -> None:
     """Identity does, and so do Dropout in evaluation and Flatten of what is flat."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), first(), second(), nn.Linear(MLP_WIDTH, MLP_WIDTH)).eval()
+    model = nn.Sequential(
+        nn.Linear(MLP_WIDTH, MLP_WIDTH), first(), second(), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+    ).eval()
     expected = plain_call(copy.deepcopy(model), BATCH.split(2), BATCH.loss_fn)
     engine = engines(model, devices)
     for _ in range(2):  # the second call knows what it learnt in the first

@@ -1,7 +1,7 @@
 """A config whose number of blocks was lowered still lists the kinds of all that there were.
 
-transformers runs such a model, reading as many kinds as there are blocks. The preset insisted on equal numbers and gave
-an error of `zip`.
+transformers runs such a model, reading as many kinds as there are blocks. The preset insisted on
+equal numbers and gave an error of `zip`.
 """
 
 import pytest
@@ -28,7 +28,10 @@ def test_a_config_may_know_of_more_blocks_than_there_are(kind: str) -> None:
     if kind == "qwen3":
         config, model_class = Qwen3Config(**SIZES), Qwen3ForCausalLM
     else:
-        config, model_class = GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1), GptOssForCausalLM
+        config, model_class = (
+            GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1),
+            GptOssForCausalLM,
+        )
     config.num_hidden_layers = 2
     model = model_class(config).eval()
     ids = torch.randint(0, 64, (2, 7))

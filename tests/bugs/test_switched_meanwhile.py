@@ -1,8 +1,9 @@
-"""What the user switches, replaces or removes while late stage runs of a call still run belongs to later calls.
+"""What the user switches, replaces or removes while late stage runs of a call still run belongs to
+later calls.
 
-The story: `forward_backward` returns when the losses are known; another adapter was set, or a hook removed, before the
-last stages had been through their backward. They recomputed with what was there by then, and the gradients of the
-adapter that the call had trained were gone without a word.
+The story: `forward_backward` returns when the losses are known; another adapter was set, or a hook
+removed, before the last stages had been through their backward. They recomputed with what was there
+by then, and the gradients of the adapter that the call had trained were gone without a word.
 """
 
 import threading
@@ -21,7 +22,8 @@ from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunCon
 
 
 class Gate:
-    """Holds the first layer that is recomputed until it is opened, before the layers above it are looked at."""
+    """Holds the first layer that is recomputed until it is opened, before the layers above it are
+    looked at."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -43,7 +45,12 @@ def late_plan(num_layers: int) -> RoundPipeRunConfig:
 
 
 def gradients(
-    engine: RoundPipe, run: Callable[[], object], gate: Gate, switch: Callable[[], None], *, late: bool
+    engine: RoundPipe,
+    run: Callable[[], object],
+    gate: Gate,
+    switch: Callable[[], None],
+    *,
+    late: bool,
 ) -> dict[str, Tensor]:
     """Of one call; ``switch`` comes while its last stage run still runs, or after it."""
     if not late:
@@ -73,7 +80,9 @@ def test_another_adapter(engines: Engines) -> None:
 
         def run(engine: RoundPipe = engine, run_config: RoundPipeRunConfig = run_config) -> None:
             engine.forward_backward(
-                input_kwargs=INPUTS["labels"](), loss_fn=lambda output, _: output.loss, run_config=run_config
+                input_kwargs=INPUTS["labels"](),
+                loss_fn=lambda output, _: output.loss,
+                run_config=run_config,
             )
 
         def switch(model: nn.Module = model, gate: Gate = gate) -> None:
@@ -118,11 +127,15 @@ def test_a_hook_that_is_removed(with_kwargs: bool, engines: Engines) -> None:
         model = nn.Sequential(Gated(gate), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         inputs = torch.randn(6, 4)
         engine = engines(model)
-        hook = model[1].register_forward_hook(doubled_by_name if with_kwargs else doubled, with_kwargs=with_kwargs)
+        hook = model[1].register_forward_hook(
+            doubled_by_name if with_kwargs else doubled, with_kwargs=with_kwargs
+        )
 
         def run(engine: RoundPipe = engine, inputs: Tensor = inputs) -> None:
             engine.forward_backward(
-                (inputs,), loss_fn=lambda outputs, _: outputs.square().sum(), run_config=late_plan(4)
+                (inputs,),
+                loss_fn=lambda outputs, _: outputs.square().sum(),
+                run_config=late_plan(4),
             )
 
         found.append(gradients(engine, run, gate, hook.remove, late=late))

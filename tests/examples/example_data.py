@@ -8,7 +8,23 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-WORDS = ["the", "a", "cat", "dog", "bird", "sees", "hears", "likes", "old", "small", "red", "house", "tree", "and", "."]
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "bird",
+    "sees",
+    "hears",
+    "likes",
+    "old",
+    "small",
+    "red",
+    "house",
+    "tree",
+    "and",
+    ".",
+]
 LLAMA = [
     *("--model_type", "llama"),
     "--config_overrides",
@@ -24,7 +40,11 @@ def save_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>", model_max_length=64
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        model_max_length=64,
     )
     fast.save_pretrained(folder)
     return folder

@@ -1,4 +1,5 @@
-"""The example scripts run on tiny models made offline, and with the plain `Trainer` in its place train the same."""
+"""The example scripts run on tiny models made offline, and with the plain `Trainer` in its place
+train the same."""
 
 import json
 from pathlib import Path
@@ -44,10 +45,22 @@ def clm(folder: Path, *flags: str) -> list[str]:
     (folder / "train.txt").write_text("\n".join(sentences(60)))
     (folder / "held-out.txt").write_text("\n".join(sentences(20, seed=1)))
     return [
-        *("--train_file", str(folder / "train.txt"), "--validation_file", str(folder / "held-out.txt")),
+        *(
+            "--train_file",
+            str(folder / "train.txt"),
+            "--validation_file",
+            str(folder / "held-out.txt"),
+        ),
         *("--tokenizer_name", str(save_tokenizer(folder / "tokenizer"))),
         *("--do_train", "--do_eval", "--block_size", "16", "--per_device_train_batch_size", "4"),
-        *("--learning_rate", "1e-2", "--num_train_epochs", "2", "--output_dir", str(folder / "out")),
+        *(
+            "--learning_rate",
+            "1e-2",
+            "--num_train_epochs",
+            "2",
+            "--output_dir",
+            str(folder / "out"),
+        ),
         *QUIET,
         *flags,
     ]
@@ -56,7 +69,8 @@ def clm(folder: Path, *flags: str) -> list[str]:
 def both_ways(
     module: Any, flags: list[str], monkeypatch: pytest.MonkeyPatch, keys: list[str]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The script's metrics, and those after the one change its comments promise: the Trainer's name."""
+    """The script's metrics, and those after the one change its comments promise: the Trainer's
+    name."""
     results = []
     for cls in (RoundPipeTrainer, Trainer):
         monkeypatch.setattr(module, "RoundPipeTrainer", cls)
@@ -64,7 +78,9 @@ def both_ways(
     return results[0], results[1]
 
 
-def test_run_clm_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_clm_trains_as_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From scratch, on text files; what it saves is a model that transformers loads."""
     keys = ["train_loss", "eval_loss", "perplexity"]
     ours, plain = both_ways(run_clm, clm(tmp_path, *LLAMA, "--devices", "2"), monkeypatch, keys)
@@ -77,13 +93,25 @@ def test_run_clm_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_run_clm_trains_adapters_on_mapped_weights_and_resumes(tmp_path: Path) -> None:
-    """LoRA on weights that stay in their file; stopped half way and resumed it ends where the whole run ends."""
+    """LoRA on weights that stay in their file; stopped half way and resumed it ends where the whole
+    run ends."""
     run_clm.main(clm(tmp_path, *LLAMA, "--max_steps", "1"))
     base = str((tmp_path / "out").rename(tmp_path / "base"))
-    lora = ["--model_name_or_path", base, "--lora_r", "2", "--pin_model", "off", "--save_strategy", "steps"]
+    lora = [
+        "--model_name_or_path",
+        base,
+        "--lora_r",
+        "2",
+        "--pin_model",
+        "off",
+        "--save_strategy",
+        "steps",
+    ]
     flags = clm(tmp_path, *lora, "--save_steps", "2", "--max_steps", "4", "--learning_rate", "1e-2")
     whole = run_clm.main(flags)
-    resumed = run_clm.main([*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")])
+    resumed = run_clm.main(
+        [*flags, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-2")]
+    )
     assert resumed["eval_loss"] == whole["eval_loss"]
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
@@ -91,12 +119,30 @@ def test_run_clm_trains_adapters_on_mapped_weights_and_resumes(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["type", "file"])
 def test_run_clm_makes_a_config_whose_parts_go_together(source: str, tmp_path: Path) -> None:
-    """Kinds of blocks are listed for as many as there are, in 16 bits, and what is saved loads again."""
-    Qwen3Config(num_hidden_layers=3, max_position_embeddings=64).save_pretrained(tmp_path / "config")
-    where = ["--model_type", "qwen3"] if source == "type" else ["--config_name", str(tmp_path / "config")]
+    """Kinds of blocks are listed for as many as there are, in 16 bits, and what is saved loads
+    again."""
+    Qwen3Config(num_hidden_layers=3, max_position_embeddings=64).save_pretrained(
+        tmp_path / "config"
+    )
+    where = (
+        ["--model_type", "qwen3"]
+        if source == "type"
+        else ["--config_name", str(tmp_path / "config")]
+    )
     overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
     overrides += ",head_dim=8,vocab_size=64,tie_word_embeddings=true"
-    run_clm.main(clm(tmp_path, *where, "--config_overrides", overrides, "--dtype", "bfloat16", "--max_steps", "2"))
+    run_clm.main(
+        clm(
+            tmp_path,
+            *where,
+            "--config_overrides",
+            overrides,
+            "--dtype",
+            "bfloat16",
+            "--max_steps",
+            "2",
+        )
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype is torch.bfloat16
     assert loaded.config.tie_word_embeddings
@@ -116,7 +162,14 @@ def test_run_image_classification_trains_as_with_the_plain_trainer(
     """From scratch, on a folder of images, with `compute_metrics`."""
     flags = [
         *("--train_dir", str(save_images(tmp_path / "images")), "--train_val_split", "0.34"),
-        *("--do_train", "--do_eval", "--per_device_train_batch_size", "4", "--num_train_epochs", "6"),
+        *(
+            "--do_train",
+            "--do_eval",
+            "--per_device_train_batch_size",
+            "4",
+            "--num_train_epochs",
+            "6",
+        ),
         *("--learning_rate", "1e-2", "--output_dir", str(tmp_path / "out"), "--devices", "2"),
         *VIT,
         *QUIET,
@@ -129,12 +182,21 @@ def test_run_image_classification_trains_as_with_the_plain_trainer(
 
 
 @pytest.mark.slow
-def test_sft_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sft_trains_as_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LoRA on a tiny model from a folder, rows from a file, with packing."""
     run_clm.main(clm(tmp_path, *LLAMA, "--max_steps", "1"))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in sentences(40))
+    )
     flags = [
-        *("--model_name_or_path", str(tmp_path / "out"), "--train_file", str(tmp_path / "rows.jsonl")),
+        *(
+            "--model_name_or_path",
+            str(tmp_path / "out"),
+            "--train_file",
+            str(tmp_path / "rows.jsonl"),
+        ),
         *(
             "--use_peft",
             "--lora_r",
@@ -147,7 +209,14 @@ def test_sft_trains_as_with_the_plain_trainer(tmp_path: Path, monkeypatch: pytes
             "8",
             "--packing",
         ),
-        *("--max_length", "16", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"),
+        *(
+            "--max_length",
+            "16",
+            "--per_device_train_batch_size",
+            "2",
+            "--gradient_accumulation_steps",
+            "2",
+        ),
         *("--learning_rate", "1e-2", "--num_train_epochs", "1", "--bf16", "False"),
         *("--devices", "2", "--output_dir", str(tmp_path / "sft")),
         *QUIET,
@@ -171,7 +240,9 @@ def test_smollm2_reaches_the_held_out_loss_of_the_plain_trainers(tmp_path: Path)
     except IndexUnreachableError as error:
         pytest.skip(str(error))
     rows = sft.summaries().select(range(8))
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0
+    )
     settings = {
         "output_dir": str(tmp_path),
         "max_steps": 2,
@@ -187,19 +258,33 @@ def test_smollm2_reaches_the_held_out_loss_of_the_plain_trainers(tmp_path: Path)
 
     def held_out_loss(cls: Any, args: Any, train: Any, held_out: Any, **given: Any) -> float:
         torch.manual_seed(0)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
-        trainer = cls(model, args, train_dataset=train, eval_dataset=held_out, processing_class=tokenizer, **given)
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora
+        )
+        trainer = cls(
+            model,
+            args,
+            train_dataset=train,
+            eval_dataset=held_out,
+            processing_class=tokenizer,
+            **given,
+        )
         trainer.train()
         return trainer.evaluate()["eval_loss"]
 
     train, held_out = rows.select(range(4)), rows.select(range(4, 8))
     more = {"bf16": False, "max_length": 48}
-    ours = held_out_loss(sft.RoundPipeSFTTrainer, RoundPipeSFTConfig(devices=2, **settings, **more), train, held_out)
+    ours = held_out_loss(
+        sft.RoundPipeSFTTrainer, RoundPipeSFTConfig(devices=2, **settings, **more), train, held_out
+    )
     plain = held_out_loss(PlainSFTTrainer, SFTConfig(**settings, **more), train, held_out)
     assert ours == pytest.approx(plain, abs=1e-3)
 
     texts = [row["prompt"][0]["content"] + row["completion"][0]["content"] for row in rows]
-    tokens = [{"input_ids": tokenizer(text, truncation=True, max_length=32)["input_ids"]} for text in texts]
+    tokens = [
+        {"input_ids": tokenizer(text, truncation=True, max_length=32)["input_ids"]}
+        for text in texts
+    ]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
     ours = held_out_loss(
         RoundPipeTrainer,
@@ -208,5 +293,7 @@ def test_smollm2_reaches_the_held_out_loss_of_the_plain_trainers(tmp_path: Path)
         tokens[4:],
         data_collator=collator,
     )
-    plain = held_out_loss(Trainer, TrainingArguments(**settings), tokens[:4], tokens[4:], data_collator=collator)
+    plain = held_out_loss(
+        Trainer, TrainingArguments(**settings), tokens[:4], tokens[4:], data_collator=collator
+    )
     assert ours == pytest.approx(plain, abs=1e-3)

@@ -1,4 +1,5 @@
-"""An asset is in the cache complete and as pinned, or not at all. Uses a wheel made here and no network."""
+"""An asset is in the cache complete and as pinned, or not at all. Uses a wheel made here and no
+network."""
 
 import hashlib
 import shutil
@@ -24,8 +25,13 @@ def asset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asset:
     wheel = index / "tiny_asset-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("tiny_asset/words.txt", CONTENT)
-        archive.writestr("tiny_asset-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-asset\nVersion: 1.0\n")
-        archive.writestr("tiny_asset-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(
+            "tiny_asset-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: tiny-asset\nVersion: 1.0\n",
+        )
+        archive.writestr(
+            "tiny_asset-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
+        )
         archive.writestr("tiny_asset-1.0.dist-info/RECORD", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -95,7 +101,9 @@ def test_other_wheel_or_other_file_than_pinned_is_refused(asset: Asset) -> None:
     assert left_in_cache() == []
 
 
-def test_missing_release_is_told_from_an_unreachable_index(asset: Asset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_release_is_told_from_an_unreachable_index(
+    asset: Asset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = pinned(wheel_sha256=asset.wheel_sha256, version="2.0")
     with pytest.raises(AssetError, match="tiny-asset==2.0") as caught:
         cached(missing, copy)

@@ -1,5 +1,6 @@
-"""The notebooks are stored with the outputs of a run without errors, and a training cell that is interrupted can be run
-again (BC-18, BC-29): in a real kernel, with the interrupt that the ■ button sends."""
+"""The notebooks are stored with the outputs of a run without errors, and a training cell that is
+interrupted can be run again (BC-18, BC-29): in a real kernel, with the interrupt that the ■ button
+sends."""
 
 import queue
 from collections.abc import Iterator
@@ -67,10 +68,13 @@ class Kernel:
         is_interrupting = False
         while True:
             if is_interrupting:
-                # Again until it has an effect: a signal that comes just before a thread begins to wait wakes nobody.
+                # Again until it has an effect: a signal that comes just before a thread begins to
+                # wait wakes nobody.
                 self.manager.interrupt_kernel()
             try:
-                message: dict[str, Any] = self.client.get_iopub_msg(timeout=1 if is_interrupting else PATIENCE_S)
+                message: dict[str, Any] = self.client.get_iopub_msg(
+                    timeout=1 if is_interrupting else PATIENCE_S
+                )
             except queue.Empty:
                 assert is_interrupting, f"the cell went silent after {ran.printed}"
                 continue
@@ -79,7 +83,9 @@ class Kernel:
                 continue
             if content.get("name") == "stdout":
                 ran.printed.extend(content["text"].split("\n"))
-                is_interrupting = is_interrupting or (interrupt_at is not None and interrupt_at in content["text"])
+                is_interrupting = is_interrupting or (
+                    interrupt_at is not None and interrupt_at in content["text"]
+                )
             elif message["msg_type"] == "error":
                 ran, is_interrupting = ran._replace(error=content["ename"]), False
             elif content.get("execution_state") == "idle":
@@ -113,8 +119,8 @@ def test_outputs_of_every_cell_are_stored(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_interrupted_training_cell_can_be_run_again(kernel: Kernel) -> None:
-    """It ends in KeyboardInterrupt; run again it gives the losses of a kernel that nobody interrupted, and the first
-    run's threads are gone."""
+    """It ends in KeyboardInterrupt; run again it gives the losses of a kernel that nobody
+    interrupted, and the first run's threads are gone."""
     assert kernel.run(SETUP).error is None
     expected = kernel.last_line(CELL)
     assert kernel.run("trainer.model_wrapped.close(); del trainer, model").error is None
@@ -124,5 +130,7 @@ def test_an_interrupted_training_cell_can_be_run_again(kernel: Kernel) -> None:
     assert interrupted.error == "KeyboardInterrupt"
     assert kernel.last_line(CELL) == expected
     threads = kernel.last_line(THREADS)
-    assert kernel.last_line("arrived.clear()\n" + CELL) == expected  # BC-29: and again, without an interrupt
+    assert (
+        kernel.last_line("arrived.clear()\n" + CELL) == expected
+    )  # BC-29: and again, without an interrupt
     assert kernel.last_line(THREADS) == threads

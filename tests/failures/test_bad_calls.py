@@ -27,22 +27,32 @@ def engine(engines: Engines) -> RoundPipe:
 
 
 CALLS: dict[str, tuple[Callable[[RoundPipe], object], str]] = {
-    "a tensor": (lambda engine: engine.forward_backward(ROWS, loss_fn=total), "input_args: a Tensor.*tuple"),
+    "a tensor": (
+        lambda engine: engine.forward_backward(ROWS, loss_fn=total),
+        "input_args: a Tensor.*tuple",
+    ),
     "a dictionary": (
         lambda engine: engine.forward_backward({"input": ROWS}, loss_fn=total),  # type: ignore[arg-type]
         "input_args: a dict.*tuple",
     ),
     "packed outputs": (
-        lambda engine: engine.forward_backward(engine(ROWS, roundpipe_run_config=UNMERGED), loss_fn=total),
+        lambda engine: engine.forward_backward(
+            engine(ROWS, roundpipe_run_config=UNMERGED), loss_fn=total
+        ),
         "input_args: a RoundPipePackedData.*tuple",
     ),
     "a tensor by name": (
         lambda engine: engine.forward_backward((), ROWS, loss_fn=total),  # type: ignore[arg-type]
         "input_kwargs: a Tensor.*dictionary",
     ),
-    "a tensor to evaluate": (lambda engine: engine.forward_loss(ROWS, loss_fn=total), "input_args: a Tensor.*tuple"),
+    "a tensor to evaluate": (
+        lambda engine: engine.forward_loss(ROWS, loss_fn=total),
+        "input_args: a Tensor.*tuple",
+    ),
     "a microbatch's tensor": (
-        lambda engine: engine.forward_backward(microbatches=[((ROWS,), {}, None), (ROWS, {}, None)], loss_fn=total),
+        lambda engine: engine.forward_backward(
+            microbatches=[((ROWS,), {}, None), (ROWS, {}, None)], loss_fn=total
+        ),
         r"microbatches\[1\]'s args: a Tensor.*tuple",
     ),
     "a microbatch without a label": (
@@ -81,13 +91,22 @@ def test_a_microbatch_may_do_without_keyword_arguments(engine: RoundPipe) -> Non
 
 
 SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
-    "devices": (lambda: RoundPipe(nn.Linear(2, 2), devices=1.5), "devices is 1.5; give an int.*or a list"),  # type: ignore[arg-type]
-    "a set of devices": (lambda: RoundPipe(nn.Linear(2, 2), devices={"cpu"}), "give an int.*or a list"),  # type: ignore[arg-type]
+    "devices": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1.5),
+        "devices is 1.5; give an int.*or a list",
+    ),  # type: ignore[arg-type]
+    "a set of devices": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices={"cpu"}),
+        "give an int.*or a list",
+    ),  # type: ignore[arg-type]
     "memory": (
         lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory="20GB"),  # type: ignore[arg-type]
         "max_gpu_memory is '20GB'; .*number of bytes, or of GB",
     ),
-    "no memory": (lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory=0), "max_gpu_memory is 0; .*positive"),
+    "no memory": (
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory=0),
+        "max_gpu_memory is 0; .*positive",
+    ),
     "a dtype's name": (
         lambda: RoundPipe(nn.Linear(2, 2), devices=1, optim_dtype="float32"),  # type: ignore[arg-type]
         "optim_dtype is 'float32'; give .* torch.float32",
@@ -96,11 +115,20 @@ SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: RoundPipe(nn.Linear(2, 2), devices=1, grad_dtype=torch.int8),
         "grad_dtype is torch.int8; give a floating-point dtype",
     ),
-    "an engine": (lambda: RoundPipe(RoundPipe(nn.Linear(2, 2), devices=1), devices=1), "wrapped already"),
+    "an engine": (
+        lambda: RoundPipe(RoundPipe(nn.Linear(2, 2), devices=1), devices=1),
+        "wrapped already",
+    ),
     "a class": (lambda: RoundPipe(nn.Linear, devices=1), "the class Linear; give an nn.Module"),  # type: ignore[arg-type]
     "layers": (lambda: wrap_model_to_roundpipe([nn.Linear(2, 2)]), "a list; give .*nn.Sequential"),  # type: ignore[arg-type]
-    "half a microbatch": (lambda: RoundPipeRunConfig(num_microbatch=2.5), "num_microbatch is 2.5; .*integer"),  # type: ignore[arg-type]
-    "a plan": (lambda: RoundPipeRunConfig(execute_plan=[[0, 1]]), "execute_plan is a list; .*ModelExecutePlan"),  # type: ignore[arg-type]
+    "half a microbatch": (
+        lambda: RoundPipeRunConfig(num_microbatch=2.5),
+        "num_microbatch is 2.5; .*integer",
+    ),  # type: ignore[arg-type]
+    "a plan": (
+        lambda: RoundPipeRunConfig(execute_plan=[[0, 1]]),
+        "execute_plan is a list; .*ModelExecutePlan",
+    ),  # type: ignore[arg-type]
 }
 
 
@@ -114,7 +142,9 @@ def test_settings_are_refused_where_they_are_made(name: str) -> None:
 def test_losses_are_as_many_in_each_microbatch(engine: RoundPipe) -> None:
     """The rows of the last microbatch are fewer; one loss for each row cannot be added up."""
     rows = torch.randn(3, 4)
-    with pytest.raises(ConfigError, match="returned 2 losses for the first microbatches and 1 for microbatch 1"):
+    with pytest.raises(
+        ConfigError, match="returned 2 losses for the first microbatches and 1 for microbatch 1"
+    ):
         engine.forward_backward(
             (rows,),
             loss_fn=lambda outputs, _: list(outputs.sum(1)),

@@ -1,4 +1,5 @@
-"""Bad input gets a clear error and changes nothing: the engine trains on afterwards as if nobody had asked."""
+"""Bad input gets a clear error and changes nothing: the engine trains on afterwards as if nobody
+had asked."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ BATCH = mlp_batch(rows=6)
 
 @contextmanager
 def nothing_changes(engine: RoundPipe) -> Iterator[None]:
-    """Weights, accumulated gradients and the generator are as before, and the next call gives the usual numbers."""
+    """Weights, accumulated gradients and the generator are as before, and the next call gives the
+    usual numbers."""
     engine.zero_grad()
     run_batch(engine, BATCH, 2)
     weights, gradients = engine_weights(engine), engine_gradients(engine)
@@ -99,8 +101,11 @@ WORKING_WEIGHTS: dict[str, Callable[[RoundPipe], Iterator[nn.Parameter]]] = {
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("which", WORKING_WEIGHTS)
-def test_an_optimizer_over_working_weights_is_refused(which: str, is_async: bool, engine: RoundPipe) -> None:
-    """The first line everybody writes. It would train nothing, or what the next upload overwrites."""
+def test_an_optimizer_over_working_weights_is_refused(
+    which: str, is_async: bool, engine: RoundPipe
+) -> None:
+    """The first line everybody writes. It would train nothing, or what the next upload
+    overwrites."""
     optimizer = torch.optim.SGD(WORKING_WEIGHTS[which](engine), lr=0.1)
     run_batch(engine, BATCH, 2)
     weights = engine_weights(engine)
@@ -148,7 +153,10 @@ def test_a_parameter_that_became_trainable_too_late_is_noticed(engines: Engines)
 BAD_PLANS: dict[str, tuple[ModelExecutePlan, int]] = {
     # name: (plan for 7 layers, the layer that has to be named)
     "a gap in the forward": (ModelExecutePlan([range(2), range(3, 5)], [range(5, 7), range(5)]), 2),
-    "a gap in the backward": (ModelExecutePlan([range(5)], [range(5, 7), range(3, 5), range(2)]), 2),
+    "a gap in the backward": (
+        ModelExecutePlan([range(5)], [range(5, 7), range(3, 5), range(2)]),
+        2,
+    ),
     "a layer twice": (ModelExecutePlan([range(3), range(2, 5)], [range(5, 7), range(5)]), 2),
     "forward ends too early": (ModelExecutePlan([range(4)], [range(5, 7), range(5)]), 4),
     "forward ends too late": (ModelExecutePlan([range(6)], [range(5, 7), range(5)]), 5),
@@ -221,7 +229,9 @@ def test_structural_changes_after_wrapping_are_refused(engines: Engines) -> None
     model.resize_token_embeddings(80)
     ids = torch.randint(0, 64, (4, 12))
     with pytest.raises(RoundPipeError, match="wrap"):
-        engine.forward_backward(input_kwargs={"input_ids": ids}, loss_fn=lambda out, _: out.logits.sum())
+        engine.forward_backward(
+            input_kwargs={"input_ids": ids}, loss_fn=lambda out, _: out.logits.sum()
+        )
 
 
 def test_a_loss_that_does_not_fit_is_the_users_error(engine: RoundPipe) -> None:

@@ -1,4 +1,5 @@
-"""The end of an engine: closed, left, or forgotten, it leaves no thread; used afterwards it says so."""
+"""The end of an engine: closed, left, or forgotten, it leaves no thread; used afterwards it says
+so."""
 
 import gc
 import threading
@@ -82,7 +83,8 @@ def test_an_error_of_the_body_is_what_leaves_the_context() -> None:
 
 
 def test_an_error_while_leaving_chains_onto_the_bodys() -> None:
-    """The failed update surfaces in `__exit__`; the body's error must still be found, and so must the update's."""
+    """The failed update surfaces in `__exit__`; the body's error must still be found, and so must
+    the update's."""
 
     def step_fn() -> None:
         raise ArithmeticError("the update's")
@@ -117,7 +119,8 @@ def test_an_error_of_an_update_nobody_looked_at_leaves_the_context() -> None:
 
 
 def test_an_engine_that_is_forgotten_leaves_no_thread() -> None:
-    """Workers hold no reference to it, so it is collected; its finalizer signals them and does not wait."""
+    """Workers hold no reference to it, so it is collected; its finalizer signals them and does not
+    wait."""
     before = set(threading.enumerate())
     engine = trained_engine()
     engine.synchronize()
@@ -151,20 +154,25 @@ def test_the_model_can_be_wrapped_again_after_close() -> None:
     """A notebook cell run twice: the second engine goes on from the first one's weights."""
     model = make_mlp()
     with RoundPipe(model, devices=2) as engine:
-        train_steps(engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1), BATCHES, 2, is_async=True)
+        train_steps(
+            engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1), BATCHES, 2, is_async=True
+        )
     after_first = weights_of(model)
     plain = make_mlp()
     plain.load_state_dict(after_first)
     reference = Reference(plain, lambda params: torch.optim.SGD(params, lr=0.1))
     with RoundPipe(model, devices=3) as engine:
-        train_steps(engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1), BATCHES, 2, is_async=False)
+        train_steps(
+            engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1), BATCHES, 2, is_async=False
+        )
     reference_steps(reference, BATCHES, 2)
     THREE.check(weights_of(model), reference.weights)
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "forgotten"])
 def test_the_model_can_be_trained_plainly_afterwards(is_closed: bool) -> None:
-    """An optimizer over its parameters trains nothing while there is an engine, and is an ordinary one from then on."""
+    """An optimizer over its parameters trains nothing while there is an engine, and is an ordinary
+    one from then on."""
     engine = trained_engine()
     model = engine.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,5 @@
-"""One error at every kind of action: it arrives, has no effect, leaves nothing behind, and the next call is right."""
+"""One error at every kind of action: it arrives, has no effect, leaves nothing behind, and the next
+call is right."""
 
 import gc
 import threading
@@ -38,7 +39,9 @@ def _nothing_left_armed() -> None:
     INJECTION.disarm()
 
 
-def make_engine(engines: Engines, count: int, dropout: float, for_site: str | None = None) -> RoundPipe:
+def make_engine(
+    engines: Engines, count: int, dropout: float, for_site: str | None = None
+) -> RoundPipe:
     """An engine that has learnt its layers, and has gradients that must survive."""
     engine = engines(make_hooked_model(dropout), HookedDevices(count, for_site))  # type: ignore[arg-type]
     torch.manual_seed(5)
@@ -63,7 +66,8 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", SITES)
 def test_a_failed_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
-    """With dropout a call returns after its last stage run, so that every failure is a failure of the call itself."""
+    """With dropout a call returns after its last stage run, so that every failure is a failure of
+    the call itself."""
     twin = make_engine(engines, count, 0.3, site)
     call(twin)
     engine = make_engine(engines, count, 0.3, site)
@@ -86,7 +90,9 @@ def test_a_failed_call_has_no_effect(site: str, count: int, engines: Engines) ->
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", LATE_SITES)
-def test_a_late_failure_drops_the_gradients_of_its_call_only(site: str, count: int, engines: Engines) -> None:
+def test_a_late_failure_drops_the_gradients_of_its_call_only(
+    site: str, count: int, engines: Engines
+) -> None:
     """The call has returned its losses; the error is raised at the next engine call."""
     twin = make_engine(engines, count, 0.0)
     call(twin)
@@ -108,8 +114,11 @@ def test_a_late_failure_drops_the_gradients_of_its_call_only(site: str, count: i
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", LATE_SITES)
-def test_a_step_whose_gradients_failed_late_is_cancelled(site: str, count: int, engines: Engines) -> None:
-    """Not even gradients of the calls before may be applied: they were half of what the step was to use."""
+def test_a_step_whose_gradients_failed_late_is_cancelled(
+    site: str, count: int, engines: Engines
+) -> None:
+    """Not even gradients of the calls before may be applied: they were half of what the step was to
+    use."""
     engine = make_engine(engines, count, 0.0)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     engine.step(optimizer.step, is_async=False)
@@ -140,7 +149,8 @@ def call_and_step(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
 def test_a_step_after_the_error_was_raised_is_not_cancelled(
     is_async: bool, site: str, count: int, engines: Engines
 ) -> None:
-    """The caller has seen the error and goes on: a step that then quietly did nothing would be a lie."""
+    """The caller has seen the error and goes on: a step that then quietly did nothing would be a
+    lie."""
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
     fail(engine, site)
     for one in (engine, twin):
@@ -150,7 +160,8 @@ def test_a_step_after_the_error_was_raised_is_not_cancelled(
     ONE.check(engine_weights(engine), engine_weights(twin))
 
 
-# Writing back. Its error is injected where masters are written to working copies, which no user code takes part in.
+# Writing back. Its error is injected where masters are written to working copies, which no user
+# code takes part in.
 
 
 @contextmanager
@@ -175,7 +186,8 @@ def failing_to_write_back(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterat
 def test_an_update_that_could_not_be_written_back_is_written_back_later(
     then: str, layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The masters have it. Whatever comes next raises the error once, also if it waits for those very weights."""
+    """The masters have it. Whatever comes next raises the error once, also if it waits for those
+    very weights."""
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
     optimizers = [torch.optim.SGD(one.optim_parameters(), lr=0.1) for one in (engine, twin)]
     twin.step(optimizers[1].step, is_async=False)
@@ -200,7 +212,8 @@ def test_an_update_that_could_not_be_written_back_is_written_back_later(
 def test_an_asynchronous_step_that_cannot_write_back_the_one_before_is_cancelled(
     layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that waits for those weights fails instead of waiting forever; the step before is not lost."""
+    """The call that waits for those weights fails instead of waiting forever; the step before is
+    not lost."""
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
     optimizers = [torch.optim.SGD(one.optim_parameters(), lr=0.1) for one in (engine, twin)]
     for one, optimizer in zip((engine, twin), optimizers, strict=True):
@@ -216,15 +229,20 @@ def test_an_asynchronous_step_that_cannot_write_back_the_one_before_is_cancelled
     ONE.check(engine_gradients(engine), engine_gradients(twin))
 
 
-def step_and_go_on(engine: RoundPipe, step_fn: Callable[[], object], then: str, *, is_async: bool) -> None:
+def step_and_go_on(
+    engine: RoundPipe, step_fn: Callable[[], object], then: str, *, is_async: bool
+) -> None:
     engine.step(step_fn, is_async=is_async)
     if then == "call":
         call_only(engine)
     engine.synchronize()
 
 
-def test_gradients_on_their_way_down_keep_their_memory_when_another_device_fails(engines: Engines) -> None:
-    """The fused stage's device is done, its copies are not: what they write to may be given up only after them."""
+def test_gradients_on_their_way_down_keep_their_memory_when_another_device_fails(
+    engines: Engines,
+) -> None:
+    """The fused stage's device is done, its copies are not: what they write to may be given up only
+    after them."""
     engine = make_engine(engines, 3, 0.3)
     offloaded = threading.Event()
     count_landings(engine, offloaded)
@@ -244,7 +262,9 @@ def count_landings(engine: RoundPipe, offloaded: threading.Event) -> None:
     for device in engine.devices:
         copy_ = device.down.copy_
 
-        def counted(target: torch.Tensor, source: torch.Tensor, copy_: Callable[..., None] = copy_) -> None:
+        def counted(
+            target: torch.Tensor, source: torch.Tensor, copy_: Callable[..., None] = copy_
+        ) -> None:
             nonlocal left
             copy_(target, source)
             left -= 1

@@ -1,4 +1,5 @@
-"""Ctrl-C while an action hangs: it arrives, the call has no effect, nothing is left behind, the next call is right."""
+"""Ctrl-C while an action hangs: it arrives, the call has no effect, nothing is left behind, the
+next call is right."""
 
 import gc
 
@@ -34,7 +35,9 @@ def _nothing_left_armed() -> None:
     INJECTION.disarm()
 
 
-def make_engine(engines: Engines, count: int, dropout: float, for_site: str | None = None) -> RoundPipe:
+def make_engine(
+    engines: Engines, count: int, dropout: float, for_site: str | None = None
+) -> RoundPipe:
     engine = engines(make_hooked_model(dropout), HookedDevices(count, for_site))  # type: ignore[arg-type]
     torch.manual_seed(5)
     for _ in range(count + 1):  # until every stage has visited every device
@@ -62,7 +65,8 @@ def check_no_fault(engine: RoundPipe) -> None:
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", SITES)
 def test_an_interrupted_call_has_no_effect(site: str, count: int, engines: Engines) -> None:
-    """With dropout a call returns after its last stage run, so that every interrupt meets the call itself."""
+    """With dropout a call returns after its last stage run, so that every interrupt meets the call
+    itself."""
     twin = make_engine(engines, count, 0.3, site)
     call(twin)
     engine = make_engine(engines, count, 0.3, site)
@@ -85,13 +89,18 @@ def test_an_interrupted_call_has_no_effect(site: str, count: int, engines: Engin
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("site", LATE_SITES)
-def test_an_interrupted_wait_leaves_what_it_waited_for(site: str, count: int, engines: Engines) -> None:
-    """The call has returned: it is `synchronize` that is interrupted, and the call's gradients arrive all the same."""
+def test_an_interrupted_wait_leaves_what_it_waited_for(
+    site: str, count: int, engines: Engines
+) -> None:
+    """The call has returned: it is `synchronize` that is interrupted, and the call's gradients
+    arrive all the same."""
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
     memory = held(engine)
     with Interruption(is_allowed=False) as interruption:
         INJECTION.arm(
-            site, interruption.hang, at=2 if site != "offloading" else 1 + offloaded_by_the_fused_stage(engine)
+            site,
+            interruption.hang,
+            at=2 if site != "offloading" else 1 + offloaded_by_the_fused_stage(engine),
         )
         call_only(engine)
         with pytest.raises(KeyboardInterrupt):
@@ -106,7 +115,8 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(site: str, count: int, en
 
 
 def offloaded_by_the_fused_stage(engine: RoundPipe) -> int:
-    """Its gradients go down before the losses are announced; the next one belongs to a late stage run."""
+    """Its gradients go down before the losses are announced; the next one belongs to a late stage
+    run."""
     counts = (len(list(engine.model[layer].parameters())) for layer in PLAN.bwd_plan[0])  # type: ignore[index]
     return sum(count + 1 for count in counts if count)  # each layer's norms go down too
 
@@ -143,7 +153,8 @@ def test_a_synchronous_step_is_interrupted_after_the_update(count: int, engines:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_call_that_waits_for_an_update_can_be_interrupted(count: int, engines: Engines) -> None:
-    """Two asynchronous steps are taken and the first one hangs: the call needs its weights. Both steps still count."""
+    """Two asynchronous steps are taken and the first one hangs: the call needs its weights. Both
+    steps still count."""
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
     for one, its in ((engine, optimizer), (twin, twins)):
         # A first step returns only when it is known what it steps.

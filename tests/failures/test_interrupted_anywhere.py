@@ -1,7 +1,9 @@
-"""Ctrl-C at any moment of an engine call: the call counts whole or not at all, and the next one is right.
+"""Ctrl-C at any moment of an engine call: the call counts whole or not at all, and the next one is
+right.
 
-It comes at the n-th place of the main thread where it can, for n spread evenly over the whole call: also behind its
-last wait, where the generator is given back, buffers are written and gradients are committed one after the other.
+It comes at the n-th place of the main thread where it can, for n spread evenly over the whole call:
+also behind its last wait, where the generator is given back, buffers are written and gradients are
+committed one after the other.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ def make_engine(engines: Engines) -> RoundPipe:
     """Dropout, so that the generator moves; batch norm, so that buffers do."""
     torch.manual_seed(0)
     linear = [nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(2)]
-    return engines(nn.Sequential(linear[0], nn.BatchNorm1d(MLP_WIDTH), nn.Dropout(0.5), linear[1]), ONE)
+    return engines(
+        nn.Sequential(linear[0], nn.BatchNorm1d(MLP_WIDTH), nn.Dropout(0.5), linear[1]), ONE
+    )
 
 
 def call(engine: RoundPipe) -> None:
@@ -50,7 +54,9 @@ def state(engine: RoundPipe) -> Tensors:
 
 
 def same(one: Tensors, other: Tensors) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 def places_in(run: Callable[[], None]) -> list[int]:
@@ -80,7 +86,8 @@ CALLS = {"forward_backward": call, "forward and backward": forward_and_backward}
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_counts_whole_or_not_at_all(name: str, engines: Engines) -> None:
-    """`forward` and its `backward` are two calls: between them the buffers and the generator have moved already."""
+    """`forward` and its `backward` are two calls: between them the buffers and the generator have
+    moved already."""
     engine = make_engine(engines)
     call(engine)  # what is learnt only once is learnt
     CALLS[name](engine)
@@ -110,13 +117,19 @@ def test_a_call_counts_whole_or_not_at_all(name: str, engines: Engines) -> None:
         num_interrupted += interrupted(lambda: CALLS[name](engine), place)
         found = state(engine)
         matching = [index for index, one in enumerate(allowed) if same(found, one)]
-        assert matching, f"interrupted at place {place}, it is neither as before the call nor as after it"
+        assert matching, (
+            f"interrupted at place {place}, it is neither as before the call nor as after it"
+        )
         ends.add(matching[0])
         reset()
         CALLS[name](engine)
-        assert same(state(engine), after), f"after an interrupt at place {place} the next call is another one"
+        assert same(state(engine), after), (
+            f"after an interrupt at place {place} the next call is another one"
+        )
     assert num_interrupted > NUM_PLACES * 0.8, "hardly any interrupt came through"
-    assert {0, len(allowed) - 1} <= ends, "no place was early enough, or none was late enough, to tell"
+    assert {0, len(allowed) - 1} <= ends, (
+        "no place was early enough, or none was late enough, to tell"
+    )
     assert threading.enumerate() == threads
 
 
@@ -146,15 +159,23 @@ def test_a_step_counts_whole_or_not_at_all(is_async: bool, engines: Engines) -> 
             ONE.check(now, weights)
         else:
             num_steps += 1
-            ONE.check(now, {name: value - 2**-10 * gradients[name] for name, value in weights.items()}, bitwise=False)
+            ONE.check(
+                now,
+                {name: value - 2**-10 * gradients[name] for name, value in weights.items()},
+                bitwise=False,
+            )
         engine.zero_grad()
     assert 0 < num_steps < NUM_PLACES
 
 
 @pytest.mark.parametrize("kept", ["one copy", "two copies"])
-def test_a_flush_is_made_up_for_by_the_next_one(kept: str, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_is_made_up_for_by_the_next_one(
+    kept: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else who saves again, because saving was interrupted, saves older weights."""
-    monkeypatch.setattr(write_back, "free_host_bytes", lambda: 1 << 60 if kept == "two copies" else 0)
+    monkeypatch.setattr(
+        write_back, "free_host_bytes", lambda: 1 << 60 if kept == "two copies" else 0
+    )
     engine = make_engine(engines)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=2**-10)
 
@@ -163,7 +184,9 @@ def test_a_flush_is_made_up_for_by_the_next_one(kept: str, engines: Engines, mon
         engine.step(optimizer.step, is_async=True)
         engine._steps.wait_idle()
 
-    for _ in range(2):  # from the second on there may be second copies, which hold the newest weights
+    for _ in range(
+        2
+    ):  # from the second on there may be second copies, which hold the newest weights
         step()
     places = Places(WATCHED)
     with places.watched():

@@ -13,9 +13,12 @@ from roundpipe.threads.worker import Worker
 
 
 @pytest.mark.parametrize(
-    "interrupted", ["roundpipe-worker-virtual:0", "roundpipe-worker-virtual:1", "roundpipe-optimizer"]
+    "interrupted",
+    ["roundpipe-worker-virtual:0", "roundpipe-worker-virtual:1", "roundpipe-optimizer"],
 )
-def test_threads_end_without_being_waited_for(interrupted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_end_without_being_waited_for(
+    interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(threading.enumerate())
     engine = RoundPipe(make_mlp(), devices=2)
     batch = mlp_batch(rows=6)

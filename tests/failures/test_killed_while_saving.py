@@ -1,8 +1,9 @@
-"""A process killed with SIGKILL at any moment of a save leaves the old checkpoint whole, or already the new one.
+"""A process killed with SIGKILL at any moment of a save leaves the old checkpoint whole, or already
+the new one.
 
-One process is started; it forks a child for each moment, before any thread exists. The child loads the old checkpoint,
-trains on, saves over it and is killed at its moment. Afterwards the file has to load, and to say which of the two it
-is by its weights.
+One process is started; it forks a child for each moment, before any thread exists. The child loads
+the old checkpoint, trains on, saves over it and is killed at its moment. Afterwards the file has to
+load, and to say which of the two it is by its weights.
 """
 
 import subprocess

@@ -1,4 +1,5 @@
-"""Several threads that evaluate with one engine: each call is whole, and none waits for another forever."""
+"""Several threads that evaluate with one engine: each call is whole, and none waits for another
+forever."""
 
 import subprocess
 import sys
@@ -37,9 +38,12 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("restless")
 def test_calls_of_several_threads_do_not_wait_for_each_other(engines: Engines) -> None:
-    """Each stage runs both devices several times; handed out in another order on each they would."""
+    """Each stage runs both devices several times; handed out in another order on each they
+    would."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_LAYERS)))
-    engine = engines(model, TWO, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH))
+    engine = engines(
+        model, TWO, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH)
+    )
     inputs = torch.randn(4, 8)
     with torch.no_grad():
         expected = engine(inputs)
@@ -89,8 +93,13 @@ print("done")
 
 
 def test_a_collection_while_a_generator_is_read_stops_nobody() -> None:
-    """torch makes a Python object under the generator's mutex. A process of its own, for this one would stop too."""
+    """torch makes a Python object under the generator's mutex. A process of its own, for this one
+    would stop too."""
     done = subprocess.run(
-        [sys.executable, "-c", COLLECTING], capture_output=True, text=True, timeout=5 * PATIENCE_S, check=True
+        [sys.executable, "-c", COLLECTING],
+        capture_output=True,
+        text=True,
+        timeout=5 * PATIENCE_S,
+        check=True,
     )
     assert done.stdout == "done\n"

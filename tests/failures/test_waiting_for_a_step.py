@@ -1,5 +1,6 @@
-"""Waiting for a step: one interrupt is raised when the update is over, a second one at once. And whom a step has to
-wait for, because nobody knows yet with which hyper-parameters it is going to step."""
+"""Waiting for a step: one interrupt is raised when the update is over, a second one at once. And
+whom a step has to wait for, because nobody knows yet with which hyper-parameters it is going to
+step."""
 
 import gc
 import signal
@@ -36,7 +37,9 @@ def came() -> Iterator[list[threading.Event]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_two_interrupts_leave_a_step_that_hangs(engines: Engines, came: list[threading.Event]) -> None:
+def test_two_interrupts_leave_a_step_that_hangs(
+    engines: Engines, came: list[threading.Event]
+) -> None:
     engine = engines(nn.Linear(2, 1), ONE)
     engine.optim_parameters()
     engine.forward_backward((torch.ones(2, 2),), loss_fn=lambda outputs, _: outputs.sum())
@@ -45,7 +48,9 @@ def test_two_interrupts_leave_a_step_that_hangs(engines: Engines, came: list[thr
 
     def hang() -> None:
         for event in came:
-            while not event.is_set():  # Python looks for one before it waits, so one that comes in between wakes nobody
+            while (
+                not event.is_set()
+            ):  # Python looks for one before it waits, so one that comes in between wakes nobody
                 signal.pthread_kill(main_thread, signal.SIGINT)
                 event.wait(0.1)
         release.wait(PATIENCE_S)

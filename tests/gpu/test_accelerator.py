@@ -51,7 +51,8 @@ def fresh_memory() -> None:
 
 
 def test_the_weights_never_are_on_the_device_all_at_once(one: DeviceSet, engines: Engines) -> None:
-    """There is no room to spare, in which layers would stay from their forward to their backward."""
+    """There is no room to spare, in which layers would stay from their forward to their
+    backward."""
     engine = engines(make_wide(), one, max_gpu_memory=0.2)
     batch = mlp_batch(rows=8, width=WIDTH)
     run_batch(engine, batch, 2, execute_plan=STAGES_OF_TWO)
@@ -72,11 +73,14 @@ def test_every_given_device_works(engines: Engines) -> None:
     engine = engines(make_wide(), ACCELERATORS[1])
     run_batch(engine, mlp_batch(rows=8, width=WIDTH), 3, execute_plan=STAGES_OF_TWO)
     engine.synchronize()
-    assert all(torch.cuda.max_memory_allocated(index) > WEIGHT_BYTES / NUM_LAYERS for index in range(2))
+    assert all(
+        torch.cuda.max_memory_allocated(index) > WEIGHT_BYTES / NUM_LAYERS for index in range(2)
+    )
 
 
 class Sleeps(nn.Module):
-    """Keeps the device busy for a known number of cycles, so that overlap shows whatever the card."""
+    """Keeps the device busy for a known number of cycles, so that overlap shows whatever the
+    card."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +93,8 @@ class Sleeps(nn.Module):
 
 @pytest.mark.skipif(len(ACCELERATORS) < 2, reason="needs two GPUs")
 def test_two_devices_work_at_the_same_time(engines: Engines) -> None:
-    """Eight stages and four microbatches: two devices take at most three quarters of what one takes."""
+    """Eight stages and four microbatches: two devices take at most three quarters of what one
+    takes."""
     plan = ModelExecutePlan(fwd_plan=[range(i, i + 1) for i in range(8)])
 
     def seconds(devices: DeviceSet) -> float:
@@ -105,7 +110,9 @@ def test_two_devices_work_at_the_same_time(engines: Engines) -> None:
     assert seconds(ACCELERATORS[1]) < 0.75 * seconds(ACCELERATORS[0])
 
 
-def test_out_of_memory_keeps_its_type_and_the_next_call_works(one: DeviceSet, engines: Engines) -> None:
+def test_out_of_memory_keeps_its_type_and_the_next_call_works(
+    one: DeviceSet, engines: Engines
+) -> None:
     class Greedy(nn.Module):
         hungry = False
 
@@ -130,8 +137,11 @@ def test_out_of_memory_keeps_its_type_and_the_next_call_works(one: DeviceSet, en
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_of_the_caller_holds_on_the_device(dtype: torch.dtype, engines: Engines, devices: DeviceSet) -> None:
-    """Compared with the same model under autocast on a GPU; 16-bit products leave a relative error of about 1e-2."""
+def test_autocast_of_the_caller_holds_on_the_device(
+    dtype: torch.dtype, engines: Engines, devices: DeviceSet
+) -> None:
+    """Compared with the same model under autocast on a GPU; 16-bit products leave a relative error
+    of about 1e-2."""
     if devices.kind == "virtual":
         pytest.skip("the oracle is on a GPU")
     model = MLP.make()
@@ -168,7 +178,8 @@ def test_outputs_go_to_the_device_that_was_asked_for(one: DeviceSet, engines: En
 
 
 def test_a_generators_position_says_whether_something_was_drawn() -> None:
-    """As its state does: seeding and setting count too, and what is put back is as if nothing had been."""
+    """As its state does: seeding and setting count too, and what is put back is as if nothing had
+    been."""
     device = AcceleratorDevice(torch.device("cuda", 0))
     changes: list[Callable[[], object]] = [
         lambda: None,

@@ -1,4 +1,5 @@
-"""Compiled layers on GPUs: plain numbers, also for other lengths; on several, code that lets go of the interpreter."""
+"""Compiled layers on GPUs: plain numbers, also for other lengths; on several, code that lets go of
+the interpreter."""
 
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from engines import Engines, engine_gradients, run_batch
 from models import Batch
 from reference import plain_call
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # because C++ takes a quarter of a minute for each graph
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+]  # because C++ takes a quarter of a minute for each graph
 WIDTH = 64
 
 
@@ -30,12 +34,17 @@ class Block(nn.Module):
 
 
 def batch_of(length: int) -> Batch:
-    return Batch((torch.randn(8, length, WIDTH),), {}, torch.randn(8, length, WIDTH), nn.functional.mse_loss)
+    return Batch(
+        (torch.randn(8, length, WIDTH),), {}, torch.randn(8, length, WIDTH), nn.functional.mse_loss
+    )
 
 
 @pytest.mark.parametrize("on", ACCELERATORS, ids=str)
 def test_compiled_layers_give_plain_numbers(
-    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on: DeviceSet,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compile_, ways = compile_fx.compile_fx, []
 
@@ -88,5 +97,6 @@ torch.testing.assert_close(gradients, list(torch.autograd.grad(scaled(hidden, we
 
 @pytest.mark.skipif(not ACCELERATORS, reason="no CUDA device")
 def test_compiled_code_may_be_the_first_that_a_thread_does() -> None:
-    """See [Note: threads without a context]: the worker's forward, and its backward on autograd's thread."""
+    """See [Note: threads without a context]: the worker's forward, and its backward on autograd's
+    thread."""
     subprocess.run([sys.executable, "-c", FIRST_OF_ITS_THREADS], check=True)

@@ -1,4 +1,5 @@
-"""What only a GPU shows of the chunked loss and models in parts: wide sums of 16-bit products, outputs left on it."""
+"""What only a GPU shows of the chunked loss and models in parts: wide sums of 16-bit products,
+outputs left on it."""
 
 import copy
 from typing import Any
@@ -27,11 +28,16 @@ def loss_and_gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_chunked_loss(dtype: torch.dtype) -> None:
-    """Against double precision; 16-bit gradients are at most as far from it as those of the whole logits."""
+    """Against double precision; 16-bit gradients are at most as far from it as those of the whole
+    logits."""
     generator = torch.Generator().manual_seed(0)
     tokens, width, vocabulary = 2048, 128, 3000
     hidden = torch.randn(tokens, width, generator=generator).to("cuda", dtype).requires_grad_()
-    weight = (torch.randn(vocabulary, width, generator=generator) * 0.1).to("cuda", dtype).requires_grad_()
+    weight = (
+        (torch.randn(vocabulary, width, generator=generator) * 0.1)
+        .to("cuda", dtype)
+        .requires_grad_()
+    )
     bias = torch.randn(vocabulary, generator=generator).to("cuda", dtype).requires_grad_()
     labels = torch.randint(vocabulary, (tokens,), generator=generator).cuda()
     labels[::3] = -100
@@ -40,7 +46,10 @@ def test_chunked_loss(dtype: torch.dtype) -> None:
     exact = loss_and_gradients(F.cross_entropy(F.linear(*wide), labels), *wide)
     full = loss_and_gradients(F.cross_entropy(F.linear(*given).float(), labels), *given)
     chunked = loss_and_gradients(
-        linear_cross_entropy(hidden, weight, labels, bias, chunk_bytes=300 * vocabulary * dtype.itemsize), *given
+        linear_cross_entropy(
+            hidden, weight, labels, bias, chunk_bytes=300 * vocabulary * dtype.itemsize
+        ),
+        *given,
     )
     for ours, theirs, right in zip(chunked, full, exact, strict=True):
         assert ours.dtype == theirs.dtype
@@ -50,9 +59,12 @@ def test_chunked_loss(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head_trains", [True, False])
 def test_a_tenth_of_the_memory(head_trains: bool) -> None:
-    """bf16, 8K tokens, 152K vocabulary: bytes on top of the inputs, the returned gradients among them."""
+    """bf16, 8K tokens, 152K vocabulary: bytes on top of the inputs, the returned gradients among
+    them."""
     hidden = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(151_936, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=head_trains)
+    weight = torch.randn(
+        151_936, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=head_trains
+    )
     labels = torch.randint(151_936, (8192,), device="cuda")
 
     def peak(loss_of: Any) -> int:
@@ -69,13 +81,20 @@ def test_a_tenth_of_the_memory(head_trains: bool) -> None:
 
 
 @pytest.mark.parametrize("devices", ACCELERATORS, ids=str)
-@pytest.mark.parametrize(("make", "batch_of"), [(make_branches, branches_batch), (make_t5, t5_batch)])
+@pytest.mark.parametrize(
+    ("make", "batch_of"), [(make_branches, branches_batch), (make_t5, t5_batch)]
+)
 def test_models_in_parts(devices: DeviceSet, make: Any, batch_of: Any) -> None:
-    """Outputs between blocks stay on the GPUs in microbatches; loss and gradients are the plain model's."""
+    """Outputs between blocks stay on the GPUs in microbatches; loss and gradients are the plain
+    model's."""
     model, batch = make(), batch_of()
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
     with wrap_model_to_roundpipe(
-        model, use_sequential_preset=False, devices=devices.argument, lower_threshold=100, upper_threshold=100
+        model,
+        use_sequential_preset=False,
+        devices=devices.argument,
+        lower_threshold=100,
+        upper_threshold=100,
     ) as engine:
         loss = batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label)
         loss.backward()
@@ -86,7 +105,8 @@ def test_models_in_parts(devices: DeviceSet, make: Any, batch_of: Any) -> None:
 
 
 class Chain(nn.Module):
-    """Elements of a list, and what the model's own code does with an output that is still on GPUs."""
+    """Elements of a list, and what the model's own code does with an output that is still on
+    GPUs."""
 
     def __init__(self, width: int, length: int, between: Any) -> None:
         super().__init__()
@@ -109,7 +129,12 @@ def _hooked(x: Tensor) -> Tensor:
     return x
 
 
-BETWEEN = {"nothing": lambda x: x, "written": _written, "hook": _hooked, "added": lambda x: x + x.detach().relu()}
+BETWEEN = {
+    "nothing": lambda x: x,
+    "written": _written,
+    "hook": _hooked,
+    "added": lambda x: x + x.detach().relu(),
+}
 
 
 @pytest.mark.parametrize("devices", ACCELERATORS, ids=str)
@@ -119,16 +144,23 @@ def test_own_code_between_elements_finds_a_tensor(devices: DeviceSet, between: A
     model, (x, y) = Chain(16, 3, between), torch.randn(2, 6, 16)
     batch = Batch((x,), {}, y, F.mse_loss)
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
-    with wrap_model_to_roundpipe(model, devices=devices.argument, lower_threshold=1, upper_threshold=0) as engine:
+    with wrap_model_to_roundpipe(
+        model, devices=devices.argument, lower_threshold=1, upper_threshold=0
+    ) as engine:
         loss = batch.loss_fn(engine(x), y)
         loss.backward()
         engine.synchronize()
         devices.check(loss, expected.loss, bitwise=False)
-        devices.check({name: p.grad for name, p in model.named_parameters()}, expected.gradients, bitwise=False)
+        devices.check(
+            {name: p.grad for name, p in model.named_parameters()},
+            expected.gradients,
+            bitwise=False,
+        )
 
 
 def test_parts_together_stay_under_the_limit() -> None:
-    """Eight inputs of 128 MiB are kept for their backwards, each of a part whose own plan has room for it."""
+    """Eight inputs of 128 MiB are kept for their backwards, each of a part whose own plan has room
+    for it."""
     limit = 768 * 2**20
     model, x = Chain(2048, 8, lambda x: x), torch.randn(16384, 2048)
     torch.cuda.empty_cache()

@@ -1,4 +1,5 @@
-"""Memory that the system does not page-lock: everything goes on, and nobody else is told of an error."""
+"""Memory that the system does not page-lock: everything goes on, and nobody else is told of an
+error."""
 
 import ctypes
 import threading
@@ -84,7 +85,9 @@ def test_two_engines_may_lock_one_models_pages(engines: Engines) -> None:
     assert not pinning._refused
 
 
-def test_neighbours_of_weights_that_are_locked_in_place_can_still_be_copied(engines: Engines) -> None:
+def test_neighbours_of_weights_that_are_locked_in_place_can_still_be_copied(
+    engines: Engines,
+) -> None:
     """CUDA refuses what begins in locked pages and ends outside, as a batch beside a weight may."""
     width, margin = 256, 3000
     memory = torch.randn(3 * (width * width + margin))
@@ -113,7 +116,9 @@ def test_an_engine_without_page_locked_memory_trains_as_one_with(engines: Engine
         optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
         losses = []
         for _ in range(3):
-            loss = engine.forward_backward((torch.ones(8, 64),), loss_fn=lambda outputs, _: outputs.square().mean())
+            loss = engine.forward_backward(
+                (torch.ones(8, 64),), loss_fn=lambda outputs, _: outputs.square().mean()
+            )
             engine.step(optimizer.step)
             losses.append(loss.item())
         return losses

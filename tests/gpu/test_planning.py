@@ -1,4 +1,5 @@
-"""What plans are made from on an accelerator: times from its own events, memory as it says, stages in shares."""
+"""What plans are made from on an accelerator: times from its own events, memory as it says, stages
+in shares."""
 
 import copy
 from collections.abc import Iterator

@@ -95,12 +95,18 @@ def test_close_gives_the_memory_back(is_async: bool) -> None:
         assert memory() - before >= device_state_bytes * 3 // 4
     assert device_state_bytes > 0
     assert memory() - before < device_state_bytes // 4
-    assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+    assert all(
+        value.device.type == "cpu" for state in optimizer.state.values() for value in state.values()
+    )
 
 
 def test_state_passes_through_page_locked_slices_in_the_order_of_the_lane() -> None:
-    """More than all slices hold, both ways, while the lane is kept busy; what is page-locked needs none."""
-    device, host_memory = AcceleratorDevice(torch.device("cuda", 0)), HostMemory("alloc", accelerated=True)
+    """More than all slices hold, both ways, while the lane is kept busy; what is page-locked needs
+    none."""
+    device, host_memory = (
+        AcceleratorDevice(torch.device("cuda", 0)),
+        HostMemory("alloc", accelerated=True),
+    )
     copies = PinnedCopier(device.compute, host_memory, 1 << 40)
     sizes = [NUM_SLICES * SLICE_BYTES // 2 + 3, 5, 0, SLICE_BYTES]
     hosts = [torch.randn(size) for size in sizes]

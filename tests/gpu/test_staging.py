@@ -1,4 +1,5 @@
-"""On an accelerator weights that are left where they are go up through page-locked slices, and arrive whole."""
+"""On an accelerator weights that are left where they are go up through page-locked slices, and
+arrive whole."""
 
 from pathlib import Path
 
@@ -23,19 +24,25 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
 
 
-def losses(engines: Engines, devices: DeviceSet, model: nn.Sequential, pin_model: str) -> list[Tensor]:
+def losses(
+    engines: Engines, devices: DeviceSet, model: nn.Sequential, pin_model: str
+) -> list[Tensor]:
     engine = engines(model, devices, pin_model=pin_model)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
     found = []
     for _ in range(4):
-        found.append(engine.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean()))
+        found.append(
+            engine.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
+        )
         engine.step(optimizer.step)
     return found
 
 
 @pytest.mark.parametrize("devices", ACCELERATORS, ids=str)
-def test_mapped_weights_train_as_page_locked_ones(devices: DeviceSet, engines: Engines, tmp_path: Path) -> None:
+def test_mapped_weights_train_as_page_locked_ones(
+    devices: DeviceSet, engines: Engines, tmp_path: Path
+) -> None:
     """Bitwise, on the same devices; the first layers are frozen and lie in a file."""
     save_file(make_model().state_dict(), tmp_path / "model.safetensors")
     mapped, moved = make_model(), make_model()

@@ -36,7 +36,9 @@ def make_batches(rows: int = 15) -> DataLoader[Any]:
 class Loop:
     """Ten lines of everybody's script, and what they leave."""
 
-    def __init__(self, accelerator: Accelerator, model: Any, parameters: Any, max_norm: float | None = 0.5) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: Any, parameters: Any, max_norm: float | None = 0.5
+    ) -> None:
         optimizer = torch.optim.AdamW(parameters, lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
         self.accelerator, self.max_norm = accelerator, max_norm
@@ -55,7 +57,9 @@ class Loop:
                     loss = self.model(**batch).loss
                     self.accelerator.backward(loss)
                     if self.accelerator.sync_gradients and self.max_norm is not None:
-                        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
+                        norm = self.accelerator.clip_grad_norm_(
+                            self.model.parameters(), self.max_norm
+                        )
                     self.optimizer.step()
                     self.scheduler.step()
                     self.optimizer.zero_grad()
@@ -67,7 +71,12 @@ class Loop:
 
 def make_ours(engines: Engines, model: nn.Module, **how: Any) -> Loop:
     engine: RoundPipe = engines(model, TWO, optim_dtype=torch.float32)
-    return Loop(RoundPipeAccelerator(cpu=True, gradient_accumulation_steps=2), engine, engine.optim_parameters(), **how)
+    return Loop(
+        RoundPipeAccelerator(cpu=True, gradient_accumulation_steps=2),
+        engine,
+        engine.optim_parameters(),
+        **how,
+    )
 
 
 def make_plain(model: nn.Module, **how: Any) -> Loop:
@@ -80,7 +89,9 @@ def make_plain(model: nn.Module, **how: Any) -> Loop:
     [(lambda: make_llama(tied=True), 0.5), (make_lora_llama, None)],
     ids=["tied, clipped", "lora"],
 )
-def test_the_same_losses_norms_rates_and_weights(make: Any, max_norm: float | None, engines: Engines) -> None:
+def test_the_same_losses_norms_rates_and_weights(
+    make: Any, max_norm: float | None, engines: Engines
+) -> None:
     ours = make_ours(engines, make(), max_norm=max_norm).run(epochs=2)
     plain = make_plain(make(), max_norm=max_norm).run(epochs=2)
     assert ours.losses == pytest.approx(plain.losses, abs=1e-5)
@@ -113,18 +124,24 @@ def test_a_model_that_runs_in_parts_trains_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["float32", "bfloat16"]
+    "dtype",
+    [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16],
+    ids=["float32", "bfloat16"],
 )
-def test_a_saved_state_goes_on_where_it_was(dtype: torch.dtype, tmp_path: Path, engines: Engines) -> None:
-    """Bitwise, also where the optimizer's copies hold what 16-bit weights do not: in another engine, and in one that
-    has gone elsewhere meanwhile."""
+def test_a_saved_state_goes_on_where_it_was(
+    dtype: torch.dtype, tmp_path: Path, engines: Engines
+) -> None:
+    """Bitwise, also where the optimizer's copies hold what 16-bit weights do not: in another
+    engine, and in one that has gone elsewhere meanwhile."""
     first = make_ours(engines, make_llama(tied=False).to(dtype)).run()
     first.accelerator.save_state(str(tmp_path))
     weights = weights_of(first.model.model)
     expected = first.run().losses[5:]
 
     first.accelerator.load_state(str(tmp_path))
-    assert all(torch.equal(value, weights[name]) for name, value in weights_of(first.model.model).items())
+    assert all(
+        torch.equal(value, weights[name]) for name, value in weights_of(first.model.model).items()
+    )
     assert first.run().losses[10:] == expected
 
     second = make_ours(engines, make_llama(tied=False).to(dtype))

@@ -1,4 +1,5 @@
-"""The same parity where the plain Trainer runs on a GPU and ours sends its stages to all there are."""
+"""The same parity where the plain Trainer runs on a GPU and ours sends its stages to all there
+are."""
 
 from typing import Any
 
@@ -63,12 +64,16 @@ class WeighedByArguments:
 @pytest.mark.parametrize("loss", [WeighedClasses, WeighedByArguments])
 def test_a_loss_with_tensors_of_its_own(loss: type) -> None:
     rows = token_rows(20)
-    pair = train_both(MODELS["full"], rows, loss, eval_dataset=rows[:5], eval_strategy="epoch", **ON_GPU)
+    pair = train_both(
+        MODELS["full"], rows, loss, eval_dataset=rows[:5], eval_strategy="epoch", **ON_GPU
+    )
     assert_same(pair, atol=1e-3)
 
 
 class StepOfItsOwn:
-    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         model.train()
         inputs = self._prepare_inputs(inputs)
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -86,9 +91,14 @@ def test_tf32() -> None:
 
 
 def test_bf16_weights_with_fp32_masters() -> None:
-    """What the documentation recommends; the plain Trainer has no masters, so only the first loss is compared."""
+    """What the documentation recommends; the plain Trainer has no masters, so only the first loss
+    is compared."""
     pair = train_both(
-        lambda: MODELS["full"]().bfloat16(), token_rows(20), label_smoothing_factor=0.1, max_steps=3, **ON_GPU
+        lambda: MODELS["full"]().bfloat16(),
+        token_rows(20),
+        label_smoothing_factor=0.1,
+        max_steps=3,
+        **ON_GPU,
     )
     ours, plain = (trainer.state.log_history[0]["loss"] for trainer in pair)
     assert ours == pytest.approx(plain, abs=2e-2)

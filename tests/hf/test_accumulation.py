@@ -1,4 +1,5 @@
-"""An accumulation window is one pipeline round; all that a user sees is as if its batches had been run in turn."""
+"""An accumulation window is one pipeline round; all that a user sees is as if its batches had been
+run in turn."""
 
 from typing import Any
 
@@ -39,8 +40,11 @@ class Rounds:
 
 
 def test_a_window_is_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """7 batches of 3 (the last of 2) in windows of 4: rounds of 4 and 3 batches, two microbatches each."""
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), token_rows(20), gradient_accumulation_steps=4, devices=1)
+    """7 batches of 3 (the last of 2) in windows of 4: rounds of 4 and 3 batches, two microbatches
+    each."""
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), token_rows(20), gradient_accumulation_steps=4, devices=1
+    )
     rounds = Rounds(trainer, monkeypatch)
     trainer.train()
     assert rounds.sizes == [8, 6]
@@ -48,7 +52,8 @@ def test_a_window_is_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_however_a_batch_is_cut_it_has_one_token_mean() -> None:
-    """BC-01: rows of 2, 5, 9 and 11 labels as one batch in 1, 2 or 4 microbatches, or accumulated one by one."""
+    """BC-01: rows of 2, 5, 9 and 11 labels as one batch in 1, 2 or 4 microbatches, or accumulated
+    one by one."""
     rows, losses, results = token_rows(4, kept=(2, 5, 9, 11)), [], []
     plain = trained(Trainer, MODELS["full"](), rows, per_device_train_batch_size=4)
     ways = [(4, 1, 1), (4, 1, 2), (4, 1, 4), (1, 4, 4)]
@@ -70,7 +75,8 @@ def test_however_a_batch_is_cut_it_has_one_token_mean() -> None:
 
 @pytest.mark.parametrize("count", [6, 3])
 def test_a_short_window_has_its_own_token_mean(count: int) -> None:
-    """BC-07: batches of 1, accumulation 4. 6 rows are windows of 4 and 2 in each epoch; 3 rows one window."""
+    """BC-07: batches of 1, accumulation 4. 6 rows are windows of 4 and 2 in each epoch; 3 rows one
+    window."""
     pair = train_both(
         MODELS["full"],
         token_rows(count),
@@ -93,7 +99,8 @@ def test_a_short_window_has_its_own_token_mean(count: int) -> None:
     ],
 )
 def test_masked_and_odd_batches(kept: tuple[int, ...], batch: int) -> None:
-    """BC-11: microbatches without a label, fewer rows than microbatches, rows that do not divide."""
+    """BC-11: microbatches without a label, fewer rows than microbatches, rows that do not
+    divide."""
     rows = token_rows(2 * batch, kept)
     pair = train_both(MODELS["full"], rows, per_device_train_batch_size=batch, num_microbatch=4)
     assert_same(pair)
@@ -101,8 +108,8 @@ def test_masked_and_odd_batches(kept: tuple[int, ...], batch: int) -> None:
 
 
 def test_nan_of_one_batch_is_filtered_alone() -> None:
-    """The filter replaces the loss of a batch, not of a window: a masked batch among good ones gives nan for itself
-    where its loss does not divide by the window's tokens."""
+    """The filter replaces the loss of a batch, not of a window: a masked batch among good ones
+    gives nan for itself where its loss does not divide by the window's tokens."""
     rows = token_rows(12, (12, 12, 12, 0, 0, 0))
     for is_filtered in (True, False):
         pair = train_both(
@@ -128,7 +135,13 @@ class MeanLoss:
 def test_substeps_log_epochs_and_totals_as_plain() -> None:
     """Logging once per epoch or every two steps over windows of three changes no sum."""
     for settings in ({"logging_strategy": "epoch"}, {"logging_steps": 2}):
-        pair = train_both(MODELS["full"], token_rows(20), gradient_accumulation_steps=3, num_train_epochs=2, **settings)
+        pair = train_both(
+            MODELS["full"],
+            token_rows(20),
+            gradient_accumulation_steps=3,
+            num_train_epochs=2,
+            **settings,
+        )
         assert_same(pair)
 
 
@@ -148,7 +161,13 @@ class StopIn(TrainerCallback):
 
 @pytest.mark.parametrize("what", ["should_training_stop", "should_epoch_stop"])
 def test_stopping_in_a_window_counts_its_losses(what: str) -> None:
-    pair = make_both(MODELS["full"], token_rows(20), gradient_accumulation_steps=3, num_train_epochs=2, max_grad_norm=0)
+    pair = make_both(
+        MODELS["full"],
+        token_rows(20),
+        gradient_accumulation_steps=3,
+        num_train_epochs=2,
+        max_grad_norm=0,
+    )
     for trainer in pair:
         trainer.add_callback(StopIn(what))
         run(trainer)
@@ -156,7 +175,8 @@ def test_stopping_in_a_window_counts_its_losses(what: str) -> None:
 
 
 def test_a_training_step_of_its_own() -> None:
-    """Outside `train()` and before there is an optimizer: the loss comes back, gradients appear on the model."""
+    """Outside `train()` and before there is an optimizer: the loss comes back, gradients appear on
+    the model."""
     pair = make_both(MODELS["full"], token_rows(3))
     losses = []
     for trainer in pair:
@@ -166,12 +186,18 @@ def test_a_training_step_of_its_own() -> None:
         losses.append(trainer.training_step(trainer.model, batch, num_items_in_batch=count))
     torch.testing.assert_close(losses[0], losses[1])
     pair.ours.synchronize()
-    assert_same_weights(*({n: p.grad for n, p in trainer.model.named_parameters()} for trainer in pair), atol=1e-6)
+    assert_same_weights(
+        *({n: p.grad for n, p in trainer.model.named_parameters()} for trainer in pair), atol=1e-6
+    )
 
 
 def test_counting_and_progress() -> None:
     pair = train_both(
-        MODELS["full"], token_rows(20), gradient_accumulation_steps=4, max_steps=5, include_num_input_tokens_seen="all"
+        MODELS["full"],
+        token_rows(20),
+        gradient_accumulation_steps=4,
+        max_steps=5,
+        include_num_input_tokens_seen="all",
     )
     assert_same(pair)
     assert pair.ours.state.num_input_tokens_seen == pair.plain.state.num_input_tokens_seen

@@ -1,4 +1,5 @@
-"""Every architecture with a preset trains, logs and evaluates through the trainer as it does in the plain one."""
+"""Every architecture with a preset trains, logs and evaluates through the trainer as it does in the
+plain one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,14 @@ from preset_models import VOCABULARY, images, make_model, make_vit
 
 LANGUAGE = ["qwen2-window", "qwen3", "gpt2"]
 # 7 batches of 2 rows: windows of 3, 3 and 1.
-TOKENS = [{name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in token_rows(14)]
-IMAGES = [dict(zip(("pixel_values", "labels"), row, strict=True)) for row in zip(*images(14).values(), strict=True)]
+TOKENS = [
+    {name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()}
+    for row in token_rows(14)
+]
+IMAGES = [
+    dict(zip(("pixel_values", "labels"), row, strict=True))
+    for row in zip(*images(14).values(), strict=True)
+]
 
 
 def most_likely(logits: Any, _: Any) -> Any:
@@ -41,7 +48,9 @@ SETTINGS: dict[str, Any] = {
 
 def with_lora(model: Any, targets: list[str]) -> nn.Module:
     """B starts random: with B = 0 every gradient of A would be zero."""
-    config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="c_attn" in targets)
+    config = LoraConfig(
+        r=2, target_modules=targets, init_lora_weights=False, fan_in_fan_out="c_attn" in targets
+    )
     return get_peft_model(model, config)
 
 
@@ -55,14 +64,18 @@ QUICK = [("qwen3", True), ("gpt2", False), ("vit", True)]
 MIXTURES = [("gpt-oss", False), ("qwen3-moe", False)]
 OTHERS = [
     pytest.param(name, lora, marks=pytest.mark.slow)
-    for name, lora in [*((name, lora) for name in [*LANGUAGE, "vit"] for lora in (False, True)), *MIXTURES]
+    for name, lora in [
+        *((name, lora) for name in [*LANGUAGE, "vit"] for lora in (False, True)),
+        *MIXTURES,
+    ]
     if (name, lora) not in QUICK
 ]
 
 
 @pytest.mark.parametrize(("name", "lora"), [*QUICK, *OTHERS])
 def test_same_as_plain(name: str, lora: bool) -> None:
-    """Losses, norms, rates, metrics, keys, token counts and weights, with accumulation and a short window."""
+    """Losses, norms, rates, metrics, keys, token counts and weights, with accumulation and a short
+    window."""
     rows = IMAGES if name == "vit" else TOKENS
     assert_same(train_both(maker(name, lora=lora), rows, eval_dataset=rows[:5], **SETTINGS))
 
@@ -70,18 +83,30 @@ def test_same_as_plain(name: str, lora: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
 def test_losses_that_are_means(problem: str) -> None:
-    """Heads whose losses take the number of items and ignore it; smoothing is given up for several labels at once."""
+    """Heads whose losses take the number of items and ignore it; smoothing is given up for several
+    labels at once."""
     rows = [
-        {"pixel_values": row["pixel_values"], "labels": nn.functional.one_hot(row["labels"], 5).float()}
+        {
+            "pixel_values": row["pixel_values"],
+            "labels": nn.functional.one_hot(row["labels"], 5).float(),
+        }
         for row in IMAGES
     ]
     settings = SETTINGS | {"compute_metrics": None, "preprocess_logits_for_metrics": None}
     if problem.startswith("multi"):
         settings["label_smoothing_factor"] = 0.1
         with pytest.warns(UserWarning, match="Disabling label smoothing"):
-            assert_same(train_both(lambda: make_vit(problem_type=problem), rows, eval_dataset=rows[:5], **settings))
+            assert_same(
+                train_both(
+                    lambda: make_vit(problem_type=problem), rows, eval_dataset=rows[:5], **settings
+                )
+            )
     else:
-        assert_same(train_both(lambda: make_vit(problem_type=problem), rows, eval_dataset=rows[:5], **settings))
+        assert_same(
+            train_both(
+                lambda: make_vit(problem_type=problem), rows, eval_dataset=rows[:5], **settings
+            )
+        )
 
 
 def routed() -> nn.Module:
@@ -93,18 +118,29 @@ def routed() -> nn.Module:
 
 @pytest.mark.slow
 def test_a_routers_auxiliary_loss_keeps_batches_whole(caplog: pytest.LogCaptureFixture) -> None:
-    """It is no mean over rows, so one microbatch for each batch is what is exact; a line says so."""
+    """It is no mean over rows, so one microbatch for each batch is what is exact; a line says
+    so."""
     settings = SETTINGS | {"compute_metrics": None, "preprocess_logits_for_metrics": None}
     pair = train_both(routed, TOKENS, eval_dataset=TOKENS[:5], **settings)
     assert_same(pair)
     assert caplog.text.count("not cut into microbatches") == 1
-    without = train_both(maker("qwen3-moe", lora=False), TOKENS, eval_dataset=TOKENS[:5], **settings)
+    without = train_both(
+        maker("qwen3-moe", lora=False), TOKENS, eval_dataset=TOKENS[:5], **settings
+    )
     assert logged(without.ours)[0]["loss"] != pytest.approx(logged(pair.ours)[0]["loss"], abs=1e-3)
     assert_same(without)
 
 
 @pytest.mark.slow
 def test_with_the_default_optimizer() -> None:
-    """AdamW divides by |g|: noise of 1e-9 in a gradient near zero moves a weight by a good part of the rate."""
-    settings = SETTINGS | {"optim": "adamw_torch_fused", "learning_rate": 1e-3, "num_train_epochs": 2}
-    assert_same(train_both(maker("qwen3", lora=False), TOKENS, eval_dataset=TOKENS[:5], **settings), atol=1e-4)
+    """AdamW divides by |g|: noise of 1e-9 in a gradient near zero moves a weight by a good part of
+    the rate."""
+    settings = SETTINGS | {
+        "optim": "adamw_torch_fused",
+        "learning_rate": 1e-3,
+        "num_train_epochs": 2,
+    }
+    assert_same(
+        train_both(maker("qwen3", lora=False), TOKENS, eval_dataset=TOKENS[:5], **settings),
+        atol=1e-4,
+    )

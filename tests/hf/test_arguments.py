@@ -22,7 +22,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def parsed(*line: str) -> RoundPipeTrainingArguments:
-    (args,) = HfArgumentParser(RoundPipeTrainingArguments).parse_args_into_dataclasses(["--output_dir", "out", *line])
+    (args,) = HfArgumentParser(RoundPipeTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "out", *line]
+    )
     return args
 
 
@@ -31,7 +33,14 @@ def test_defaults() -> None:
     assert not args.async_optimizer
     assert args.pin_model == "alloc"
     assert args.master_dtype() is torch.float32
-    assert args.devices is args.num_microbatch is args.recompute_grain is args.max_gpu_memory is args.trace_dir is None
+    assert (
+        args.devices
+        is args.num_microbatch
+        is args.recompute_grain
+        is args.max_gpu_memory
+        is args.trace_dir
+        is None
+    )
     assert vars(parsed()).keys() == vars(args).keys()
 
 
@@ -39,7 +48,10 @@ def test_json_round_trip() -> None:
     args = RoundPipeTrainingArguments("out", **SETTINGS)
     told = json.loads(args.to_json_string())
     assert {name: told[name] for name in SETTINGS} == SETTINGS
-    assert RoundPipeTrainingArguments("out", **{name: told[name] for name in SETTINGS}).to_dict() == args.to_dict()
+    assert (
+        RoundPipeTrainingArguments("out", **{name: told[name] for name in SETTINGS}).to_dict()
+        == args.to_dict()
+    )
 
 
 def test_command_line() -> None:

@@ -1,4 +1,5 @@
-"""``async_optimizer=True``: gradients are exactly one step old, however slow the optimizer, and every look flushes."""
+"""``async_optimizer=True``: gradients are exactly one step old, however slow the optimizer, and
+every look flushes."""
 
 from typing import Any
 
@@ -7,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf.trainers import MODELS, assert_same_weights, differ, logged, make_trainer, run, token_rows, trained, weights
+from hf.trainers import (
+    MODELS,
+    assert_same_weights,
+    differ,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    trained,
+    weights,
+)
 from optimizers import PausingSGD, every_third, random_delays
 from roundpipe_hf import RoundPipeTrainer
 
@@ -16,7 +27,8 @@ SETTINGS: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_n
 
 
 def one_step_stale(flushed_after: tuple[int, ...] = ()) -> tuple[dict[str, Tensor], list[float]]:
-    """The gradient of step t is taken at W_max(t-2, s) and applied to W_(t-1), s being the last flushed step."""
+    """The gradient of step t is taken at W_max(t-2, s) and applied to W_(t-1), s being the last
+    flushed step."""
     model = MODELS["full"]()
     trainer = make_trainer(Trainer, model, ROWS, **SETTINGS)
     batches = list(trainer.get_train_dataloader())
@@ -28,7 +40,12 @@ def one_step_stale(flushed_after: tuple[int, ...] = ()) -> tuple[dict[str, Tenso
         loss = model(**batch, num_items_in_batch=count).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         rate = 0.1 * (1 - (step - 1) / len(batches))
-        history.append({name: w - rate * g for (name, w), g in zip(history[step - 1].items(), gradients, strict=True)})
+        history.append(
+            {
+                name: w - rate * g
+                for (name, w), g in zip(history[step - 1].items(), gradients, strict=True)
+            }
+        )
         losses.append(loss.item())
         last_flush = step if step in flushed_after else last_flush
     return history[-1], losses
@@ -40,9 +57,12 @@ def load(model: nn.Module, values: dict[str, Tensor]) -> None:
         parameter.copy_(values[name])
 
 
-@pytest.mark.parametrize("pause", [None, random_delays(0), every_third()], ids=["fast", "random", "every-third"])
+@pytest.mark.parametrize(
+    "pause", [None, random_delays(0), every_third()], ids=["fast", "random", "every-third"]
+)
 def test_staleness_is_one_step(pause: Any) -> None:
-    """The rate of each step is its own, though the scheduler has moved on when a slow update reads it."""
+    """The rate of each step is its own, though the scheduler has moved on when a slow update reads
+    it."""
     cls_and_kwargs = (PausingSGD, {"lr": 0.1, "pause": pause or (lambda: None)})
     trainer = trained(
         RoundPipeTrainer,
@@ -84,7 +104,9 @@ def test_the_end_of_training_flushes() -> None:
 def test_logging_a_norm_waits_for_its_step() -> None:
     """Clipped steps log the norm before clipping."""
     settings = SETTINGS | {"max_grad_norm": 0.5}
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, async_optimizer=True, logging_steps=3, **settings)
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, async_optimizer=True, logging_steps=3, **settings
+    )
     run(trainer)
     norms = [entry["grad_norm"] for entry in logged(trainer)[:-1]]
     assert len(norms) == 2

@@ -1,4 +1,5 @@
-"""Callbacks that look at weights or gradients, or change weights, do what they do with the plain Trainer."""
+"""Callbacks that look at weights or gradients, or change weights, do what they do with the plain
+Trainer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,17 @@ ROWS = token_rows(12)
 
 def both(make_callback: Callable[[], TrainerCallback], kind: str = "full", **settings: Any) -> Pair:
     classes = (RoundPipeTrainer, Trainer)
-    return Pair(*(trained(cls, MODELS[kind](), ROWS, callbacks=[make_callback()], **settings) for cls in classes))
+    return Pair(
+        *(
+            trained(cls, MODELS[kind](), ROWS, callbacks=[make_callback()], **settings)
+            for cls in classes
+        )
+    )
 
 
 class Prunes(TrainerCallback):
-    """Halves one weight after the second step, and puts the average of all steps in place of the model at the end."""
+    """Halves one weight after the second step, and puts the average of all steps in place of the
+    model at the end."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
@@ -54,20 +61,30 @@ class Writes(TrainerCallback):
 
 def test_only_what_was_written_is_taken_over() -> None:
     """The fp32 copies of other bf16 weights keep what bf16 cannot hold."""
-    trainer = trained(RoundPipeTrainer, MODELS["full"]().bfloat16(), ROWS, learning_rate=1e-4, optim="adamw_torch")
+    trainer = trained(
+        RoundPipeTrainer, MODELS["full"]().bfloat16(), ROWS, learning_rate=1e-4, optim="adamw_torch"
+    )
     before = {name: master.clone() for name, master in trainer.optim_named_parameters()}
-    assert any(not torch.equal(master, master.bfloat16().float()) for master in before.values()), "nothing to lose"
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in before.values()), (
+        "nothing to lose"
+    )
     with torch.no_grad():
         trainer.model.lm_head.weight.zero_()
     trainer.model_wrapped.reload_parameters()
     after = dict(trainer.optim_named_parameters())
     assert not after["lm_head.weight"].any()
-    assert all(torch.equal(after[name], master) for name, master in before.items() if name != "lm_head.weight")
+    assert all(
+        torch.equal(after[name], master)
+        for name, master in before.items()
+        if name != "lm_head.weight"
+    )
 
 
 def test_writing_behind_a_late_update_is_refused() -> None:
     """With an asynchronous optimizer the next update would silently take its place."""
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Writes()], async_optimizer=True)
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Writes()], async_optimizer=True
+    )
     with pytest.raises(ConfigError, match="call synchronize\\(\\) before changing them"):
         run(trainer)
 
@@ -76,7 +93,9 @@ class Norms(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any
+    ) -> None:
         self.seen += [float(p.grad.norm()) for p in model.parameters() if p.requires_grad]
 
 
@@ -96,7 +115,9 @@ def test_gradients_before_the_step_are_there_and_clipped(kind: str, max_grad_nor
 
 
 class Doubles(TrainerCallback):
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any
+    ) -> None:
         for parameter in model.parameters():
             parameter.grad.mul_(2)  # type: ignore[union-attr]
 
@@ -104,12 +125,15 @@ class Doubles(TrainerCallback):
 def test_gradients_that_a_callback_changes_are_refused() -> None:
     """They are copies, so nothing would come of it."""
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Doubles()])
-    with pytest.raises(ConfigError, match="changed gradients in on_pre_optimizer_step.*optimizer_cls_and_kwargs"):
+    with pytest.raises(
+        ConfigError, match="changed gradients in on_pre_optimizer_step.*optimizer_cls_and_kwargs"
+    ):
         run(trainer)
 
 
 class EvaluatesTheBase(TrainerCallback):
-    """What the model would say without what it has learnt. Meanwhile its adapters require no gradient."""
+    """What the model would say without what it has learnt. Meanwhile its adapters require no
+    gradient."""
 
     def __init__(self) -> None:
         self.trainer: Any = None
@@ -126,7 +150,10 @@ def test_evaluating_while_adapters_are_disabled(accumulation: int) -> None:
     callbacks, trainers = [], []
     for cls in (RoundPipeTrainer, Trainer):
         callback = EvaluatesTheBase()
-        settings: dict[str, Any] = {"callbacks": [callback], "gradient_accumulation_steps": accumulation}
+        settings: dict[str, Any] = {
+            "callbacks": [callback],
+            "gradient_accumulation_steps": accumulation,
+        }
         trainer = make_trainer(cls, MODELS["lora"](), ROWS, eval_dataset=ROWS[:4], **settings)
         callback.trainer = trainer
         callbacks.append(callback)

@@ -1,4 +1,5 @@
-"""A loss that is another one later, or in another mode, is still the plain Trainer's loss of the whole batch."""
+"""A loss that is another one later, or in another mode, is still the plain Trainer's loss of the
+whole batch."""
 
 import logging
 from collections.abc import Callable
@@ -23,7 +24,9 @@ MEAN_OF_TARGETS = LossRule(has_sum=False, mean_over=MeanOver.TARGETS)
 
 
 def token_sum(outputs: Any, labels: Tensor) -> Tensor:
-    return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def token_mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -52,7 +55,9 @@ class FromSumToMean(Loss):
 
     def loss_of(self, model: Any, outputs: Any, labels: Tensor, num_items: Any) -> Tensor:
         share = min(self.state.global_step / 3, 1.0)
-        return (1 - share) * token_sum(outputs, labels) / num_items + share * token_mean(outputs, labels)
+        return (1 - share) * token_sum(outputs, labels) / num_items + share * token_mean(
+            outputs, labels
+        )
 
 
 class WarmedUp(Loss):
@@ -80,8 +85,16 @@ class InEvaluationOnly(Loss):
 @pytest.mark.parametrize("loss", [FromSumToMean, WarmedUp, InTrainingOnly, InEvaluationOnly])
 def test_a_loss_that_depends_on_the_step_or_on_the_mode(loss: type, accumulation: int) -> None:
     """It was asked about its form once, in evaluation mode, at the first step."""
-    settings = {"gradient_accumulation_steps": accumulation, "num_train_epochs": 2, "learning_rate": 0.01}
-    assert_same(train_both(MODELS["full"], ROWS, loss, eval_dataset=ROWS[:5], eval_strategy="epoch", **settings))
+    settings = {
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        "learning_rate": 0.01,
+    }
+    assert_same(
+        train_both(
+            MODELS["full"], ROWS, loss, eval_dataset=ROWS[:5], eval_strategy="epoch", **settings
+        )
+    )
 
 
 def test_dropout_is_off_while_a_loss_is_asked() -> None:
@@ -94,7 +107,9 @@ def test_dropout_is_off_while_a_loss_is_asked() -> None:
             layer.self_attn.attention_dropout = 0.5
         return model
 
-    trainer = trained(RoundPipeTrainer, with_dropout(), ROWS, devices=2, compute_loss_func=token_mean, max_steps=2)
+    trainer = trained(
+        RoundPipeTrainer, with_dropout(), ROWS, devices=2, compute_loss_func=token_mean, max_steps=2
+    )
     assert [asked.rule for asked in trainer._window._loss._asked.values()] == [MEAN_OF_TARGETS]
     assert all(module.training for module in trainer.model.modules())
 
@@ -120,7 +135,9 @@ def take_the_mean(trainer: Any) -> None:
 
 
 def bind_another_compute_loss(trainer: Any) -> None:
-    def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         return token_mean(model(**inputs), inputs["labels"])
 
     trainer.compute_loss = compute_loss
@@ -139,7 +156,11 @@ def test_a_callback_gives_the_trainer_another_loss(change: Callable[[Any], None]
 
 def test_another_loss_between_two_evaluations() -> None:
     pair = make_both(MODELS["full"], ROWS[:5], eval_dataset=ROWS[:5], per_device_eval_batch_size=5)
-    for loss in (None, token_mean, lambda outputs, labels, num_items_in_batch=None: contrast(outputs)):
+    for loss in (
+        None,
+        token_mean,
+        lambda outputs, labels, num_items_in_batch=None: contrast(outputs),
+    ):
         for trainer in pair:
             trainer.compute_loss_func = loss
         ours, plain = (trainer.evaluate()["eval_loss"] for trainer in pair)
@@ -151,7 +172,9 @@ def test_a_form_that_comes_late_is_noticed_and_told(caplog: pytest.LogCaptureFix
         state: Any
 
         def loss_of(self, model: Any, outputs: Any, labels: Tensor, num_items: Any) -> Tensor:
-            return token_mean(outputs, labels) + (contrast(outputs) if self.state.global_step >= 3 else 0.0)
+            return token_mean(outputs, labels) + (
+                contrast(outputs) if self.state.global_step >= 3 else 0.0
+            )
 
     mixed = type("Mixed", (Late, RoundPipeTrainer), {})
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
@@ -160,7 +183,8 @@ def test_a_form_that_comes_late_is_noticed_and_told(caplog: pytest.LogCaptureFix
 
 
 def test_asking_changes_nothing_about_late_updates() -> None:
-    """A question waits for the update in flight; batches that are not cut raise none, and the numbers are the same."""
+    """A question waits for the update in flight; batches that are not cut raise none, and the
+    numbers are the same."""
     runs = [
         trained(
             type("Mixed", (WarmedUp, RoundPipeTrainer), {}),
@@ -180,11 +204,15 @@ def test_a_loss_that_needs_more_than_two_rows(caplog: pytest.LogCaptureFixture) 
 
     class Quadruples(Loss):
         def loss_of(self, model: Any, outputs: Any, labels: Tensor, num_items: Any) -> Tensor:
-            one, like, other, unlike = outputs.logits.mean(dim=1).view(-1, 4, outputs.logits.shape[-1]).unbind(1)
+            one, like, other, unlike = (
+                outputs.logits.mean(dim=1).view(-1, 4, outputs.logits.shape[-1]).unbind(1)
+            )
             return (one - like).square().mean() - (other - unlike).square().mean()
 
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
-        assert_same(train_both(MODELS["full"], ROWS[:16], Quadruples, per_device_train_batch_size=8))
+        assert_same(
+            train_both(MODELS["full"], ROWS[:16], Quadruples, per_device_train_batch_size=8)
+        )
     assert 'cannot be asked about a few rows: RuntimeError("shape' in caplog.text
 
 

@@ -1,4 +1,5 @@
-"""The rest of what the public test suite of `Trainer` checks, each against the plain Trainer on the same seed.
+"""The rest of what the public test suite of `Trainer` checks, each against the plain Trainer on the
+same seed.
 
 docs/trainer-support.md says which row of that suite each test shows.
 """
@@ -57,14 +58,20 @@ EVALUATED: dict[str, Any] = {"eval_dataset": ROWS[:4], "eval_strategy": "steps",
 class NotANumber:
     """The loss of the third batch is nan."""
 
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
+    def compute_loss(
+        self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any
+    ) -> Tensor:
         loss: Tensor = model(**inputs, num_items_in_batch=num_items_in_batch).loss
         return loss * float("nan") if self.state.global_step == 1 else loss  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("has_filter", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_losses_that_are_no_numbers_are_filtered_from_the_log(has_filter: bool) -> None:
-    settings: dict[str, Any] = {"logging_nan_inf_filter": has_filter, "logging_steps": 2, "learning_rate": 0.0}
+    settings: dict[str, Any] = {
+        "logging_nan_inf_filter": has_filter,
+        "logging_steps": 2,
+        "learning_rate": 0.0,
+    }
     pair = train_both(MODELS["full"], ROWS, NotANumber, gradient_accumulation_steps=2, **settings)
     ours, plain = ([entry.get("loss") for entry in logged(trainer)] for trainer in pair)
     assert ours == pytest.approx(plain, abs=1e-5, nan_ok=True)
@@ -73,7 +80,8 @@ def test_losses_that_are_no_numbers_are_filtered_from_the_log(has_filter: bool) 
 
 @pytest.mark.slow
 def test_early_stopping_and_limits_on_checkpoints() -> None:
-    """A rate that makes things worse: both stop at the same step, keep the same checkpoints and load the best."""
+    """A rate that makes things worse: both stop at the same step, keep the same checkpoints and
+    load the best."""
     settings: dict[str, Any] = (
         EVALUATED
         | EVERY_STEP
@@ -93,11 +101,15 @@ def test_early_stopping_and_limits_on_checkpoints() -> None:
     ours, plain = trainers
     assert ours.state.global_step == plain.state.global_step < 16
     assert ours.state.best_global_step == plain.state.best_global_step
-    folders = [sorted(path.name for path in Path(name).iterdir()) for name in ("out-ours", "out-plain")]
+    folders = [
+        sorted(path.name for path in Path(name).iterdir()) for name in ("out-ours", "out-plain")
+    ]
     assert folders[0] == folders[1]
     for trainer in trainers:
         best = f"{trainer.args.output_dir}/checkpoint-{trainer.state.best_global_step}"
-        state = json.loads(Path(trainer.args.output_dir, folders[0][-1], "trainer_state.json").read_text())
+        state = json.loads(
+            Path(trainer.args.output_dir, folders[0][-1], "trainer_state.json").read_text()
+        )
         assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint == best
     assert_same(Pair(ours, plain), atol=1e-4)  # such a rate enlarges rounding, too
 
@@ -115,10 +127,13 @@ class Counts(TrainerCallback, ExportableState):
 
 @pytest.mark.slow
 def test_resuming_with_another_batch_size_from_shards_with_a_callbacks_state() -> None:
-    """The new batch size counts, sharded weights load, the callback goes on; log and weights are the plain ones."""
+    """The new batch size counts, sharded weights load, the callback goes on; log and weights are
+    the plain ones."""
     trainers = []
     for cls in (RoundPipeTrainer, Trainer):
-        first = trained(cls, MODELS["full"](), ROWS, callbacks=[Counts()], max_steps=2, **EVERY_STEP)
+        first = trained(
+            cls, MODELS["full"](), ROWS, callbacks=[Counts()], max_steps=2, **EVERY_STEP
+        )
         folder = Path(first.args.output_dir) / "checkpoint-2"
         (folder / "model.safetensors").unlink()
         first.model.save_pretrained(folder, max_shard_size="20KB")
@@ -138,14 +153,18 @@ def test_resuming_with_another_batch_size_from_shards_with_a_callbacks_state() -
 
 
 @pytest.mark.slow
-def test_clear_errors_when_there_is_nothing_to_resume_from(caplog: pytest.LogCaptureFixture) -> None:
+def test_clear_errors_when_there_is_nothing_to_resume_from(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=1, **EVERY_STEP)
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         trainer.train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
         trainer.train(resume_from_checkpoint="out-ours/checkpoint-bogus")
     trainer.train(resume_from_checkpoint=False)
-    other = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=2, logging_steps=7, save_steps=3)
+    other = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=2, logging_steps=7, save_steps=3
+    )
     with caplog.at_level(logging.WARNING):
         other.train(resume_from_checkpoint=True)
     assert "logging_steps: 7 (from args) != 1 (from trainer_state.json)" in caplog.text
@@ -161,8 +180,11 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 @pytest.mark.slow
 def test_data_without_a_length_or_a_dataset() -> None:
-    """Iterable rows for training, evaluation and prediction, the last batch partial; loaders that are only iterable."""
-    pair = train_both(MODELS["full"], Stream(), max_steps=6, eval_dataset=Stream(), per_device_eval_batch_size=2)
+    """Iterable rows for training, evaluation and prediction, the last batch partial; loaders that
+    are only iterable."""
+    pair = train_both(
+        MODELS["full"], Stream(), max_steps=6, eval_dataset=Stream(), per_device_eval_batch_size=2
+    )
     assert_same(pair)
     ours, plain = (trainer.predict(Stream()).predictions for trainer in pair)
     np.testing.assert_allclose(ours, plain, atol=1e-5)
@@ -179,13 +201,23 @@ def test_data_without_a_length_or_a_dataset() -> None:
             return Loader()
 
     assert_same(
-        train_both(MODELS["full"], None, Loads, max_steps=3, eval_strategy="steps", eval_steps=2, eval_dataset=[])
+        train_both(
+            MODELS["full"],
+            None,
+            Loads,
+            max_steps=3,
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_dataset=[],
+        )
     )
 
 
 def token_accuracy(prediction: EvalPrediction, compute_result: bool = True) -> dict[str, float]:
     """Over all batches, if called for each."""
-    guessed, labels = (torch.as_tensor(array) for array in (prediction.predictions, prediction.label_ids))
+    guessed, labels = (
+        torch.as_tensor(array) for array in (prediction.predictions, prediction.label_ids)
+    )
     token_accuracy.hits.append((guessed[:, :-1] == labels[:, 1:])[labels[:, 1:] != -100].float())  # type: ignore[attr-defined]
     if not compute_result:
         return {}
@@ -220,7 +252,8 @@ def test_metrics_batch_by_batch_and_with_losses() -> None:
 
 @pytest.mark.slow
 def test_steps_epochs_and_the_logging_interval() -> None:
-    """Parts of epochs, windows longer than the loader, an override by max_steps, an interval that divides nothing."""
+    """Parts of epochs, windows longer than the loader, an override by max_steps, an interval that
+    divides nothing."""
     for settings in (
         {"num_train_epochs": 1.5, "logging_steps": 3},
         {"gradient_accumulation_steps": 8, "num_train_epochs": 2},
@@ -231,14 +264,23 @@ def test_steps_epochs_and_the_logging_interval() -> None:
 
 @pytest.mark.slow
 def test_the_accelerators_options_are_the_plain_trainers() -> None:
-    """Options that say how data is handed out arrive; those that conflict raise as they do there."""
+    """Options that say how data is handed out arrive; those that conflict raise as they do
+    there."""
 
-    def options(**accumulation: Any) -> dict[str, Any]:  # anew each time, because Trainer writes to it
+    def options(
+        **accumulation: Any,
+    ) -> dict[str, Any]:  # anew each time, because Trainer writes to it
         handed_out = {"split_batches": True, "even_batches": False, "use_seedable_sampler": False}
         return {"accelerator_config": handed_out | {"gradient_accumulation_kwargs": accumulation}}
 
     trainers = [
-        trained(cls, MODELS["full"](), ROWS, gradient_accumulation_steps=2, **options(sync_each_batch=True))
+        trained(
+            cls,
+            MODELS["full"](),
+            ROWS,
+            gradient_accumulation_steps=2,
+            **options(sync_each_batch=True),
+        )
         for cls in (RoundPipeTrainer, Trainer)
     ]
     assert_same(Pair(*trainers))
@@ -248,20 +290,31 @@ def test_the_accelerators_options_are_the_plain_trainers() -> None:
         adopting = make_trainer(cls, MODELS["full"](), ROWS, **options(num_steps=3))
         assert adopting.args.gradient_accumulation_steps == 3
         with pytest.raises(ValueError, match="num_steps"):
-            make_trainer(cls, MODELS["full"](), ROWS, gradient_accumulation_steps=2, **options(num_steps=3))
+            make_trainer(
+                cls, MODELS["full"](), ROWS, gradient_accumulation_steps=2, **options(num_steps=3)
+            )
 
 
 @pytest.mark.slow
 def test_saved_files_are_the_plain_trainers() -> None:
-    """By name, the processing class and the model's config among them; ours adds none where masters are the weights."""
+    """By name, the processing class and the model's config among them; ours adds none where masters
+    are the weights."""
     from tokenizers import Tokenizer, models
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")), pad_token="a"
     )
-    pair = train_both(MODELS["full"], ROWS, processing_class=tokenizer, data_collator=None, max_steps=1, **EVERY_STEP)
+    pair = train_both(
+        MODELS["full"],
+        ROWS,
+        processing_class=tokenizer,
+        data_collator=None,
+        max_steps=1,
+        **EVERY_STEP,
+    )
     names = [
-        sorted(path.name for path in Path(folder, "checkpoint-1").iterdir()) for folder in ("out-ours", "out-plain")
+        sorted(path.name for path in Path(folder, "checkpoint-1").iterdir())
+        for folder in ("out-ours", "out-plain")
     ]
     assert names[0] == names[1]
     assert {
@@ -277,7 +330,10 @@ def test_saved_files_are_the_plain_trainers() -> None:
         for folder in ("out-ours", "out-plain")
     ]
     assert states[0].keys() == states[1].keys()
-    moments = [torch.load(Path(folder, "checkpoint-1", "optimizer.pt")) for folder in ("out-ours", "out-plain")]
+    moments = [
+        torch.load(Path(folder, "checkpoint-1", "optimizer.pt"))
+        for folder in ("out-ours", "out-plain")
+    ]
     assert moments[0].keys() == moments[1].keys()
     assert pair.ours.state.total_flos == pair.plain.state.total_flos > 0
     assert pair.ours.get_num_trainable_parameters() == pair.plain.get_num_trainable_parameters()
@@ -309,16 +365,26 @@ class Interrupted(TrainerCallback):
 
 
 @pytest.mark.slow
-def test_a_just_in_time_checkpoint_holds_the_update_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BC-03: SIGTERM saves at the next step boundary, though an update is in flight, and training stops."""
+def test_a_just_in_time_checkpoint_holds_the_update_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """BC-03: SIGTERM saves at the next step boundary, though an update is in flight, and training
+    stops."""
     from transformers import trainer_jit_checkpoint as module
 
     monkeypatch.setattr(module.CheckpointManager, "_sigterm_handler", _arm_at_once)
     for cls in (RoundPipeTrainer, Trainer):
-        settings: dict[str, Any] = {"enable_jit_checkpoint": True, "async_optimizer": True, "max_steps": 4}
+        settings: dict[str, Any] = {
+            "enable_jit_checkpoint": True,
+            "async_optimizer": True,
+            "max_steps": 4,
+        }
         trainer = trained(cls, MODELS["full"](), ROWS, callbacks=[Interrupted()], **settings)
         assert trainer.state.global_step == 2
-    ours, plain = (load_file(f"{folder}/checkpoint-1/model.safetensors") for folder in ("out-ours", "out-plain"))
+    ours, plain = (
+        load_file(f"{folder}/checkpoint-1/model.safetensors")
+        for folder in ("out-ours", "out-plain")
+    )
     assert_same_weights(ours, plain)
     assert not list(Path("out-ours").glob("*/*incomplete*"))
 
@@ -329,9 +395,14 @@ def _arm_at_once(manager: Any, *_: Any) -> None:
 
 @pytest.mark.slow
 def test_datasets_and_their_formats_give_the_same_run() -> None:
-    columns = {name: torch.stack([row[name] for row in ROWS]).tolist() for name in ("input_ids", "labels")}
+    columns = {
+        name: torch.stack([row[name] for row in ROWS]).tolist() for name in ("input_ids", "labels")
+    }
     dataset = Dataset.from_dict(columns | {"unused": [0] * len(ROWS)})
-    runs = [trained(RoundPipeTrainer, MODELS["full"](), rows) for rows in (ROWS, dataset, dataset.with_format("torch"))]
+    runs = [
+        trained(RoundPipeTrainer, MODELS["full"](), rows)
+        for rows in (ROWS, dataset, dataset.with_format("torch"))
+    ]
     for other in runs[1:]:
         assert_same_logs(logged(other), logged(runs[0]), atol=0.0)
         assert differ(weights(other), weights(runs[0])) == []
@@ -349,17 +420,30 @@ class Regresses(nn.Module):
 
     def forward(self, input_x: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         y = self.a * input_x + self.b
-        return {"output": y} if labels is None else {"loss": nn.functional.mse_loss(y, labels), "output": y}
+        return (
+            {"output": y}
+            if labels is None
+            else {"loss": nn.functional.mse_loss(y, labels), "output": y}
+        )
 
 
 @pytest.mark.slow
 def test_a_straight_line() -> None:
-    """The model of most of those tests: two scalars, a mean over rows, no config; one layer on one device."""
+    """The model of most of those tests: two scalars, a mean over rows, no config; one layer on one
+    device."""
     generator = torch.Generator().manual_seed(2)
     rows = [{"input_x": x, "labels": 2 * x + 1} for x in torch.randn(10, generator=generator)]
-    settings: dict[str, Any] = {"eval_dataset": rows[:5], "eval_strategy": "epoch", "per_device_train_batch_size": 4}
+    settings: dict[str, Any] = {
+        "eval_dataset": rows[:5],
+        "eval_strategy": "epoch",
+        "per_device_train_batch_size": 4,
+    }
     assert_same(train_both(Regresses, rows, num_train_epochs=3, **settings))
-    assert_same(train_both(Regresses, rows, gradient_accumulation_steps=2, eval_use_gather_object=True, **settings))
+    assert_same(
+        train_both(
+            Regresses, rows, gradient_accumulation_steps=2, eval_use_gather_object=True, **settings
+        )
+    )
 
 
 class RunsOutAbove(TrainerCallback):
@@ -376,10 +460,16 @@ class RunsOutAbove(TrainerCallback):
 @pytest.mark.slow
 def test_a_batch_size_that_was_found_is_resumed_with() -> None:
     """It is in the checkpoint's state; what was asked for at first is not tried again."""
-    settings: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, **EVERY_STEP}
+    settings: dict[str, Any] = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 4,
+        **EVERY_STEP,
+    }
     trainers = []
     for cls in (RoundPipeTrainer, Trainer):
-        found = trained(cls, MODELS["full"](), ROWS, callbacks=[RunsOutAbove(3)], max_steps=4, **settings)
+        found = trained(
+            cls, MODELS["full"](), ROWS, callbacks=[RunsOutAbove(3)], max_steps=4, **settings
+        )
         assert found.state.train_batch_size < 4
         resumed = make_trainer(cls, MODELS["full"](), ROWS, max_steps=4, **settings)
         run(resumed, resume_from_checkpoint=f"{found.args.output_dir}/checkpoint-2")
@@ -395,19 +485,24 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models
 
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="a"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a", bos_token="b", eos_token="c")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="a", bos_token="b", eos_token="c"
+    )
 
 
 @pytest.mark.slow
 def test_special_tokens_and_the_collators_tokenizer() -> None:
-    """Configs take the special tokens of the tokenizer when training begins; that of a collator is saved, too."""
+    """Configs take the special tokens of the tokenizer when training begins; that of a collator is
+    saved, too."""
     trainers = []
     for cls in (RoundPipeTrainer, Trainer):
         given = trained(cls, MODELS["full"](), ROWS, processing_class=word_tokenizer(), max_steps=1)
         config = given.model.config
         assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (0, 1, 2)
         collates = DataCollatorForLanguageModeling(word_tokenizer(), mlm=False)
-        trainers.append(trained(cls, MODELS["full"](), ROWS, data_collator=collates, max_steps=1, **EVERY_STEP))
+        trainers.append(
+            trained(cls, MODELS["full"](), ROWS, data_collator=collates, max_steps=1, **EVERY_STEP)
+        )
         assert Path(trainers[-1].args.output_dir, "checkpoint-1", "tokenizer.json").is_file()
     assert_same(Pair(*trainers))
 
@@ -421,9 +516,15 @@ def test_resuming_in_the_middle_of_accumulation_with_frozen_layers() -> None:
         model.model.layers[:2].requires_grad_(False)
         return model
 
-    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 3, **EVERY_STEP}
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 3,
+        **EVERY_STEP,
+    }
     pair = train_both(half_frozen, ROWS, **settings)
-    resumed = make_trainer(RoundPipeTrainer, half_frozen(), ROWS, devices=3, output_dir="resumed", **settings)
+    resumed = make_trainer(
+        RoundPipeTrainer, half_frozen(), ROWS, devices=3, output_dir="resumed", **settings
+    )
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-3")
     assert differ(weights(resumed), weights(pair.ours)) == []
     assert_same(pair)
@@ -435,7 +536,10 @@ def test_resuming_in_the_middle_of_accumulation_with_frozen_layers() -> None:
 def test_keys_of_memory_metrics_and_of_predictions() -> None:
     """After training and predicting, too; `ignore_keys=[]` leaves nothing out."""
     pair = make_both(MODELS["full"], ROWS, skip_memory_metrics=False, max_steps=1)
-    for how in (lambda trainer: trainer.train().metrics, lambda trainer: trainer.predict(ROWS[:3]).metrics):
+    for how in (
+        lambda trainer: trainer.train().metrics,
+        lambda trainer: trainer.predict(ROWS[:3]).metrics,
+    ):
         ours, plain = map(how, pair)
         assert ours.keys() == plain.keys()
         assert any("mem_cpu" in key for key in plain)
@@ -446,7 +550,9 @@ def test_keys_of_memory_metrics_and_of_predictions() -> None:
 @pytest.mark.slow
 def test_the_banner_follows_the_log_level() -> None:
     for level, is_shown in (("info", True), ("warning", False)):
-        trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=1, log_level=level)
+        trainer = make_trainer(
+            RoundPipeTrainer, MODELS["full"](), ROWS, max_steps=1, log_level=level
+        )
         with CaptureLogger(transformers_logging.get_logger("transformers.trainer")) as captured:
             run(trainer)
         assert ("***** Running training *****" in captured.out) == is_shown
@@ -459,9 +565,17 @@ def test_an_accelerator_of_the_users_is_used() -> None:
     for cls in (RoundPipeTrainer, Trainer):
         AcceleratorState._reset_state(True)
         with pytest.raises(ValueError, match="requires a pre-configured"):
-            make_trainer(cls, MODELS["full"](), ROWS, accelerator_config={"use_configured_state": True})
+            make_trainer(
+                cls, MODELS["full"](), ROWS, accelerator_config={"use_configured_state": True}
+            )
         Accelerator(cpu=True)
-        trained(cls, MODELS["full"](), ROWS, max_steps=1, accelerator_config={"use_configured_state": True})
+        trained(
+            cls,
+            MODELS["full"](),
+            ROWS,
+            max_steps=1,
+            accelerator_config={"use_configured_state": True},
+        )
         with pytest.raises(NotImplementedError, match="not.*instance|Tried passing in a callable"):
             make_trainer(cls, MODELS["full"](), ROWS, accelerator_config=AcceleratorConfig)
 
@@ -484,13 +598,19 @@ class LooksAtEmbeddings(TrainerCallback):
 
 @pytest.mark.slow
 def test_noise_on_embeddings() -> None:
-    """Other noise for every microbatch, the same in its recompute and on any number of devices, as much as the plain
-    Trainer's, and none in evaluation."""
+    """Other noise for every microbatch, the same in its recompute and on any number of devices, as
+    much as the plain Trainer's, and none in evaluation."""
     seen, runs = [], []
-    settings: dict[str, Any] = {"neftune_noise_alpha": 5.0, "num_train_epochs": 4, "num_microbatch": 2}
+    settings: dict[str, Any] = {
+        "neftune_noise_alpha": 5.0,
+        "num_train_epochs": 4,
+        "num_microbatch": 2,
+    }
     for cls, devices in ((RoundPipeTrainer, 1), (RoundPipeTrainer, 3), (Trainer, None)):
         looks = LooksAtEmbeddings()
-        runs.append(trained(cls, MODELS["full"](), ROWS, callbacks=[looks], devices=devices, **settings))
+        runs.append(
+            trained(cls, MODELS["full"](), ROWS, callbacks=[looks], devices=devices, **settings)
+        )
         seen.append(looks.distances)
         assert len({runs[-1].evaluate(ROWS[:4])["eval_loss"] for _ in range(2)}) == 1
     assert logged(runs[0])[:-1] == logged(runs[1])[:-1]

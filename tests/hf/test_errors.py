@@ -1,4 +1,5 @@
-"""BC-17 through the trainer: the user's exception arrives with its own type, and the next `train()` works."""
+"""BC-17 through the trainer: the user's exception arrives with its own type, and the next `train()`
+works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +68,9 @@ class FusedSGD(torch.optim.SGD):
 
 def in_optimizer(fuse: Fuse) -> Any:
     cls_and_kwargs = (FusedSGD, {"lr": 0.1, "fuse": fuse})
-    return make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, devices=2, optimizer_cls_and_kwargs=cls_and_kwargs)
+    return make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, devices=2, optimizer_cls_and_kwargs=cls_and_kwargs
+    )
 
 
 def in_async_optimizer(fuse: Fuse) -> Any:
@@ -79,7 +82,8 @@ def in_async_optimizer(fuse: Fuse) -> Any:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [in_layer, in_loss, in_optimizer, in_async_optimizer])
 def test_the_error_arrives_and_training_again_works(make: Callable[[Fuse], Any]) -> None:
-    """Nothing was updated when it blows at the first step, so training again equals a run without the failure."""
+    """Nothing was updated when it blows at the first step, so training again equals a run without
+    the failure."""
     trainer = make(Fuse())
     with pytest.raises(Broken, match="blown"):
         run(trainer)
@@ -102,7 +106,8 @@ def test_an_error_in_the_middle_of_a_run_leaves_whole_steps() -> None:
 
 
 def test_weights_loaded_after_an_error_are_those_that_train() -> None:
-    """No late update of the failed run takes their place; until then all its updates are in the model."""
+    """No late update of the failed run takes their place; until then all its updates are in the
+    model."""
     fuse = Fuse(16)
     trainer = in_layer(fuse)
     trainer.args.async_optimizer = True
@@ -124,7 +129,9 @@ def test_an_error_in_the_dataset() -> None:
             fuse()
             return super().__getitem__(index)
 
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), Rows(ROWS), gradient_accumulation_steps=2)
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), Rows(ROWS), gradient_accumulation_steps=2
+    )
     with pytest.raises(Broken):
         run(trainer)
     run(trainer)

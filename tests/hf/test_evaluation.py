@@ -1,4 +1,5 @@
-"""`evaluate` and `predict` give the plain Trainer's metrics, keys and arrays, and always see every update."""
+"""`evaluate` and `predict` give the plain Trainer's metrics, keys and arrays, and always see every
+update."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,8 @@ def assert_same_metrics(pair: Pair, method: str = "evaluate", *args: Any) -> Non
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_before_and_after_training(kind: str) -> None:
-    """BC-25: 5 rows by 2; the mean of batch losses weighted by rows, not by tokens. No optimizer is needed."""
+    """BC-25: 5 rows by 2; the mean of batch losses weighted by rows, not by tokens. No optimizer is
+    needed."""
     pair = make_both(MODELS[kind], token_rows(9), eval_dataset=ROWS, per_device_eval_batch_size=2)
     assert_same_metrics(pair)
     assert pair.ours.optimizer is None
@@ -39,14 +41,18 @@ def test_before_and_after_training(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_with_label_smoothing(kind: str) -> None:
-    assert_same_metrics(make_both(MODELS[kind], ROWS, eval_dataset=ROWS, label_smoothing_factor=0.1))
+    assert_same_metrics(
+        make_both(MODELS[kind], ROWS, eval_dataset=ROWS, label_smoothing_factor=0.1)
+    )
 
 
 def test_during_training_every_update_is_in() -> None:
     """Evaluation between steps, synchronous or not, sees the weights of the step just taken."""
     settings: dict[str, Any] = {"eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1}
     pair = train_both(MODELS["full"], token_rows(9), **settings)
-    ours, plain = ([entry["eval_loss"] for entry in logged(t) if "eval_loss" in entry] for t in pair)
+    ours, plain = (
+        [entry["eval_loss"] for entry in logged(t) if "eval_loss" in entry] for t in pair
+    )
     assert ours == pytest.approx(plain, abs=1e-5)
 
 
@@ -67,7 +73,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def test_metrics_are_computed_from_all_logits() -> None:
-    assert_same_metrics(make_both(MODELS["full"], ROWS, eval_dataset=ROWS, compute_metrics=accuracy))
+    assert_same_metrics(
+        make_both(MODELS["full"], ROWS, eval_dataset=ROWS, compute_metrics=accuracy)
+    )
 
 
 def test_logits_are_reduced_batch_by_batch() -> None:
@@ -111,11 +119,13 @@ class Stream(IterableDataset[Any]):
     ],
 )
 def test_a_data_set_without_a_length_counts_each_row_once(settings: dict[str, Any]) -> None:
-    """Its last batch is short, 1 row of 2, and its loss weighed as much as that of the full ones: Accelerate does that
-    only where it is told not to dispatch batches, as TRL tells it."""
+    """Its last batch is short, 1 row of 2, and its loss weighed as much as that of the full ones:
+    Accelerate does that only where it is told not to dispatch batches, as TRL tells it."""
     if "batch_eval_metrics" in settings:
         settings = settings | {"compute_metrics": lambda _, compute_result: {}}
-    pair = make_both(MODELS["full"], ROWS, eval_dataset=Stream(), per_device_eval_batch_size=2, **settings)
+    pair = make_both(
+        MODELS["full"], ROWS, eval_dataset=Stream(), per_device_eval_batch_size=2, **settings
+    )
     assert_same_metrics(pair)
     ours, plain = (trainer.predict(Stream()) for trainer in pair)
     np.testing.assert_allclose(ours.predictions, plain.predictions, atol=1e-5)
@@ -126,7 +136,8 @@ def test_several_evaluation_sets() -> None:
 
 
 def test_columns_are_those_the_models_forward_takes() -> None:
-    """BC-25: the engine does not hide the signature; columns the model does not know are left out."""
+    """BC-25: the engine does not hide the signature; columns the model does not know are left
+    out."""
     columns = {
         "input_ids": torch.stack([row["input_ids"] for row in ROWS]).tolist(),
         "labels": torch.stack([row["labels"] for row in ROWS]).tolist(),
@@ -161,7 +172,10 @@ def make_lora_vit() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], init_lora_weights=False
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["classifier"],
+        init_lora_weights=False,
     )
     return get_peft_model(make_vit(), config)
 
@@ -174,7 +188,8 @@ def image_rows(count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("make", [make_vit, make_lora_vit])
 def test_image_classification(make: Any) -> None:
-    """BC-25: label names and eval_loss of a ViT, with and without adapters; best-model selection finds its metric."""
+    """BC-25: label names and eval_loss of a ViT, with and without adapters; best-model selection
+    finds its metric."""
     pair = train_both(
         make,
         image_rows(8),
@@ -202,4 +217,6 @@ def test_a_custom_loss_sees_the_whole_batch_in_evaluation() -> None:
     def spread(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits.mean(dim=1).std(dim=0).sum()
 
-    assert_same_metrics(make_both(MODELS["full"], ROWS, eval_dataset=ROWS, compute_loss_func=spread))
+    assert_same_metrics(
+        make_both(MODELS["full"], ROWS, eval_dataset=ROWS, compute_loss_func=spread)
+    )

@@ -1,4 +1,5 @@
-"""fp16 with its scaler, and evaluation in half precision: what overflows is skipped, what is stored loses nothing."""
+"""fp16 with its scaler, and evaluation in half precision: what overflows is skipped, what is stored
+loses nothing."""
 
 from typing import Any
 
@@ -40,7 +41,8 @@ class Overflows:
 
 
 def plain_loop(model: nn.Module, rates: list[float], scaler: torch.amp.GradScaler) -> list[float]:
-    """The scales after each step of torch's own scaler on the same batches, the second of which overflows."""
+    """The scales after each step of torch's own scaler on the same batches, the second of which
+    overflows."""
     optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.1), []
     batches = make_trainer(Trainer, MODELS["full"](), ROWS, **IN_ORDER).get_train_dataloader()
     for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
@@ -76,22 +78,28 @@ def in_half(lora_dtype: torch.dtype | None) -> nn.Module:
     """fp16 weights; with an adapter, that in fp32 as PEFT makes it, or in fp16 too."""
     model = MODELS["full"]() if lora_dtype is None else make_lora_llama()
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float16 if lora_dtype is None or "lora" not in name else lora_dtype)
+        parameter.data = parameter.data.to(
+            torch.float16 if lora_dtype is None or "lora" not in name else lora_dtype
+        )
     return model
 
 
 @pytest.mark.parametrize(
-    "lora_dtype", [pytest.param(None, marks=SLOW), pytest.param(torch.float16, marks=SLOW), torch.float32]
+    "lora_dtype",
+    [pytest.param(None, marks=SLOW), pytest.param(torch.float16, marks=SLOW), torch.float32],
 )
 def test_fp16_weights_train_through_fp32_masters(lora_dtype: torch.dtype | None) -> None:
-    """BC-32: no gradient of an fp16 tensor is unscaled in place, frozen ones have none; as fp32 trains, within 1 %."""
+    """BC-32: no gradient of an fp16 tensor is unscaled in place, frozen ones have none; as fp32
+    trains, within 1 %."""
     trainer = make_trainer(RoundPipeTrainer, in_half(lora_dtype), ROWS, fp16=True, devices=2)
     trainer.scaler = GradScaler(init_scale=1024.0)
     before = weights(trainer)
     run(trainer)
     assert trainer.scaler.get_scale() == 1024.0
     plain = run(make_trainer(Trainer, MODELS["full" if lora_dtype is None else "lora"](), ROWS))
-    assert [e["loss"] for e in logged(trainer)[:-1]] == pytest.approx([e["loss"] for e in logged(plain)[:-1]], rel=1e-2)
+    assert [e["loss"] for e in logged(trainer)[:-1]] == pytest.approx(
+        [e["loss"] for e in logged(plain)[:-1]], rel=1e-2
+    )
     changed = differ(weights(trainer), before)
     assert changed
     assert lora_dtype is None or all("lora" in name for name in changed)
@@ -109,7 +117,9 @@ def test_the_scaler_is_saved_and_resumed() -> None:
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, **settings)
     trainer.scaler = GradScaler(init_scale=512.0, growth_interval=2)
     run(trainer)
-    resumed = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, output_dir="resumed", **settings)
+    resumed = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, output_dir="resumed", **settings
+    )
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
     assert resumed.scaler.get_scale() == trainer.scaler.get_scale() == 2048.0
     assert differ(weights(resumed), weights(trainer)) == []
@@ -124,7 +134,8 @@ def test_autocast_of_fp16_without_overflow_is_the_plain_trainers() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=SLOW)])
 def test_full_evaluation_in_half_precision_changes_no_weight(dtype: str) -> None:
-    """Computed as the plain Trainer does, which casts the model for it; ours stays, and training goes on from it."""
+    """Computed as the plain Trainer does, which casts the model for it; ours stays, and training
+    goes on from it."""
     pair = make_both(MODELS["full"], ROWS, eval_dataset=ROWS[:5], **{f"{dtype}_full_eval": True})
     before = weights(pair.ours)
     ours, plain = (trainer.evaluate() for trainer in pair)

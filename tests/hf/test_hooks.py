@@ -1,4 +1,5 @@
-"""The hooks of `Trainer` that we override still exist, with the parameters we know. A new release fails here first."""
+"""The hooks of `Trainer` that we override still exist, with the parameters we know. A new release
+fails here first."""
 
 import inspect
 
@@ -26,11 +27,15 @@ METHODS = {
     for name, member in vars(cls).items()
     if inspect.isfunction(member)
 }
-OVERRIDDEN = sorted(name for name in METHODS - OWN if hasattr(Trainer, name) and not hasattr(object, name))
+OVERRIDDEN = sorted(
+    name for name in METHODS - OWN if hasattr(Trainer, name) and not hasattr(object, name)
+)
 
 
 def test_there_are_hooks() -> None:
-    assert {"training_step", "create_optimizer", "_wrap_model", "_maybe_log_save_evaluate"} <= set(OVERRIDDEN)
+    assert {"training_step", "create_optimizer", "_wrap_model", "_maybe_log_save_evaluate"} <= set(
+        OVERRIDDEN
+    )
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -38,7 +43,9 @@ def test_parameters_are_those_of_trainer(name: str) -> None:
     """In order; what follows a `*args` of ours is passed on as it is."""
     ours = list(inspect.signature(getattr(RoundPipeTrainerMixin, name)).parameters.values())
     theirs = list(inspect.signature(getattr(Trainer, name)).parameters.values())
-    named = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    named = [
+        parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     assert named == [parameter.name for parameter in theirs][: len(named)]
     passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in ours)
     assert passes_on or len(named) == len([p for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD])

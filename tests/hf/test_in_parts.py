@@ -1,4 +1,5 @@
-"""Models without a preset that are no sequence train and evaluate through their parts, as the plain Trainer does it."""
+"""Models without a preset that are no sequence train and evaluate through their parts, as the plain
+Trainer does it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,16 +33,24 @@ def rows_of(batch: Any) -> list[dict[str, Any]]:
     return [{name: value[row] for name, value in columns.items()} for row in range(6)]
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"bert": (make_bert, bert_batch), "t5": (make_t5, t5_batch)}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "bert": (make_bert, bert_batch),
+    "t5": (make_t5, t5_batch),
+}
 either = pytest.mark.parametrize("name", MODELS)
 
 
 @either
 def test_training(name: str) -> None:
-    """Accumulation over two uneven batches, clipping, three devices: the same losses, norms and weights."""
+    """Accumulation over two uneven batches, clipping, three devices: the same losses, norms and
+    weights."""
     make, batch = MODELS[name]
     pair = train_both(
-        make, rows_of(batch), gradient_accumulation_steps=2, per_device_train_batch_size=2, num_train_epochs=2
+        make,
+        rows_of(batch),
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=2,
+        num_train_epochs=2,
     )
     assert isinstance(pair.ours._engine(), AutoRoundPipe)
     assert_same(pair)
@@ -49,7 +58,8 @@ def test_training(name: str) -> None:
 
 @either
 def test_evaluation(name: str) -> None:
-    """The mean of the batches' losses, with the outputs wanted and without; predictions are the model's."""
+    """The mean of the batches' losses, with the outputs wanted and without; predictions are the
+    model's."""
     make, batch = MODELS[name]
     for prediction_loss_only in (False, True):
         pair = make_both(
@@ -87,13 +97,21 @@ def make_hooked() -> Any:
 def test_a_model_with_a_preset_that_is_wanted_in_parts() -> None:
     """A trainer takes the engine in the model's place."""
     engine = wrap_model_to_roundpipe(
-        make_hooked(), use_sequential_preset=False, devices=2, optim_dtype=torch.float32, lower_threshold=1
+        make_hooked(),
+        use_sequential_preset=False,
+        devices=2,
+        optim_dtype=torch.float32,
+        lower_threshold=1,
     )
     ours, plain = (type("Mixed", (OfHiddenStates, cls), {}) for cls in (RoundPipeTrainer, Trainer))
     rows: Any = token_rows(10)
     pair = Pair(
         run(make_trainer(ours, engine, rows, gradient_accumulation_steps=2, eval_dataset=rows[:4])),
-        run(make_trainer(plain, make_hooked(), rows, gradient_accumulation_steps=2, eval_dataset=rows[:4])),
+        run(
+            make_trainer(
+                plain, make_hooked(), rows, gradient_accumulation_steps=2, eval_dataset=rows[:4]
+            )
+        ),
     )
     assert isinstance(engine, AutoRoundPipe)
     assert_same(pair)

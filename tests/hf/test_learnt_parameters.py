@@ -1,5 +1,6 @@
-"""A loss that learns something itself: its parameters' gradients count once, also where a batch runs again because a
-device ran out of memory. The oracle is the plain Trainer, which has enough of it."""
+"""A loss that learns something itself: its parameters' gradients count once, also where a batch
+runs again because a device ran out of memory. The oracle is the plain Trainer, which has enough of
+it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,16 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
 from hf.test_memory import SETTINGS, hooked_engine
-from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
+from hf.trainers import (
+    MODELS,
+    assert_same_logs,
+    assert_same_weights,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    weights,
+)
 from injection import INJECTION, HookedBackward, reach_in
 from roundpipe.engine import sequential as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
@@ -49,7 +59,8 @@ class Together(Tempered):
 
 
 class Steps(TrainerCallback):
-    """The loss's own optimizer. Memory runs out in the second step at the ``at``-th time that ``site`` is reached."""
+    """The loss's own optimizer. Memory runs out in the second step at the ``at``-th time that
+    ``site`` is reached."""
 
     def __init__(self, loss: Tempered, site: str = "", at: int = 1) -> None:
         self._optimizer = torch.optim.SGD(loss.parameters(), lr=0.5)
@@ -67,16 +78,22 @@ def out_of_memory() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def trained_scale(cls: type[Trainer], model: Any, loss: Tempered, *short: Any, **settings: Any) -> tuple[Any, Tensor]:
+def trained_scale(
+    cls: type[Trainer], model: Any, loss: Tempered, *short: Any, **settings: Any
+) -> tuple[Any, Tensor]:
     steps = Steps(loss, *short)
-    trainer = run(make_trainer(cls, model, ROWS, compute_loss_func=loss, callbacks=[steps], **settings))
+    trainer = run(
+        make_trainer(cls, model, ROWS, compute_loss_func=loss, callbacks=[steps], **settings)
+    )
     return trainer, loss.scale.detach()
 
 
 def in_parts() -> Any:
     model: Any = MODELS["full"]()
     reach_in(model)
-    return wrap_model_to_roundpipe(model, optim_dtype=torch.float32, devices=2, use_sequential_preset=False)
+    return wrap_model_to_roundpipe(
+        model, optim_dtype=torch.float32, devices=2, use_sequential_preset=False
+    )
 
 
 WAYS: dict[str, Any] = {"sequence": hooked_engine, "parts": in_parts}
@@ -84,7 +101,12 @@ WAYS: dict[str, Any] = {"sequence": hooked_engine, "parts": in_parts}
 
 @pytest.mark.parametrize(
     ("way", "site", "at"),
-    [("sequence", "recompute", 1), ("sequence", "fused", 9), ("sequence", "", 1), ("parts", "backward", 2)],
+    [
+        ("sequence", "recompute", 1),
+        ("sequence", "fused", 9),
+        ("sequence", "", 1),
+        ("parts", "backward", 2),
+    ],
 )
 def test_gradients_count_once(way: str, site: str, at: int) -> None:
     with WAYS[way]() as engine:
@@ -106,7 +128,11 @@ def test_gradients_of_a_batch_that_was_too_large_do_not_count() -> None:
         return tracked
 
     model.model.layers[1].register_forward_hook(only_small)
-    settings: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "devices": 2}
+    settings: dict[str, Any] = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 4,
+        "devices": 2,
+    }
     ours, scale = trained_scale(RoundPipeTrainer, model, Together(), **settings)
     assert ours.state.train_batch_size == 3
     plain, expected = trained_scale(Trainer, MODELS["full"](), Together())

@@ -1,4 +1,5 @@
-"""Engines come and go with the model; running things twice, or in another order, works as with the plain Trainer."""
+"""Engines come and go with the model; running things twice, or in another order, works as with the
+plain Trainer."""
 
 import gc
 import threading
@@ -38,7 +39,9 @@ ROWS = token_rows(12)
 
 
 def rates(trainer: Any) -> list[float]:
-    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    return [
+        entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry
+    ]
 
 
 def test_training_twice_restarts_the_schedule_and_keeps_the_engine() -> None:
@@ -63,7 +66,8 @@ def test_a_new_trainer_on_the_same_model_goes_on() -> None:
 
 
 def test_nothing_is_left_of_a_trainer_that_is_gone() -> None:
-    """BC-29: model collected, threads joined or gone, no hooks of ours, the same losses each time."""
+    """BC-29: model collected, threads joined or gone, no hooks of ours, the same losses each
+    time."""
     threads = threading.active_count()
     losses, models = [], []
     for _ in range(3):
@@ -82,7 +86,10 @@ def test_nothing_is_left_of_a_trainer_that_is_gone() -> None:
 
 
 def count_hooks(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in model.modules()
+    )
 
 
 def test_a_dropped_trainer_needs_no_close() -> None:
@@ -108,8 +115,11 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("use", ["train", "evaluate"])
 def test_nor_does_one_whose_training_had_settled(use: str) -> None:
-    """What is alive by then was kept from the collector until the engine is closed, which a dropped one never was."""
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, eval_dataset=ROWS, per_device_eval_batch_size=2)
+    """What is alive by then was kept from the collector until the engine is closed, which a dropped
+    one never was."""
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, eval_dataset=ROWS, per_device_eval_batch_size=2
+    )
     frozen = 0
 
     class Frozen(TrainerCallback):
@@ -152,11 +162,14 @@ def test_a_changed_model_gets_a_new_engine() -> None:
 
 
 def test_a_closed_engine_is_built_again() -> None:
-    """`trainer.model_wrapped.close()` gives memory back; what comes after works, and goes on from the same weights."""
+    """`trainer.model_wrapped.close()` gives memory back; what comes after works, and goes on from
+    the same weights."""
     pair = train_both(MODELS["full"], ROWS)
     first = pair.ours.model_wrapped
     first.close()
-    assert pair.ours.evaluate(ROWS[:3])["eval_loss"] == pytest.approx(pair.plain.evaluate(ROWS[:3])["eval_loss"])
+    assert pair.ours.evaluate(ROWS[:3])["eval_loss"] == pytest.approx(
+        pair.plain.evaluate(ROWS[:3])["eval_loss"]
+    )
     pair.ours.save_model("saved")
     for trainer in pair:
         run(trainer)
@@ -180,7 +193,8 @@ def replace_a_module(trainer: Any) -> None:
 
 @pytest.fixture(params=[merge_adapters, replace_a_parameter, replace_a_module])
 def changed(request: pytest.FixtureRequest) -> Pair:
-    """Trainers whose models are others since their run: the engine refused whatever waits for its updates first."""
+    """Trainers whose models are others since their run: the engine refused whatever waits for its
+    updates first."""
     pair = train_both(MODELS["lora"], ROWS, eval_dataset=ROWS[:3])
     for trainer in pair:
         request.param(trainer)
@@ -195,7 +209,9 @@ def test_a_changed_model_is_evaluated(changed: Pair) -> None:
 def test_a_changed_model_is_saved(changed: Pair) -> None:
     for trainer in changed:
         trainer.save_model()
-    ours, plain = (sorted(path.name for path in Path(trainer.args.output_dir).iterdir()) for trainer in changed)
+    ours, plain = (
+        sorted(path.name for path in Path(trainer.args.output_dir).iterdir()) for trainer in changed
+    )
     assert ours == plain
     changed.ours.synchronize()
     assert_same_weights(weights(changed.ours), weights(changed.plain))
@@ -250,7 +266,9 @@ def test_an_engine_is_taken_as_the_model() -> None:
         assert_same_logs(logged(trainer), logged(plain))
 
 
-def test_settings_of_an_engine_that_was_given_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_of_an_engine_that_was_given_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with wrap_model_to_roundpipe(MODELS["full"](), devices=1) as engine:
         make_trainer(RoundPipeTrainer, engine, ROWS, devices=2, async_optimizer=True)
     assert "devices: no effect" in caplog.text
@@ -276,7 +294,8 @@ def test_plain_training_arguments_do() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_gradient_checkpointing_is_left_to_the_engine(kind: str) -> None:
-    """The flag is honoured by recompute; blocks are not checkpointed a second time, in any run, and args stay."""
+    """The flag is honoured by recompute; blocks are not checkpointed a second time, in any run, and
+    args stay."""
     pair = train_both(MODELS[kind], ROWS, gradient_checkpointing=True)
     assert_same_logs(logged(pair.ours), logged(pair.plain))
     run(pair.ours)
@@ -286,7 +305,9 @@ def test_gradient_checkpointing_is_left_to_the_engine(kind: str) -> None:
 
 
 def test_arguments_are_left_untouched() -> None:
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, devices=2, gradient_accumulation_steps=2)
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, devices=2, gradient_accumulation_steps=2
+    )
     before = trainer.args.to_dict()
     run(trainer)
     assert trainer.args.to_dict() == before
@@ -340,7 +361,9 @@ class OwnOptimizer:
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             named = getattr(self, "optim_named_parameters", self.model.named_parameters)()
-            self.optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.05, momentum=0.9)
+            self.optimizer = torch.optim.SGD(
+                [parameter for _, parameter in named], lr=0.05, momentum=0.9
+            )
         return self.optimizer
 
 
@@ -352,7 +375,9 @@ def test_an_optimizer_over_the_pipelines_weights_is_adopted() -> None:
 class OwnStep:
     """A training step of the user's own, that goes through forward and backward."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         model.train()
         loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)
@@ -365,7 +390,9 @@ def test_a_training_step_that_calls_backward_itself(kind: str) -> None:
     assert_same_logs(logged(pair.ours), logged(pair.plain))
 
 
-def test_a_step_of_its_own_returns_its_loss_where_trainer_adds_losses_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_its_own_returns_its_loss_where_trainer_adds_losses_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a GPU that is where Trainer takes the model to be, and the loss was in host memory."""
     trainer = type("Mixed", (OwnStep, RoundPipeTrainer), {})
     made = make_trainer(trainer, MODELS["full"](), ROWS)
@@ -378,8 +405,13 @@ def test_a_step_of_its_own_returns_its_loss_where_trainer_adds_losses_up(monkeyp
 def test_noisy_embeddings() -> None:
     """NEFTune's hook runs, in training only, and is gone afterwards."""
     rows = ROWS[:6]
-    quiet, noisy = (trained(RoundPipeTrainer, MODELS["full"](), rows, neftune_noise_alpha=a) for a in (None, 5.0))
-    assert [entry["loss"] for entry in logged(quiet)[:1]] != [entry["loss"] for entry in logged(noisy)[:1]]
+    quiet, noisy = (
+        trained(RoundPipeTrainer, MODELS["full"](), rows, neftune_noise_alpha=a)
+        for a in (None, 5.0)
+    )
+    assert [entry["loss"] for entry in logged(quiet)[:1]] != [
+        entry["loss"] for entry in logged(noisy)[:1]
+    ]
     assert count_hooks(noisy.model) == 0
     again = trained(RoundPipeTrainer, MODELS["full"](), rows, neftune_noise_alpha=5.0)
     assert logged(again) == logged(noisy)
@@ -408,7 +440,9 @@ def own_bytes() -> int:
     """Memory that is this process's own: the allocator's, and buffers that could be page-locked."""
     for _ in range(2):
         gc.collect()
-    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    fields = dict(
+        line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    )
     return sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem")) * 1024
 
 
@@ -422,13 +456,23 @@ class Measures(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
+)
 def test_memory_does_not_grow_with_steps() -> None:
-    """BC-27: batches of another length at every step, evaluated every 10 and saved every 20 steps."""
+    """BC-27: batches of another length at every step, evaluated every 10 and saved every 20
+    steps."""
     config = LlamaConfig(
-        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
     )
-    rows = [{name: column.repeat(1 + index * 7 % 5) for name, column in row.items()} for index, row in enumerate(ROWS)]
+    rows = [
+        {name: column.repeat(1 + index * 7 % 5) for name, column in row.items()}
+        for index, row in enumerate(ROWS)
+    ]
     measures = Measures()
     trainer = trained(
         RoundPipeTrainer,

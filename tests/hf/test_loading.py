@@ -1,6 +1,8 @@
-"""Weights that need no change stay in their safetensors files, while training too; whatever was copied is told.
+"""Weights that need no change stay in their safetensors files, while training too; whatever was
+copied is told.
 
-The judge of where a weight lies is the kernel (/proc/self/smaps), of numbers plain `from_pretrained` and `Trainer`.
+The judge of where a weight lies is the kernel (/proc/self/smaps), of numbers plain
+`from_pretrained` and `Trainer`.
 """
 
 from pathlib import Path
@@ -40,11 +42,15 @@ def lies_in_files(model: nn.Module, folder: Path) -> list[bool]:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records if record.name == "roundpipe_hf.loading")
+    return "\n".join(
+        record.getMessage() for record in caplog.records if record.name == "roundpipe_hf.loading"
+    )
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "tied", "sharded"])
-def test_every_weight_stays_in_its_file(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_weight_stays_in_its_file(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = make_llama(tied=kind == "tied")
     model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     folder = save(model, tmp_path / "saved", max_shard_size="20KB" if kind == "sharded" else "1GB")
@@ -59,7 +65,9 @@ def test_every_weight_stays_in_its_file(kind: str, tmp_path: Path, caplog: pytes
         assert len(list(folder.glob("*.safetensors"))) > 1
 
 
-def test_weights_in_the_cache_of_the_hub_stay_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_in_the_cache_of_the_hub_stay_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It keeps files under names of their content, and gives them their own names by links."""
     repository = tmp_path / "hub" / "models--somebody--tiny"
     folder = save(make_llama(tied=False), repository / "snapshots" / "0123", max_shard_size="20KB")
@@ -69,14 +77,20 @@ def test_weights_in_the_cache_of_the_hub_stay_there(tmp_path: Path, caplog: pyte
     for number, file in enumerate(sorted(folder.iterdir())):
         blob = file.rename(repository / "blobs" / f"{number:064}")
         file.symlink_to(blob)
-    loaded = load_pretrained_mmap("somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True)
+    loaded = load_pretrained_mmap(
+        "somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True
+    )
     assert all(lies_in_files(loaded, repository / "blobs"))
     assert not warnings_in(caplog)
-    load_pretrained_mmap("somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True, dtype=torch.float16)
+    load_pretrained_mmap(
+        "somebody/tiny", cache_dir=tmp_path / "hub", local_files_only=True, dtype=torch.float16
+    )
     assert "F32 in the file, torch.float16 in the model" in warnings_in(caplog)
 
 
-def test_other_dtype_copies_and_says_so_for_every_weight(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_dtype_copies_and_says_so_for_every_weight(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loaded = load_pretrained_mmap(saved, dtype=torch.bfloat16)
     assert not any(lies_in_files(loaded, saved))
     said = warnings_in(caplog)
@@ -86,8 +100,12 @@ def test_other_dtype_copies_and_says_so_for_every_weight(saved: Path, caplog: py
     assert "lm_head.weight" in said
 
 
-def test_a_new_head_is_told_and_the_rest_stays(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loaded = load_pretrained_mmap(saved, model_class=AutoModelForSequenceClassification, num_labels=3)
+def test_a_new_head_is_told_and_the_rest_stays(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_pretrained_mmap(
+        saved, model_class=AutoModelForSequenceClassification, num_labels=3
+    )
     assert lies_in_files(loaded, saved).count(False) == 1
     assert "not in the checkpoint, so made anew: score.weight" in warnings_in(caplog)
 
@@ -112,7 +130,9 @@ def test_stacked_experts_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     folder = save(Qwen3MoeForCausalLM(config), tmp_path / "moe")
     loaded = load_pretrained_mmap(folder)
     names = [name for name, _ in loaded.named_parameters()]
-    copied = [name for name, lies in zip(names, lies_in_files(loaded, folder), strict=True) if not lies]
+    copied = [
+        name for name, lies in zip(names, lies_in_files(loaded, folder), strict=True) if not lies
+    ]
     assert copied
     assert all(".experts." in name for name in copied)
     said = warnings_in(caplog)
@@ -138,7 +158,10 @@ def test_a_mapping_holds_a_tensor_only_as_a_whole() -> None:
     tensor = torch.zeros(100, dtype=torch.uint8)
     start = tensor.data_ptr()
     for end, file in ((start + 100, "/a"), (start + 99, None)):
-        assert FileMappings([FileMapping(start, end, "/a"), FileMapping(0, 1, "/b")]).file_of(tensor) == file
+        assert (
+            FileMappings([FileMapping(start, end, "/a"), FileMapping(0, 1, "/b")]).file_of(tensor)
+            == file
+        )
     assert FileMappings([]).file_of(tensor) is None
 
 
@@ -148,13 +171,17 @@ def test_a_mapping_holds_a_tensor_only_as_a_whole() -> None:
 def with_lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return get_peft_model(
-        model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model,
+        LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
     )
 
 
 @pytest.mark.parametrize("layout", ["aligned", pytest.param("misaligned", marks=pytest.mark.slow)])
-def test_lora_on_mapped_weights_gives_the_numbers_of_weights_in_memory(layout: str, saved: Path) -> None:
-    """Bitwise, and the plain Trainer's to 1e-5; the frozen weights still lie in the file, not a page of it written."""
+def test_lora_on_mapped_weights_gives_the_numbers_of_weights_in_memory(
+    layout: str, saved: Path
+) -> None:
+    """Bitwise, and the plain Trainer's to 1e-5; the frozen weights still lie in the file, not a
+    page of it written."""
     if layout == "misaligned":
         misalign(saved / "model.safetensors")
     mapped = with_lora(load_pretrained_mmap(saved))
@@ -171,7 +198,8 @@ def test_lora_on_mapped_weights_gives_the_numbers_of_weights_in_memory(layout: s
 
 
 def misalign(file: Path) -> None:
-    """Moves the tensors to odd addresses: one more byte of header. Whether readers accept that is theirs to decide."""
+    """Moves the tensors to odd addresses: one more byte of header. Whether readers accept that is
+    theirs to decide."""
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = content[8 : 8 + length].rstrip() + b" "
@@ -180,7 +208,8 @@ def misalign(file: Path) -> None:
 
 
 def test_a_trainer_takes_a_folder(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything trains, so the mapped pages become the process's own one by one; the file stays as it was."""
+    """Everything trains, so the mapped pages become the process's own one by one; the file stays as
+    it was."""
     before = (saved / "model.safetensors").read_bytes()
     ours = make_trainer(RoundPipeTrainer, str(saved), ROWS, pin_model="off")  # type: ignore[arg-type]
     assert all(lies_in_files(ours.model, saved))

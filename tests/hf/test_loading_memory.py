@@ -1,10 +1,11 @@
-"""LoRA on a memory-mapped base: memory that is no file's grows by less than a tenth of the base, from before loading to
-after training; losses are bitwise those of the same base in memory.
+"""LoRA on a memory-mapped base: memory that is no file's grows by less than a tenth of the base,
+from before loading to after training; losses are bitwise those of the same base in memory.
 
-Anonymous pages count, and shared ones, which buffers are in that could be page-locked. What the virtual device's slots
-take does not: a device has its own memory. Measured in a process of its own, which has trained a tiny model before, so
-that what libraries allocate once is there; over a base of a gigabyte, because a device's ring takes 48 MB whatever it
-is for, and each block some 200 kB of Python objects.
+Anonymous pages count, and shared ones, which buffers are in that could be page-locked. What the
+virtual device's slots take does not: a device has its own memory. Measured in a process of its own,
+which has trained a tiny model before, so that what libraries allocate once is there; over a base of
+a gigabyte, because a device's ring takes 48 MB whatever it is for, and each block some 200 kB of
+Python objects.
 """
 
 import json
@@ -31,7 +32,12 @@ def test_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
     base_bytes = save(tmp_path / "large", num_hidden_layers=64)
     script = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom hf.test_loading_memory import measure; measure()"
     process = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert process.returncode == 0, process.stderr
     measured = json.loads(process.stdout.splitlines()[-1])
@@ -90,7 +96,9 @@ class Watch(TrainerCallback):
 
 def trained(base: Any, pin_model: Any) -> Watch:
     torch.manual_seed(1)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
     watch = Watch()
     for block in base.model.layers:
         block.register_forward_hook(watch.look)
@@ -109,7 +117,10 @@ def trained(base: Any, pin_model: Any) -> Watch:
         max_gpu_memory=DEVICE_GB,
     )
     trainer = RoundPipeTrainer(
-        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows], callbacks=[watch]
+        model,
+        args,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        callbacks=[watch],
     )
     trainer.train()
     watch.look()

@@ -1,4 +1,5 @@
-"""Logits of a step exist only where somebody reads them: they are the largest tensors of a small model's training."""
+"""Logits of a step exist only where somebody reads them: they are the largest tensors of a small
+model's training."""
 
 from typing import Any
 
@@ -12,7 +13,9 @@ from hf.trainers import MODELS, assert_same, token_rows, train_both
 class Penalised:
     """Reads what the model returns beside its loss."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
         loss = loss + 0.01 * outputs.logits.square().mean() / kwargs["num_items_in_batch"]
         return (loss, outputs) if return_outputs else loss

@@ -19,11 +19,22 @@ def classes(*labels: int) -> dict[str, Tensor]:
         pytest.param(classes(0, 0, 0, 1), set(), [0, 3], id="another class"),
         pytest.param(classes(0, 0, 0), set(), [0, 1], id="all alike"),
         pytest.param(classes(0, 1, 2, 3, 4), set(), [0, 1, 2, 3], id="four at most"),
-        pytest.param(classes(0, 1, 2, 0), {("labels", 0), ("labels", 1)}, [2, 0, 1], id="new ones first"),
+        pytest.param(
+            classes(0, 1, 2, 0), {("labels", 0), ("labels", 1)}, [2, 0, 1], id="new ones first"
+        ),
         pytest.param(classes(1), set(), [], id="one row"),
-        pytest.param(classes(0, 0, 0) | {"weights": tensor([1.0, 1.0, 7.0])}, set(), [0, 2], id="a column of numbers"),
-        pytest.param({"labels": tensor([[0, 0], [0, 0], [1, 0]])}, set(), [2, 0], id="classes of tokens"),
-        pytest.param({"labels": tensor([[99, -100], [99, 98], [97, 96]])}, set(), [1, 2], id="a vocabulary"),
+        pytest.param(
+            classes(0, 0, 0) | {"weights": tensor([1.0, 1.0, 7.0])},
+            set(),
+            [0, 2],
+            id="a column of numbers",
+        ),
+        pytest.param(
+            {"labels": tensor([[0, 0], [0, 0], [1, 0]])}, set(), [2, 0], id="classes of tokens"
+        ),
+        pytest.param(
+            {"labels": tensor([[99, -100], [99, 98], [97, 96]])}, set(), [1, 2], id="a vocabulary"
+        ),
         pytest.param({"x": tensor(1.0)}, set(), [], id="no rows"),
     ],
 )
@@ -40,7 +51,8 @@ def test_a_number_is_the_least_of_its_batch_or_more() -> None:
 
 
 def test_labels_of_a_sample_are_far_apart_in_number() -> None:
-    """So that nothing but their number weighs rows like it. The first is kept, and the last of many."""
+    """So that nothing but their number weighs rows like it. The first is kept, and the last of
+    many."""
     labels = torch.arange(100, 180).view(2, 40)
     sample = sample_of({"labels": labels, "length": 40, "mask": labels > 0}, [1, 0])
     kept = sample["labels"].ne(IGNORED)

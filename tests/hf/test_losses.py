@@ -1,4 +1,5 @@
-"""The user's loss is used, whatever form it has, and batches cut into microbatches give the loss of the whole batch."""
+"""The user's loss is used, whatever form it has, and batches cut into microbatches give the loss of
+the whole batch."""
 
 import logging
 from collections.abc import Sequence
@@ -10,13 +11,30 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import TrainingArguments
 
-from hf.trainers import MODELS, assert_same, logged, make_both, make_trainer, token_rows, train_both, trained
+from hf.trainers import (
+    MODELS,
+    assert_same,
+    logged,
+    make_both,
+    make_trainer,
+    token_rows,
+    train_both,
+    trained,
+)
 from preset_models import images, make_vit
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.errors import UnknownModelCall
 from roundpipe_hf.loss.model_call import ModelAnswer, Replay
-from roundpipe_hf.loss.rule import ADDS_UP, KEEP_WHOLE, TOLERANCE_BELOW_FP32, Evaluated, LossRule, MeanOver, decide_rule
+from roundpipe_hf.loss.rule import (
+    ADDS_UP,
+    KEEP_WHOLE,
+    TOLERANCE_BELOW_FP32,
+    Evaluated,
+    LossRule,
+    MeanOver,
+    decide_rule,
+)
 
 ROWS = token_rows(14)
 SHARES = {MeanOver.TARGETS: (0.2, 0.8), MeanOver.LABELS: (0.25, 0.75), MeanOver.ROWS: (0.5, 0.5)}
@@ -34,25 +52,41 @@ def evaluated(total: float, mean: float) -> Evaluated:
     [
         pytest.param((3.0, 0.0), [(1.0, 0.0), (2.0, 0.0)], ADDS_UP, id="sum"),
         pytest.param(
-            (0.0, 2.6), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.TARGETS), id="targets"
+            (0.0, 2.6),
+            [(0.0, 1.0), (0.0, 3.0)],
+            LossRule(has_sum=False, mean_over=MeanOver.TARGETS),
+            id="targets",
         ),
         pytest.param(
-            (0.0, 2.5), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.LABELS), id="labels"
+            (0.0, 2.5),
+            [(0.0, 1.0), (0.0, 3.0)],
+            LossRule(has_sum=False, mean_over=MeanOver.LABELS),
+            id="labels",
         ),
-        pytest.param((0.0, 2.0), [(0.0, 1.0), (0.0, 3.0)], LossRule(has_sum=False, mean_over=MeanOver.ROWS), id="rows"),
-        pytest.param((3.0, 2.0), [(1.0, 1.0), (2.0, 3.0)], LossRule(mean_over=MeanOver.ROWS), id="both"),
+        pytest.param(
+            (0.0, 2.0),
+            [(0.0, 1.0), (0.0, 3.0)],
+            LossRule(has_sum=False, mean_over=MeanOver.ROWS),
+            id="rows",
+        ),
+        pytest.param(
+            (3.0, 2.0), [(1.0, 1.0), (2.0, 3.0)], LossRule(mean_over=MeanOver.ROWS), id="both"
+        ),
         pytest.param((0.0, 2.2), [(0.0, 1.0), (0.0, 3.0)], KEEP_WHOLE, id="no-mean-fits"),
         pytest.param((3.5, 0.0), [(1.0, 0.0), (2.0, 0.0)], KEEP_WHOLE, id="no-sum"),
         pytest.param((0.0, 1.0), [(0.0, 1.0), (0.0, 1.0)], None, id="equal-rows-cannot-tell"),
         pytest.param((float("nan"), 0.0), [(1.0, 0.0), (2.0, 0.0)], None, id="nan-cannot-tell"),
     ],
 )
-def test_rule(whole: tuple[float, float], parts: list[tuple[float, float]], rule: LossRule | None) -> None:
+def test_rule(
+    whole: tuple[float, float], parts: list[tuple[float, float]], rule: LossRule | None
+) -> None:
     assert decide_rule(evaluated(*whole), [evaluated(*part) for part in parts], SHARES) == rule
 
 
 def test_rounding_below_fp32_is_no_other_form() -> None:
-    """On a GPU one row is not multiplied by the same kernel as two; in bf16 the batch would be kept whole for that."""
+    """On a GPU one row is not multiplied by the same kernel as two; in bf16 the batch would be kept
+    whole for that."""
     whole, parts = evaluated(0.0, 2.6 * (1 + 5e-5)), [evaluated(0.0, 1.0), evaluated(0.0, 3.0)]
     assert decide_rule(whole, parts, SHARES) == KEEP_WHOLE
     found = decide_rule(whole, parts, SHARES, TOLERANCE_BELOW_FP32)
@@ -66,7 +100,9 @@ def test_rounding_below_fp32_is_no_other_form() -> None:
 
 def token_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+    loss = cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction
+    )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -93,13 +129,25 @@ def contrastive_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
-    "loss", [token_loss, mean_loss, unshifted_mean_loss, row_mean_loss, loss_of_both_kinds, contrastive_loss]
+    "loss",
+    [
+        token_loss,
+        mean_loss,
+        unshifted_mean_loss,
+        row_mean_loss,
+        loss_of_both_kinds,
+        contrastive_loss,
+    ],
 )
 def test_compute_loss_func(loss: Any, accumulation: int) -> None:
     """BC-21 (a), and every form of [Note: loss rules]."""
     assert_same(
         train_both(
-            MODELS["full"], ROWS, compute_loss_func=loss, gradient_accumulation_steps=accumulation, max_grad_norm=0
+            MODELS["full"],
+            ROWS,
+            compute_loss_func=loss,
+            gradient_accumulation_steps=accumulation,
+            max_grad_norm=0,
         )
     )
 
@@ -148,7 +196,11 @@ def token_rows_of_few_classes() -> list[dict[str, Any]]:
 
 ALIKE: dict[str, tuple[type, Any, list[dict[str, Any]]]] = {
     "class at the end": (ByClass, make_vit, image_rows([0, 0, 0, 1] * 3)),
-    "class in another batch": (ByClass, make_vit, image_rows([0, 2, 0, 2, 0, 0, 0, 2, 0, 0, 1, 2, 0, 1, 0, 0])),
+    "class in another batch": (
+        ByClass,
+        make_vit,
+        image_rows([0, 2, 0, 2, 0, 0, 0, 2, 0, 0, 1, 2, 0, 1, 0, 0]),
+    ),
     "column": (ByColumn, make_vit, image_rows([0] * 12, weights=[1.0, 1.0, 1.0, 5.0] * 3)),
     "token": (ByToken, MODELS["full"], token_rows_of_few_classes()),
 }
@@ -188,18 +240,28 @@ class Writes:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loss_that_writes_to_its_batch(accumulation: int) -> None:
     """It is called several times for the same rows, which were then written to several times."""
-    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": accumulation,
+    }
     assert_same(train_both(MODELS["full"], ROWS, Writes, **settings))
 
 
 def test_a_loss_that_cannot_be_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
-        trained(RoundPipeTrainer, MODELS["full"](), ROWS, compute_loss_func=contrastive_loss, max_steps=2)
+        trained(
+            RoundPipeTrainer,
+            MODELS["full"](),
+            ROWS,
+            compute_loss_func=contrastive_loss,
+            max_steps=2,
+        )
     assert caplog.text.count("not cut into microbatches") == 1
 
 
 def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
-    """``weight.to(model.device)`` went to the host, where the model is, and no loss could be made of it."""
+    """``weight.to(model.device)`` went to the host, where the model is, and no loss could be made
+    of it."""
     there = {"logits": torch.empty(2, 3, device="meta")}
     replay = Replay(MODELS["full"](), ModelAnswer(), there, {}, batch=0)
     assert replay.device.type == "meta"
@@ -207,15 +269,22 @@ def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("is_own_step", [False, True])
-def test_and_where_trainers_device_is_said_to_be(is_own_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``weight.to(self.args.device)`` went to the first GPU, also for a microbatch on another one or on the host."""
+def test_and_where_trainers_device_is_said_to_be(
+    is_own_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``weight.to(self.args.device)`` went to the first GPU, also for a microbatch on another one
+    or on the host."""
     takes_for_the_models = torch.device("cpu", 7)  # equals the device of no tensor
     inherited = TrainingArguments.device.fget
-    monkeypatch.setattr(TrainingArguments, "device", property(lambda args: inherited(args) and takes_for_the_models))
+    monkeypatch.setattr(
+        TrainingArguments, "device", property(lambda args: inherited(args) and takes_for_the_models)
+    )
     in_loss, outside = set(), set()
 
     class Weighed(RoundPipeTrainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             outputs = model(**inputs)
             in_loss.add(self.args.device)
             loss = mean_loss(outputs, inputs["labels"])
@@ -236,8 +305,12 @@ def test_and_where_trainers_device_is_said_to_be(is_own_step: bool, monkeypatch:
             return loss.detach()
 
     cls = OwnStep if is_own_step else Weighed
-    trainer = trained(cls, MODELS["full"](), ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", devices=2)
-    trainer.compute_metrics = lambda _: {}  # which wants logits, so that Trainer computes the loss itself
+    trainer = trained(
+        cls, MODELS["full"](), ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", devices=2
+    )
+    trainer.compute_metrics = (
+        lambda _: {}
+    )  # which wants logits, so that Trainer computes the loss itself
     trainer.evaluate()
     assert in_loss == {torch.device("cpu")}
     assert outside == {takes_for_the_models}
@@ -264,7 +337,8 @@ class OldSignature:
 
 
 class OldSignatureForPlain:
-    """What `OldSignature` means to a plain Trainer of today, told the way its documentation asks for."""
+    """What `OldSignature` means to a plain Trainer of today, told the way its documentation asks
+    for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -284,7 +358,9 @@ class ExtraColumn:
     ) -> Any:
         labels, importance = inputs.pop("labels"), inputs.pop("importance")
         outputs = model(**inputs)
-        losses = cross_entropy(outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        losses = cross_entropy(
+            outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+        )
         loss = (losses * importance[:, None]).sum() / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
@@ -307,10 +383,20 @@ def test_compute_loss_with_the_new_signature(accumulation: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_compute_loss_with_the_old_signature(accumulation: int) -> None:
-    settings = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.0, "eval_dataset": ROWS[:4]}
+    settings = {
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": 0.0,
+        "eval_dataset": ROWS[:4],
+    }
     pair = train_both(MODELS["full"], ROWS, OldSignatureForPlain, **settings)
     assert_same(pair)
-    old = trained(type("Old", (OldSignature, RoundPipeTrainer), {}), MODELS["full"](), ROWS, devices=3, **settings)
+    old = trained(
+        type("Old", (OldSignature, RoundPipeTrainer), {}),
+        MODELS["full"](),
+        ROWS,
+        devices=3,
+        **settings,
+    )
     assert_same(pair._replace(ours=old))
     assert old.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
 
@@ -318,13 +404,20 @@ def test_compute_loss_with_the_old_signature(accumulation: int) -> None:
 def test_compute_loss_with_a_column_of_its_own() -> None:
     rows = [row | {"importance": torch.tensor(1.0 + index % 3)} for index, row in enumerate(ROWS)]
     assert_same(
-        train_both(MODELS["full"], rows, ExtraColumn, remove_unused_columns=False, gradient_accumulation_steps=2)
+        train_both(
+            MODELS["full"],
+            rows,
+            ExtraColumn,
+            remove_unused_columns=False,
+            gradient_accumulation_steps=2,
+        )
     )
 
 
 @pytest.mark.parametrize("has_func", [False, True])
 def test_a_model_that_does_not_take_num_items(has_func: bool) -> None:
-    """Its losses are means over each batch's tokens, rows without any included, and divide by the batches."""
+    """Its losses are means over each batch's tokens, rows without any included, and divide by the
+    batches."""
 
     def deaf() -> nn.Module:
         model = MODELS["full"]()
@@ -333,7 +426,9 @@ def test_a_model_that_does_not_take_num_items(has_func: bool) -> None:
 
     rows = token_rows(12, (12, 0, 7, 3))
     more = {"compute_loss_func": mean_loss} if has_func else {}
-    assert_same(train_both(deaf, rows, per_device_train_batch_size=4, gradient_accumulation_steps=2, **more))
+    assert_same(
+        train_both(deaf, rows, per_device_train_batch_size=4, gradient_accumulation_steps=2, **more)
+    )
 
 
 class Regression(nn.Module):
@@ -346,7 +441,11 @@ class Regression(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         predicted = self.layers(x).squeeze(-1)
-        return {"logits": predicted} if labels is None else {"loss": mse_loss(predicted, labels), "logits": predicted}
+        return (
+            {"logits": predicted}
+            if labels is None
+            else {"loss": mse_loss(predicted, labels), "logits": predicted}
+        )
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -354,10 +453,15 @@ def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
     """Adding up the means of microbatches would train with a multiple of the loss."""
     generator = torch.Generator().manual_seed(1)
     rows = [
-        {"x": torch.randn(4, generator=generator), "labels": torch.randn((), generator=generator)} for _ in range(11)
+        {"x": torch.randn(4, generator=generator), "labels": torch.randn((), generator=generator)}
+        for _ in range(11)
     ]
     pair = train_both(
-        Regression, rows, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation, eval_dataset=rows[:5]
+        Regression,
+        rows,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        eval_dataset=rows[:5],
     )
     assert_same(pair)
     assert pair.ours.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
@@ -383,7 +487,9 @@ class MasksLater(Masks):
     """Not when the loss is first called."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return super().compute_loss(model, inputs) if self.state.global_step else model(**inputs).loss  # type: ignore
+        return (
+            super().compute_loss(model, inputs) if self.state.global_step else model(**inputs).loss
+        )  # type: ignore
 
 
 class CallsTwice:
@@ -392,7 +498,8 @@ class CallsTwice:
 
 
 class ComparesWithTheBase:
-    """Disabled adapters train nothing, so asking such a loss built another engine under the run's feet."""
+    """Disabled adapters train nothing, so asking such a loss built another engine under the run's
+    feet."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         outputs = model(**inputs)
@@ -402,7 +509,8 @@ class ComparesWithTheBase:
 
 
 class Penalises:
-    """Weight decay by hand: its gradient would go to the model's own weights, which nobody steps."""
+    """Weight decay by hand: its gradient would go to the model's own weights, which nobody
+    steps."""
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return model(**inputs).loss + 0.01 * sum(p.square().sum() for p in model.parameters())
@@ -438,7 +546,9 @@ def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
     before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
     with pytest.raises(ConfigError, match=message):
         trainer.train()
-    assert all(torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters())
+    assert all(
+        torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters()
+    )
 
 
 def test_a_loss_that_masks_only_later_is_refused_then() -> None:
@@ -458,5 +568,7 @@ def test_a_dataset_without_labels_is_named_as_the_reason() -> None:
     """BC-21 (d)."""
     rows = [{"input_ids": row["input_ids"]} for row in ROWS]
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), rows)
-    with pytest.raises(ValueError, match="did not return a loss.*the inputs it received are input_ids"):
+    with pytest.raises(
+        ValueError, match="did not return a loss.*the inputs it received are input_ids"
+    ):
         trainer.train()

@@ -1,4 +1,5 @@
-"""Two processes, started as torchrun starts them, train as two of the plain Trainer's do: with averaged gradients.
+"""Two processes, started as torchrun starts them, train as two of the plain Trainer's do: with
+averaged gradients.
 
 Each process runs both trainers and compares; the plain one is wrapped by `DistributedDataParallel`.
 """
@@ -34,7 +35,8 @@ from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
 from roundpipe_hf.arguments import engine_devices
 from roundpipe_hf.processes import own_share
 
-# Batches of 3 in two processes: 4 steps, in the last of which one process has 1 row and the other none of its own.
+# Batches of 3 in two processes: 4 steps, in the last of which one process has 1 row and the other
+# none of its own.
 ROWS = token_rows(19)
 
 
@@ -45,7 +47,12 @@ def in_two_processes(check: str, folder: Path) -> None:
         port = probe.getsockname()[1]
     script = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom hf import test_processes\n"
     script += f"import torch; torch.set_num_threads(1); test_processes.{check}()"
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script],
@@ -72,17 +79,27 @@ def test_two_processes(check: str, tmp_path: Path) -> None:
 
 
 def trains_as_plain() -> None:
-    """Losses averaged over processes or over all tokens, clipping, accumulation, evaluation, metrics; LoRA."""
-    shared: dict[str, Any] = {"eval_dataset": ROWS[:5], "eval_strategy": "epoch", "max_grad_norm": 0.5}
+    """Losses averaged over processes or over all tokens, clipping, accumulation, evaluation,
+    metrics; LoRA."""
+    shared: dict[str, Any] = {
+        "eval_dataset": ROWS[:5],
+        "eval_strategy": "epoch",
+        "max_grad_norm": 0.5,
+    }
     for kind, settings in (
         ("full", {"gradient_accumulation_steps": 2}),
         ("tied", {"average_tokens_across_devices": False}),
         ("lora", {"label_smoothing_factor": 0.1}),
     ):
         pair = make_both(MODELS[kind], ROWS, devices=2, **shared, **settings)  # type: ignore[arg-type]
-        first = {name: parameter.detach().clone() for name, parameter in pair.ours.model.named_parameters()}
+        first = {
+            name: parameter.detach().clone()
+            for name, parameter in pair.ours.model.named_parameters()
+        }
         assert pair.ours.args.world_size == 2
-        if pair.ours.args.process_index == 1:  # whoever is second begins with the first one's weights
+        if (
+            pair.ours.args.process_index == 1
+        ):  # whoever is second begins with the first one's weights
             with torch.no_grad():
                 for trainer in pair:
                     for parameter in trainer.model.parameters():
@@ -97,7 +114,8 @@ def trains_as_plain() -> None:
 
 
 def resumes() -> None:
-    """The first process writes the checkpoint, each its generators; bf16 weights with masters, dropout in each."""
+    """The first process writes the checkpoint, each its generators; bf16 weights with masters,
+    dropout in each."""
 
     def dropping() -> nn.Module:
         model: Any = MODELS["full"]().bfloat16()
@@ -105,11 +123,18 @@ def resumes() -> None:
             layer.self_attn.attention_dropout = 0.1
         return model
 
-    settings: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    settings: dict[str, Any] = {
+        "max_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
     settings |= {"optim": "adamw_torch", "learning_rate": 1e-3}
     whole = trained(RoundPipeTrainer, dropping(), ROWS, **settings)
     assert sorted(os.listdir("out-ours")) == ["checkpoint-2", "checkpoint-3"]
-    assert {"rng_state_0.pth", "rng_state_1.pth", "roundpipe_masters.pt"} <= set(os.listdir("out-ours/checkpoint-2"))
+    assert {"rng_state_0.pth", "rng_state_1.pth", "roundpipe_masters.pt"} <= set(
+        os.listdir("out-ours/checkpoint-2")
+    )
     resumed = make_trainer(RoundPipeTrainer, dropping(), ROWS, output_dir="resumed", **settings)
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
     assert differ(weights(resumed), weights(whole)) == []
@@ -143,10 +168,13 @@ def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss gathers from all processes at every microbatch, which are computed on several threads."""
+    """TRL's loss gathers from all processes at every microbatch, which are computed on several
+    threads."""
     from hf.test_sft import make_trainer as make_sft_trainer
     from roundpipe_hf.trl.sft import RoundPipeSFTTrainer
 
     monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
     with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):
-        make_sft_trainer(RoundPipeSFTTrainer, AutoTokenizer.from_pretrained(save_tokenizer(Path("tokenizer"))))
+        make_sft_trainer(
+            RoundPipeSFTTrainer, AutoTokenizer.from_pretrained(save_tokenizer(Path("tokenizer")))
+        )

@@ -1,4 +1,5 @@
-"""What cannot be honoured is refused by the constructor, naming the option and what to use instead."""
+"""What cannot be honoured is refused by the constructor, naming the option and what to use
+instead."""
 
 from typing import Any
 
@@ -26,7 +27,10 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
     ("settings", "message"),
     [
         ({"fp16": True, "async_optimizer": True}, "fp16 with async_optimizer.*bf16"),
-        ({"torch_compile": True, "torch_compile_mode": "max-autotune"}, "torch_compile_mode='max-autotune'"),
+        (
+            {"torch_compile": True, "torch_compile_mode": "max-autotune"},
+            "torch_compile_mode='max-autotune'",
+        ),
         ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
         ({"trace_dir": "traces"}, "trace_dir"),
@@ -43,7 +47,11 @@ def test_arguments(settings: dict[str, Any], message: str) -> None:
         ("fsdp", "full_shard", "fsdp.*leave it out"),
         ("parallelism_config", object(), "parallelism_config"),
         ("activation_offloading", True, "activation offloading"),
-        ("use_liger_kernel", True, "fused loss.*set liger_kernel_config={'fused_linear_cross_entropy': False}"),
+        (
+            "use_liger_kernel",
+            True,
+            "fused loss.*set liger_kernel_config={'fused_linear_cross_entropy': False}",
+        ),
     ],
 )
 def test_arguments_that_need_what_is_not_installed(name: str, value: Any, message: str) -> None:
@@ -71,10 +79,13 @@ def test_optimizers(optim: str, why: str) -> None:
 
 
 def test_an_optimizer_over_the_models_own_weights() -> None:
-    """With the model, and with an engine that has copies of its weights: either way it would train nothing."""
+    """With the model, and with an engine that has copies of its weights: either way it would train
+    nothing."""
     model = MODELS["full"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    refused("optimizer_cls_and_kwargs.*engine.optim_parameters()", model, optimizers=(optimizer, None))
+    refused(
+        "optimizer_cls_and_kwargs.*engine.optim_parameters()", model, optimizers=(optimizer, None)
+    )
     refused("lr_scheduler_type", model, optimizers=(None, get_constant_schedule(optimizer)))
     with wrap_model_to_roundpipe(model, devices=1) as engine:
         refused("engine.optim_parameters()", engine, optimizers=(optimizer, None))
@@ -93,22 +104,31 @@ def test_an_overridden_create_optimizer_over_the_models_own_weights() -> None:
 
 
 class StepOfTheModelItself(RoundPipeTrainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         loss: torch.Tensor = self.model(**inputs).loss
         loss.backward()
         return loss.detach()
 
 
 class StepOfNothing(RoundPipeTrainer):
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         return torch.tensor(0.0)
 
 
 @pytest.mark.parametrize("async_optimizer", [False, True])
 def test_a_training_step_past_the_pipeline(async_optimizer: bool) -> None:
-    """Losses were logged as ever, and nothing was trained. A step that leaves a batch out is none of that."""
+    """Losses were logged as ever, and nothing was trained. A step that leaves a batch out is none
+    of that."""
     with pytest.raises(ConfigError, match="call the model it is given, not self.model"):
-        run(make_trainer(StepOfTheModelItself, MODELS["full"](), ROWS * 3, async_optimizer=async_optimizer))
+        run(
+            make_trainer(
+                StepOfTheModelItself, MODELS["full"](), ROWS * 3, async_optimizer=async_optimizer
+            )
+        )
     run(make_trainer(StepOfNothing, MODELS["full"](), ROWS, async_optimizer=async_optimizer))
 
 
@@ -127,7 +147,9 @@ def test_quantized_models() -> None:
 
 def test_prompt_learning_adapters() -> None:
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
-    refused("prompt-learning adapter 'default'.*LoRA", get_peft_model(make_llama(tied=False), config))
+    refused(
+        "prompt-learning adapter 'default'.*LoRA", get_peft_model(make_llama(tied=False), config)
+    )
 
 
 def test_models_made_later_are_checked_too() -> None:

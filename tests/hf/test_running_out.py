@@ -1,7 +1,8 @@
 """Devices that really run out: they have a size, and refuse what goes beyond it as a GPU does.
 
-What training needs there is known to the planner but for what kernels take besides. So that is what grows here, at one
-phase of a round at a time and with the rows of a microbatch, until it does not fit. The oracle is the plain Trainer.
+What training needs there is known to the planner but for what kernels take besides. So that is what
+grows here, at one phase of a round at a time and with the rows of a microbatch, until it does not
+fit. The oracle is the plain Trainer.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,16 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from hf.trainers import MODELS, assert_same_logs, assert_same_weights, logged, make_trainer, run, token_rows, weights
+from hf.trainers import (
+    MODELS,
+    assert_same_logs,
+    assert_same_weights,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    weights,
+)
 from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device import VirtualDevice
@@ -19,7 +29,9 @@ from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
 from roundpipe_hf import RoundPipeTrainer
 
-PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
+)
 AMPLE = 1 << 40
 # 3 steps of 2 batches of 4 rows.
 ROWS = token_rows(24)
@@ -48,7 +60,8 @@ def assert_is(trainer: Any, plain: Any) -> None:
 
 
 class Scratch:
-    """Memory of ``device`` that comes and goes whenever ``site`` is reached, so much for each row of the microbatch."""
+    """Memory of ``device`` that comes and goes whenever ``site`` is reached, so much for each row
+    of the microbatch."""
 
     def __init__(self, device: VirtualDevice, site: str) -> None:
         self.bytes_per_row = 0
@@ -82,7 +95,9 @@ class Grows(TrainerCallback):
 def engine_on(device: VirtualDevice, scratch: Scratch) -> RoundPipe:
     """Layer 1 is in a stage that is recomputed, the head in the fused one."""
     model: Any = MODELS["full"]()
-    model.model.layers[1].register_forward_pre_hook(lambda _, args: setattr(scratch, "rows", len(args[0])))
+    model.model.layers[1].register_forward_pre_hook(
+        lambda _, args: setattr(scratch, "rows", len(args[0]))
+    )
     reach_in(model)
     return wrap_model_to_roundpipe(
         model,
@@ -104,9 +119,14 @@ def used_bytes(tmp_path_factory: pytest.TempPathFactory) -> int:
     return device.capacity.peak
 
 
-@pytest.mark.parametrize("site", [*SITES, *(pytest.param(site, marks=pytest.mark.slow) for site in OTHER_SITES)])
-def test_training_goes_on(site: str, used_bytes: int, plain: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Two rows at once do not fit, one does: more microbatches, and the losses and weights of enough memory."""
+@pytest.mark.parametrize(
+    "site", [*SITES, *(pytest.param(site, marks=pytest.mark.slow) for site in OTHER_SITES)]
+)
+def test_training_goes_on(
+    site: str, used_bytes: int, plain: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two rows at once do not fit, one does: more microbatches, and the losses and weights of
+    enough memory."""
     device = HookedDevice(0, 4 * used_bytes)
     scratch = Scratch(device, site)
     grows = Grows(scratch, int(2.2 * used_bytes))
@@ -137,22 +157,38 @@ def test_evaluation_goes_on(used_bytes: int, caplog: pytest.LogCaptureFixture) -
     assert "it goes on with num_microbatch=8, " in caplog.text
 
 
-def test_where_no_footprint_fits_the_device_says_so_and_nothing_has_happened(used_bytes: int) -> None:
+def test_where_no_footprint_fits_the_device_says_so_and_nothing_has_happened(
+    used_bytes: int,
+) -> None:
     device = HookedDevice(0, 4 * used_bytes)
     scratch = Scratch(device, "fused")
     with engine_on(device, scratch) as engine:
         trainer = make_trainer(
-            RoundPipeTrainer, engine, ROWS, callbacks=[Grows(scratch, 5 * used_bytes)], lr_scheduler_type="constant"
+            RoundPipeTrainer,
+            engine,
+            ROWS,
+            callbacks=[Grows(scratch, 5 * used_bytes)],
+            lr_scheduler_type="constant",
         )
-        with pytest.raises(torch.OutOfMemoryError, match=f"adversarial:0 is out of memory.*of its {4 * used_bytes} b"):
+        with pytest.raises(
+            torch.OutOfMemoryError,
+            match=f"adversarial:0 is out of memory.*of its {4 * used_bytes} b",
+        ):
             run(trainer)
-        one_step = run(make_trainer(Trainer, MODELS["full"](), ROWS, max_steps=1, lr_scheduler_type="constant"))
+        one_step = run(
+            make_trainer(Trainer, MODELS["full"](), ROWS, max_steps=1, lr_scheduler_type="constant")
+        )
         trainer.synchronize()
         assert_same_weights(weights(trainer), weights(one_step))
 
 
 def as_sequence(size: int) -> dict[str, Any]:
-    return {"model": MODELS["full"](), "max_gpu_memory": size / 2**30, "devices": 1, "num_microbatch": 2}
+    return {
+        "model": MODELS["full"](),
+        "max_gpu_memory": size / 2**30,
+        "devices": 1,
+        "num_microbatch": 2,
+    }
 
 
 def in_parts(size: int) -> dict[str, Any]:
@@ -179,18 +215,24 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [name if name == "in one round" else pytest.param(name, marks=pytest.mark.slow) for name in WAYS],
+    [
+        name if name == "in one round" else pytest.param(name, marks=pytest.mark.slow)
+        for name in WAYS
+    ],
 )
 def test_a_device_of_any_size_trains_alike_or_is_refused(
     way: str, plain: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing grows here: plans keep within the size, or a smaller footprint does, or it is said what is missing.
-    Asynchronous updates are another run, so these only have to agree with each other."""
+    """Nothing grows here: plans keep within the size, or a smaller footprint does, or it is said
+    what is missing. Asynchronous updates are another run, so these only have to agree with each
+    other."""
     make, settings = WAYS[way]
     outcomes, expected = [], None if settings.get("async_optimizer") else plain
     for kib in (1024, 400, 300, 240, 200, 160, 130, 100):
         caplog.clear()
-        trainer = make_trainer(RoundPipeTrainer, rows=ROWS, **make(kib * 1024), **settings, **SETTINGS)
+        trainer = make_trainer(
+            RoundPipeTrainer, rows=ROWS, **make(kib * 1024), **settings, **SETTINGS
+        )
         try:
             run(trainer)
         except (PlanError, torch.OutOfMemoryError):

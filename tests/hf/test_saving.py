@@ -1,4 +1,5 @@
-"""What is saved loads in plain transformers and PEFT, holds every update, and resumes as if nothing had happened."""
+"""What is saved loads in plain transformers and PEFT, holds every update, and resumes as if nothing
+had happened."""
 
 import logging
 import shutil
@@ -38,7 +39,9 @@ from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.trainer.checkpointing import whole_folder
 
 ROWS = token_rows(18)
-FOR_GPT2 = [{name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in ROWS]
+FOR_GPT2 = [
+    {name: column.clamp(max=VOCABULARY - 1) for name, column in row.items()} for row in ROWS
+]
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -51,7 +54,8 @@ def reloaded(folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["full", "tied", "gpt2"])
 def test_a_saved_model_loads_in_plain_transformers(kind: str) -> None:
-    """BC-31: the plain Trainer's keys (tied once, frozen included, no prefixes), and bitwise the same logits."""
+    """BC-31: the plain Trainer's keys (tied once, frozen included, no prefixes), and bitwise the
+    same logits."""
     make: Any = MODELS.get(kind, lambda: make_model(kind))
 
     def half_frozen() -> nn.Module:
@@ -75,7 +79,10 @@ def test_a_saved_model_loads_in_plain_transformers(kind: str) -> None:
 def test_a_saved_adapter_loads_in_plain_peft() -> None:
     trainer = trained(RoundPipeTrainer, MODELS["lora"](), ROWS, devices=3)
     trainer.save_model("adapter")
-    assert {path.name for path in Path("adapter").iterdir()} >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert {path.name for path in Path("adapter").iterdir()} >= {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    }
     model = PeftModel.from_pretrained(make_llama(tied=False), "adapter")
     ids = ROWS[0]["input_ids"][None]
     with torch.no_grad():
@@ -96,9 +103,19 @@ def test_step_end_and_checkpoints_hold_the_update_just_made() -> None:
     """BC-03: hooks and files of step k hold all k updates and none later."""
     watchers = [Watcher(), Watcher()]
     plain = trained(Trainer, MODELS["full"](), ROWS, callbacks=[watchers[0]], max_steps=4)
-    trained(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[watchers[1]], max_steps=4, devices=3, **EVERY_STEP)
+    trained(
+        RoundPipeTrainer,
+        MODELS["full"](),
+        ROWS,
+        callbacks=[watchers[1]],
+        max_steps=4,
+        devices=3,
+        **EVERY_STEP,
+    )
     assert len(watchers[1].seen) == 4
-    for step, (expected, seen) in enumerate(zip(watchers[0].seen, watchers[1].seen, strict=True), start=1):
+    for step, (expected, seen) in enumerate(
+        zip(watchers[0].seen, watchers[1].seen, strict=True), start=1
+    ):
         assert_same_weights(seen, expected)
         saved = load_file(f"out-ours/checkpoint-{step}/model.safetensors")
         assert differ(saved, {name: value for name, value in seen.items() if name in saved}) == []
@@ -125,9 +142,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(kind: str, dtype: torch.dtype) -
         "learning_rate": 1e-3,
     }
     whole = trained(
-        RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=1, save_steps=4, save_strategy="steps", **settings
+        RoundPipeTrainer,
+        in_dtype(kind, dtype),
+        ROWS,
+        devices=1,
+        save_steps=4,
+        save_strategy="steps",
+        **settings,
     )
-    resumed = make_trainer(RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=3, output_dir="resumed", **settings)
+    resumed = make_trainer(
+        RoundPipeTrainer, in_dtype(kind, dtype), ROWS, devices=3, output_dir="resumed", **settings
+    )
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-4")
     assert differ(weights(resumed), weights(whole)) == []
     masters = dict(whole.optim_named_parameters())
@@ -146,14 +171,17 @@ def test_dropout_resumes_where_it_was() -> None:
 
     settings: dict[str, Any] = {"num_microbatch": 2, "max_steps": 4}
     whole = trained(RoundPipeTrainer, dropping(), ROWS, devices=1, **settings, **EVERY_STEP)
-    resumed = make_trainer(RoundPipeTrainer, dropping(), ROWS, devices=3, output_dir="resumed", **settings)
+    resumed = make_trainer(
+        RoundPipeTrainer, dropping(), ROWS, devices=3, output_dir="resumed", **settings
+    )
     run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
     assert differ(weights(resumed), weights(whole)) == []
 
 
 def test_resuming_in_another_plan_with_dropout_and_late_updates() -> None:
-    """BC-23: GPT-2 that drops out, an asynchronous optimizer flushed by every save; layer by layer on two devices
-    instead of as planned on one. Losses and weights are bitwise those of the run that was not interrupted."""
+    """BC-23: GPT-2 that drops out, an asynchronous optimizer flushed by every save; layer by layer
+    on two devices instead of as planned on one. Losses and weights are bitwise those of the run
+    that was not interrupted."""
 
     def dropping() -> Any:
         model = make_model("gpt2")
@@ -162,7 +190,12 @@ def test_resuming_in_another_plan_with_dropout_and_late_updates() -> None:
                 module.p = 0.1
         return model
 
-    settings: dict[str, Any] = {"num_microbatch": 2, "max_steps": 5, "async_optimizer": True, "optim": "adamw_torch"}
+    settings: dict[str, Any] = {
+        "num_microbatch": 2,
+        "max_steps": 5,
+        "async_optimizer": True,
+        "optim": "adamw_torch",
+    }
     whole = trained(RoundPipeTrainer, dropping(), FOR_GPT2, devices=1, **settings, **EVERY_STEP)
     plan = ModelExecutePlan(
         fwd_plan=[range(index, index + 1) for index in range(4)],
@@ -172,7 +205,9 @@ def test_resuming_in_another_plan_with_dropout_and_late_updates() -> None:
     with wrap_model_to_roundpipe(
         dropping(), optim_dtype=torch.float32, devices=2, model_run_config=run_config
     ) as engine:
-        resumed = make_trainer(RoundPipeTrainer, engine, FOR_GPT2, output_dir="resumed", **settings, **EVERY_STEP)
+        resumed = make_trainer(
+            RoundPipeTrainer, engine, FOR_GPT2, output_dir="resumed", **settings, **EVERY_STEP
+        )
         run(resumed, resume_from_checkpoint="out-ours/checkpoint-2")
         assert differ(weights(resumed), weights(whole)) == []
         assert logged(resumed)[:-1] == logged(whole)[:-1]
@@ -196,20 +231,29 @@ class OwnGenerator(VirtualDevice):
 
 
 def test_every_devices_generator_is_saved() -> None:
-    """Trainer's own file holds one device's; those of other devices resume by name, new devices stay as they are."""
+    """Trainer's own file holds one device's; those of other devices resume by name, new devices
+    stay as they are."""
     saved, resumed = [OwnGenerator(0), OwnGenerator(1)], [OwnGenerator(1), OwnGenerator(2)]
-    for devices, how in ((saved, {}), (resumed, {"resume_from_checkpoint": "out-ours/checkpoint-1"})):
-        engine = wrap_model_to_roundpipe(MODELS["full"](), optim_dtype=torch.float32, devices=devices)
+    for devices, how in (
+        (saved, {}),
+        (resumed, {"resume_from_checkpoint": "out-ours/checkpoint-1"}),
+    ):
+        engine = wrap_model_to_roundpipe(
+            MODELS["full"](), optim_dtype=torch.float32, devices=devices
+        )
         if devices is saved:
             saved[1].state.fill_(77)
-        trainer = make_trainer(RoundPipeTrainer, engine, ROWS, max_steps=1 if devices is saved else 2, **EVERY_STEP)
+        trainer = make_trainer(
+            RoundPipeTrainer, engine, ROWS, max_steps=1 if devices is saved else 2, **EVERY_STEP
+        )
         run(trainer, **how)
         engine.close()
     assert [int(device.state[0]) for device in resumed] == [77, 2]
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
-    """A failure while a checkpoint is written leaves what was there; what a killed process left is cleared."""
+    """A failure while a checkpoint is written leaves what was there; what a killed process left is
+    cleared."""
     path = tmp_path / "checkpoint-3"
 
     def write(text: str, fuse: type[BaseException] | None = None) -> None:
@@ -229,8 +273,8 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
-# Forks a child for each moment before any thread exists. It resumes from what the one before has left, trains one step,
-# saves and is killed at its moment.
+# Forks a child for each moment before any thread exists. It resumes from what the one before has
+# left, trains one step, saves and is killed at its moment.
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -303,17 +347,29 @@ print("moments:", len(MOMENTS))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_killed_at_every_moment_of_a_save(tmp_path: Path) -> None:
-    """What `get_last_checkpoint` finds afterwards is a whole one, from which the next process resumes."""
+    """What `get_last_checkpoint` finds afterwards is a whole one, from which the next process
+    resumes."""
     command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "moments: 8" in done.stdout
 
 
 def test_masters_lie_beside_an_optimizer_state_that_a_plain_trainer_loads() -> None:
-    trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=1, **EVERY_STEP)
+    trained(
+        RoundPipeTrainer,
+        in_dtype("full", torch.bfloat16),
+        ROWS,
+        optim="adamw_torch",
+        max_steps=1,
+        **EVERY_STEP,
+    )
     assert Path("out-ours/checkpoint-1/roundpipe_masters.pt").is_file()
-    plain = make_trainer(Trainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2)
+    plain = make_trainer(
+        Trainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2
+    )
     run(plain, resume_from_checkpoint="out-ours/checkpoint-1")
     assert plain.state.global_step == 2
 
@@ -331,15 +387,31 @@ def test_fp32_weights_need_no_masters_file() -> None:
 
 def test_a_plain_optimizer_state_loads_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Over bf16 weights its masters are lost: they come from the weights."""
-    trained(Trainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=1, **EVERY_STEP)
-    ours = make_trainer(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2)
+    trained(
+        Trainer,
+        in_dtype("full", torch.bfloat16),
+        ROWS,
+        optim="adamw_torch",
+        max_steps=1,
+        **EVERY_STEP,
+    )
+    ours = make_trainer(
+        RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="adamw_torch", max_steps=2
+    )
     with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
         run(ours, resume_from_checkpoint="out-plain/checkpoint-1")
     assert "no roundpipe_masters.pt" in caplog.text
 
 
 def test_masters_of_other_parameters_are_refused() -> None:
-    trained(RoundPipeTrainer, in_dtype("full", torch.bfloat16), ROWS, optim="sgd", max_steps=1, **EVERY_STEP)
+    trained(
+        RoundPipeTrainer,
+        in_dtype("full", torch.bfloat16),
+        ROWS,
+        optim="sgd",
+        max_steps=1,
+        **EVERY_STEP,
+    )
     path = Path("out-ours/checkpoint-1/roundpipe_masters.pt")
     masters = torch.load(path)
     masters.pop("model.norm.weight")
@@ -384,7 +456,11 @@ def test_the_best_model_is_loaded_and_stays(kind: str) -> None:
     pair = train_both(MODELS[kind], ROWS, **settings, **EVERY_STEP)
     ours = pair.ours
     best = int(ours.state.best_model_checkpoint.rsplit("-", 1)[1])
-    assert best == int(pair.plain.state.best_model_checkpoint.rsplit("-", 1)[1]) < ours.state.global_step
+    assert (
+        best
+        == int(pair.plain.state.best_model_checkpoint.rsplit("-", 1)[1])
+        < ours.state.global_step
+    )
     ours.synchronize()
     assert ours.evaluate()["eval_loss"] == pytest.approx(ours.state.best_metric, abs=1e-6)
 
@@ -393,7 +469,13 @@ def test_saving_while_an_update_is_in_flight_waits_for_it() -> None:
     """BC-03 with the asynchronous optimizer: the file of step k holds k updates."""
     watcher = Watcher()
     trainer = trained(
-        RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[watcher], async_optimizer=True, max_steps=3, **EVERY_STEP
+        RoundPipeTrainer,
+        MODELS["full"](),
+        ROWS,
+        callbacks=[watcher],
+        async_optimizer=True,
+        max_steps=3,
+        **EVERY_STEP,
     )
     saved = [load_file(f"out-ours/checkpoint-{step}/model.safetensors") for step in (1, 2, 3)]
     assert differ(weights(trainer), saved[2]) == []

@@ -1,4 +1,5 @@
-"""`RoundPipeSFTTrainer` does what TRL's `SFTTrainer` does: the same losses, weights, metrics and logged keys."""
+"""`RoundPipeSFTTrainer` does what TRL's `SFTTrainer` does: the same losses, weights, metrics and
+logged keys."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
 ROWS = Dataset.from_dict({"text": sentences(14)})
 HELD_OUT = Dataset.from_dict({"text": sentences(5, seed=1)})
 _PIPELINE = ("devices", "num_microbatch", "pin_model")
-_OF_TRAINER = ("peft_config", "compute_loss_func", "compute_metrics", "eval_dataset", "processing_class")
+_OF_TRAINER = (
+    "peft_config",
+    "compute_loss_func",
+    "compute_metrics",
+    "eval_dataset",
+    "processing_class",
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,9 @@ def make_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def make_trainer(cls: type, tokenizer: Any, rows: Dataset = ROWS, model: Any = None, **settings: Any) -> Any:
+def make_trainer(
+    cls: type, tokenizer: Any, rows: Dataset = ROWS, model: Any = None, **settings: Any
+) -> Any:
     is_ours = issubclass(cls, RoundPipeSFTTrainer)
     given = {
         "output_dir": "out-ours" if is_ours else "out-plain",
@@ -70,7 +79,9 @@ def make_trainer(cls: type, tokenizer: Any, rows: Dataset = ROWS, model: Any = N
         "seed": 7,
         "devices": 2,
     } | settings
-    of_trainer = {"processing_class": tokenizer} | {name: given.pop(name) for name in _OF_TRAINER if name in given}
+    of_trainer = {"processing_class": tokenizer} | {
+        name: given.pop(name) for name in _OF_TRAINER if name in given
+    }
     if not is_ours:
         given = {name: value for name, value in given.items() if name not in _PIPELINE}
     args = (RoundPipeSFTConfig if is_ours else SFTConfig)(**given)
@@ -79,7 +90,12 @@ def make_trainer(cls: type, tokenizer: Any, rows: Dataset = ROWS, model: Any = N
 
 
 def train_both(tokenizer: Any, rows: Dataset = ROWS, **settings: Any) -> Pair:
-    pair = Pair(*(make_trainer(cls, tokenizer, rows, **settings) for cls in (RoundPipeSFTTrainer, SFTTrainer)))
+    pair = Pair(
+        *(
+            make_trainer(cls, tokenizer, rows, **settings)
+            for cls in (RoundPipeSFTTrainer, SFTTrainer)
+        )
+    )
     for trainer in pair:
         run(trainer)
     return pair
@@ -91,10 +107,16 @@ def close(trainer: Any) -> None:
 
 CASES: dict[str, dict[str, Any]] = {
     "full": {},
-    "lora": {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)},
+    "lora": {
+        "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    },
     "accumulation": {"gradient_accumulation_steps": 2, "devices": 3},
     "dft": {"loss_type": "dft"},
-    "packing": {"packing": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1},
+    "packing": {
+        "packing": True,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 1,
+    },
     "padding-free": {"padding_free": True, "max_length": None, "gradient_accumulation_steps": 2},
     "label smoothing": {"label_smoothing_factor": 0.2},
 }
@@ -102,10 +124,12 @@ QUICK = ("accumulation", "packing")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else pytest.param(case, marks=SLOW) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=SLOW) for case in CASES]
+)
 def test_trains_as_the_plain_trainer(case: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every logged number, entropy and accuracy among them, and the weights. Batches have 3 rows of unequal length, cut
-    into 2 or 3 microbatches."""
+    """Every logged number, entropy and accuracy among them, and the weights. Batches have 3 rows of
+    unequal length, cut into 2 or 3 microbatches."""
     pair = train_both(tokenizer, **CASES[case])
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= logged(pair.ours)[0].keys()
     assert_same(pair)
@@ -115,7 +139,9 @@ def test_trains_as_the_plain_trainer(case: str, tokenizer: PreTrainedTokenizerBa
 @pytest.mark.slow
 def test_only_completions_count(tokenizer: PreTrainedTokenizerBase) -> None:
     """Some microbatches have no label that counts."""
-    rows = Dataset.from_dict({"prompt": sentences(7), "completion": ["the cat .", "", "a dog", "", "", "red", ""]})
+    rows = Dataset.from_dict(
+        {"prompt": sentences(7), "completion": ["the cat .", "", "a dog", "", "", "red", ""]}
+    )
     pair = train_both(tokenizer, rows, num_microbatch=3)
     assert_same(pair)
     close(pair.ours)
@@ -143,7 +169,9 @@ def test_evaluates_as_the_plain_trainer(wants: str, tokenizer: PreTrainedTokeniz
 
     plan_key = {"compute_metrics": compute_metrics} if wants == "logits" else {}
     settings = {"eval_dataset": HELD_OUT, "eval_strategy": "epoch", **plan_key}
-    pair = Pair(*(make_trainer(cls, tokenizer, **settings) for cls in (RoundPipeSFTTrainer, SFTTrainer)))
+    pair = Pair(
+        *(make_trainer(cls, tokenizer, **settings) for cls in (RoundPipeSFTTrainer, SFTTrainer))
+    )
     alone = [[without_clock(trainer.evaluate())] for trainer in pair]
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"} <= alone[0][0].keys()
     assert_same_logs(*alone)
@@ -153,11 +181,15 @@ def test_evaluates_as_the_plain_trainer(wants: str, tokenizer: PreTrainedTokeniz
 
 def without_clock(metrics: dict[str, float]) -> dict[str, float]:
     of_the_clock = ("_runtime", "_per_second", "_preparation_time")
-    return {"step": 0} | {name: value for name, value in metrics.items() if not name.endswith(of_the_clock)}
+    return {"step": 0} | {
+        name: value for name, value in metrics.items() if not name.endswith(of_the_clock)
+    }
 
 
 @pytest.mark.slow
-def test_logits_never_exist_as_a_whole(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_never_exist_as_a_whole(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither in training nor in evaluation: the head is not called, only read."""
     trainer = make_trainer(RoundPipeSFTTrainer, tokenizer, eval_dataset=HELD_OUT)
     trainer.model.lm_head.register_forward_hook(lambda *_: pytest.fail("the head made logits"))
@@ -173,7 +205,9 @@ def test_generates_after_training(tokenizer: PreTrainedTokenizerBase) -> None:
     assert "forward" not in vars(trainer.model)
     run(trainer)
     ids = torch.tensor([[3, 4, 5]])
-    generated = trainer.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+    generated = trainer.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False
+    )
     assert generated.shape[1] > 3
     close(trainer)
 
@@ -184,7 +218,12 @@ def test_takes_the_name_of_a_model(tokenizer: PreTrainedTokenizerBase, tmp_path:
     make_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     trainer = make_trainer(
-        RoundPipeSFTTrainer, None, model=str(tmp_path / "model"), pin_model="off", **CASES["lora"], max_steps=1
+        RoundPipeSFTTrainer,
+        None,
+        model=str(tmp_path / "model"),
+        pin_model="off",
+        **CASES["lora"],
+        max_steps=1,
     )
     assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
     run(trainer)
@@ -229,7 +268,15 @@ def test_what_cannot_work_is_refused_with_a_reason(tokenizer: PreTrainedTokenize
         pad_token_id=1,
         eos_token_id=2,
     )
-    with pytest.raises(ConfigError, match="auxiliary loss is no sum over microbatches; set router_aux_loss_coef=0.0"):
-        make_trainer(RoundPipeSFTTrainer, tokenizer, model=Qwen3MoeForCausalLM(config), router_aux_loss_coef=0.1)
+    with pytest.raises(
+        ConfigError,
+        match="auxiliary loss is no sum over microbatches; set router_aux_loss_coef=0.0",
+    ):
+        make_trainer(
+            RoundPipeSFTTrainer,
+            tokenizer,
+            model=Qwen3MoeForCausalLM(config),
+            router_aux_loss_coef=0.1,
+        )
     with pytest.raises(ConfigError, match="activation offloading"):
         make_trainer(RoundPipeSFTTrainer, tokenizer, activation_offloading=True)

@@ -1,4 +1,5 @@
-"""What users rely on around training: their own optimizer, search, reports, the Hub, generation, single steps."""
+"""What users rely on around training: their own optimizer, search, reports, the Hub, generation,
+single steps."""
 
 import types
 from collections.abc import Callable
@@ -43,7 +44,8 @@ ROWS = token_rows(12)
 
 
 def test_single_steps_without_any_optimizer() -> None:
-    """`training_step` and `prediction_step`, called directly: losses and gradients are the plain Trainer's."""
+    """`training_step` and `prediction_step`, called directly: losses and gradients are the plain
+    Trainer's."""
     pair = make_both(MODELS["full"], ROWS)
     batch = next(iter(pair.plain.get_train_dataloader()))
     num_items = pair.plain._get_num_items_in_batch([batch], torch.device("cpu"))
@@ -53,7 +55,9 @@ def test_single_steps_without_any_optimizer() -> None:
         losses += [trainer.training_step(model, dict(batch), num_items) for _ in range(2)]
         evaluated.append(trainer.prediction_step(model, dict(batch), prediction_loss_only=True)[0])
     pair.ours.synchronize()
-    assert [float(loss) for loss in losses[:2]] == pytest.approx([float(loss) for loss in losses[2:]], abs=1e-6)
+    assert [float(loss) for loss in losses[:2]] == pytest.approx(
+        [float(loss) for loss in losses[2:]], abs=1e-6
+    )
     assert evaluated[0] == pytest.approx(float(evaluated[1]), abs=1e-6)
     assert pair.ours.optimizer is None
     gradients = [{n: p.grad for n, p in trainer.model.named_parameters()} for trainer in pair]
@@ -64,12 +68,15 @@ def test_single_steps_without_any_optimizer() -> None:
 
 
 def test_an_optimizer_and_a_scheduler_of_the_users() -> None:
-    """BC-06: made over an engine's copies they are used as they are: two groups, each at its rate of that step, also
-    after the optimizer's state was loaded."""
+    """BC-06: made over an engine's copies they are used as they are: two groups, each at its rate
+    of that step, also after the optimizer's state was loaded."""
     plain_model = MODELS["full"]()
     with wrap_model_to_roundpipe(MODELS["full"](), optim_dtype=torch.float32, devices=2) as engine:
         trainers = []
-        sides: Any = [(RoundPipeTrainer, engine, engine.optim_parameters()), (Trainer, plain_model, None)]
+        sides: Any = [
+            (RoundPipeTrainer, engine, engine.optim_parameters()),
+            (Trainer, plain_model, None),
+        ]
         for cls, model, copies in sides:
             first, *rest = copies or plain_model.parameters()
             groups = [{"params": rest}, {"params": [first], "lr": 0.02}]
@@ -77,7 +84,12 @@ def test_an_optimizer_and_a_scheduler_of_the_users() -> None:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
             trainers.append(trained(cls, model, ROWS, optimizers=(optimizer, scheduler)))
         pair = Pair(*trainers)
-        assert [entry["learning_rate"] for entry in logged(pair.ours)[:-1]] == [0.2, 0.1, 0.05, 0.025]
+        assert [entry["learning_rate"] for entry in logged(pair.ours)[:-1]] == [
+            0.2,
+            0.1,
+            0.05,
+            0.025,
+        ]
         assert_same(pair)
         for trainer in pair:
             trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
@@ -89,7 +101,9 @@ def test_an_optimizer_and_a_scheduler_of_the_users() -> None:
 def test_an_optimizer_is_made_again_with_the_model() -> None:
     """One that the trainer did not make is not silently replaced by its own."""
     trainer = make_trainer(RoundPipeTrainer, make_llama(tied=True), ROWS)
-    trainer.optimizer = torch.optim.SGD([master for _, master in trainer.optim_named_parameters()], lr=0.1)
+    trainer.optimizer = torch.optim.SGD(
+        [master for _, master in trainer.optim_named_parameters()], lr=0.1
+    )
     run(trainer)
     trainer.model.lm_head.weight.requires_grad_(False)
     with pytest.raises(ConfigError, match="its SGD was made.*optim_named_parameters"):
@@ -151,7 +165,10 @@ class Averages:
     def swapped(self, call: Callable[[], Any]) -> Any:
         self.flushed = [*getattr(self, "flushed", []), self.flushes()]
         current = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.average = {name: value.lerp((self.average or current)[name], 0.5) for name, value in current.items()}
+        self.average = {
+            name: value.lerp((self.average or current)[name], 0.5)
+            for name, value in current.items()
+        }
         self.model.load_state_dict(self.average)
         result = call()
         self.model.load_state_dict(current)
@@ -166,7 +183,9 @@ class Averages:
 
 
 @pytest.mark.parametrize("what", ["eval", "save"])
-def test_evaluating_and_saving_other_weights_meanwhile(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluating_and_saving_other_weights_meanwhile(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An override reads weights before evaluation or saving has begun."""
     settings: dict[str, Any] = {f"{what}_strategy": "steps", f"{what}_steps": 1}
     pair = make_both(MODELS["full"], ROWS, mixin=Averages, eval_dataset=ROWS[:4], **settings)
@@ -222,7 +241,8 @@ def count_flushes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_hyperparameter_search() -> None:
-    """Each trial on an engine of its own, the one before closed; the trials and their losses are the plain ones."""
+    """Each trial on an engine of its own, the one before closed; the trials and their losses are
+    the plain ones."""
     from optuna.samplers import GridSampler
 
     grid = {"learning_rate": [0.05, 0.5]}
@@ -245,7 +265,9 @@ def test_hyperparameter_search() -> None:
         found.append(
             trainer.hyperparameter_search(
                 hp_space=lambda trial: {
-                    "learning_rate": trial.suggest_categorical("learning_rate", grid["learning_rate"])
+                    "learning_rate": trial.suggest_categorical(
+                        "learning_rate", grid["learning_rate"]
+                    )
                 },
                 n_trials=2,
                 backend="optuna",
@@ -291,9 +313,14 @@ def test_tensorboard_gets_the_same_scalars() -> None:
         )
     ours, plain = (writer.scalars for writer in written)
     assert ours.keys() == plain.keys()
-    assert {"train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"} <= {name for name, _ in plain}
+    assert {"train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"} <= {
+        name for name, _ in plain
+    }
     for name in ("train/loss", "train/grad_norm", "eval/loss"):
-        mine, others = ([value for (key, _), value in scalars.items() if key == name] for scalars in (ours, plain))
+        mine, others = (
+            [value for (key, _), value in scalars.items() if key == name]
+            for scalars in (ours, plain)
+        )
         assert mine == pytest.approx(others, abs=1e-5)
 
 
@@ -308,14 +335,17 @@ class Hub:
 
     def upload_folder(self, folder_path: str, **_: Any) -> Any:
         weights = load_file(Path(folder_path) / "model.safetensors")
-        self.uploads.append({name: weight.clone() for name, weight in weights.items()})  # the file is written again
+        self.uploads.append(
+            {name: weight.clone() for name, weight in weights.items()}
+        )  # the file is written again
         done: Future[str] = Future()
         done.set_result("https://hub/commit")
         return done
 
 
 def test_push_to_hub_sends_every_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies in the folder when it is uploaded is the model of that step, at the end the trained one."""
+    """What lies in the folder when it is uploaded is the model of that step, at the end the trained
+    one."""
     hub = Hub()
     monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
     settings: dict[str, Any] = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 2}
@@ -342,14 +372,22 @@ class Repository(Hub):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
-def test_checkpoints_are_pushed_from_their_place(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_pushed_from_their_place(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whole, and under their own names, as the plain Trainer pushes them."""
     repositories = []
     for cls in (RoundPipeTrainer, Trainer):
         repositories.append(Repository())
         monkeypatch.setattr(transformers.trainer, "hf_api", lambda: repositories[-1])
         trained(
-            cls, MODELS["full"](), ROWS, push_to_hub=True, hub_strategy=strategy, save_steps=2, save_strategy="steps"
+            cls,
+            MODELS["full"](),
+            ROWS,
+            push_to_hub=True,
+            hub_strategy=strategy,
+            save_steps=2,
+            save_strategy="steps",
         )
     ours, plain = (repository.commits for repository in repositories)
     assert ours == plain
@@ -382,15 +420,25 @@ def test_generation_runs_on_the_weights_of_the_host() -> None:
         "generation_max_length": 20,
     }
     rows, made = [{k: v[:8] for k, v in row.items()} for row in ROWS], []
-    pipeline, plain = (PipelineSeq2SeqTrainer, PipelineSeq2SeqArguments), (Seq2SeqTrainer, Seq2SeqTrainingArguments)
+    pipeline, plain = (
+        (PipelineSeq2SeqTrainer, PipelineSeq2SeqArguments),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+    )
     for cls, arguments in (pipeline, plain):
         model: Any = make_llama(tied=True)
         model.config.pad_token_id = model.generation_config.pad_token_id = 0
-        trainer: Any = cls(model, arguments("out", **settings), train_dataset=rows, processing_class=None)
+        trainer: Any = cls(
+            model, arguments("out", **settings), train_dataset=rows, processing_class=None
+        )
         torch.manual_seed(0)
         trainer.train()
         prompt = rows[0]["input_ids"][None]
-        made.append((trainer.predict(rows[:3]), trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)))
+        made.append(
+            (
+                trainer.predict(rows[:3]),
+                trainer.model.generate(prompt, max_new_tokens=5, do_sample=False),
+            )
+        )
         if cls is PipelineSeq2SeqTrainer:
             trainer.model_wrapped.close()
     (ours, generated), (plain, expected) = made
@@ -404,7 +452,8 @@ def test_generation_runs_on_the_weights_of_the_host() -> None:
 
 @pytest.mark.slow
 def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch_compile` compiles the repeated blocks in the engine, and nothing of accelerate's compiles again."""
+    """`torch_compile` compiles the repeated blocks in the engine, and nothing of accelerate's
+    compiles again."""
     compiled, compile_ = [], torch.compile
 
     def traced_only(function: Any, **settings: Any) -> Any:
@@ -423,8 +472,14 @@ def test_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scaled_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Bound to a module, as kernels are. Not quite what the module's own does, so that it shows who was called."""
-    return 1.5 * self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    """Bound to a module, as kernels are. Not quite what the module's own does, so that it shows who
+    was called."""
+    return (
+        1.5
+        * self.weight
+        * x
+        * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+    )
 
 
 def patch_norms(model: Any, config: dict[str, bool]) -> None:
@@ -436,9 +491,13 @@ def patch_norms(model: Any, config: dict[str, bool]) -> None:
 
 @pytest.mark.slow
 def test_kernels_bound_to_modules_run_on_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`use_liger_kernel` without the library: what it binds to the model's modules computes with devices' copies."""
+    """`use_liger_kernel` without the library: what it binds to the model's modules computes with
+    devices' copies."""
     monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", patch_norms)
-    given: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+    given: dict[str, Any] = {
+        "use_liger_kernel": True,
+        "liger_kernel_config": {"fused_linear_cross_entropy": False},
+    }
     pair = train_both(MODELS["full"], ROWS, eval_dataset=ROWS[:5], eval_strategy="epoch", **given)
     assert_same(pair)
     without = trained(RoundPipeTrainer, MODELS["full"](), ROWS)
@@ -459,7 +518,12 @@ def test_tokens_that_are_no_padding_are_counted() -> None:
         }
     )
     assert_same(
-        train_both(MODELS["full"], rows, include_num_input_tokens_seen="non_padding", gradient_accumulation_steps=2)
+        train_both(
+            MODELS["full"],
+            rows,
+            include_num_input_tokens_seen="non_padding",
+            gradient_accumulation_steps=2,
+        )
     )
 
 
@@ -473,7 +537,11 @@ class Tuples(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         logits = self.layer(x)
-        return (nn.functional.cross_entropy(logits, labels), logits) if labels is not None else (logits,)
+        return (
+            (nn.functional.cross_entropy(logits, labels), logits)
+            if labels is not None
+            else (logits,)
+        )
 
 
 @pytest.mark.slow
@@ -518,12 +586,16 @@ def test_a_sequence_called_by_position(is_nested: bool) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         first = Named(4, 8)
-        return nn.Sequential(nn.Sequential(first) if is_nested else first, nn.Tanh(), nn.Linear(8, 3))
+        return nn.Sequential(
+            nn.Sequential(first) if is_nested else first, nn.Tanh(), nn.Linear(8, 3)
+        )
 
     generator = torch.Generator().manual_seed(5)
     rows = [{"x": torch.randn(4, generator=generator), "labels": index % 3} for index in range(11)]
     settings = {"remove_unused_columns": False, "label_names": ["labels"], "eval_strategy": "epoch"}
-    pair = train_both(make, rows, OfASequence, eval_dataset=rows[:5], gradient_accumulation_steps=2, **settings)
+    pair = train_both(
+        make, rows, OfASequence, eval_dataset=rows[:5], gradient_accumulation_steps=2, **settings
+    )
     assert_same(pair)
     ours, plain = (trainer.predict(rows[:4]) for trainer in pair)
     assert ours.predictions == pytest.approx(plain.predictions, abs=1e-5)

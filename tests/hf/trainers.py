@@ -1,5 +1,5 @@
-"""Runs the plain `Trainer` and `RoundPipeTrainer` on the same seed and compares what they did. The plain one is the
-oracle, run inside the test; nothing here knows how the pipeline works."""
+"""Runs the plain `Trainer` and `RoundPipeTrainer` on the same seed and compares what they did. The
+plain one is the oracle, run inside the test; nothing here knows how the pipeline works."""
 
 import inspect
 import weakref
@@ -24,7 +24,12 @@ MODELS: dict[str, MakeModel] = {
     "lora": make_lora_llama,
 }
 _PIPELINE = frozenset(PipelineArguments.__dataclass_fields__)
-_OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters) - {"self", "model", "args", "train_dataset"}
+_OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters) - {
+    "self",
+    "model",
+    "args",
+    "train_dataset",
+}
 _FROM_THE_CLOCK = ("runtime", "per_second", "preparation_time")
 # Two steps of fp32: rows are summed in another order.
 ROUNDING = 2.5e-7
@@ -39,12 +44,16 @@ class Pair(NamedTuple):
 def token_rows(count: int, kept: Sequence[int] = (2, 5, 9, 11, 12), seed: int = 0) -> list[Row]:
     """Rows of 12 random ids; the entries of ``kept`` say in turn how many labels a row keeps."""
     batch = llama_batch([kept[row % len(kept)] for row in range(count)], seed)
-    return [{"input_ids": batch.kwargs["input_ids"][row], "labels": batch.label[row]} for row in range(count)]
+    return [
+        {"input_ids": batch.kwargs["input_ids"][row], "labels": batch.label[row]}
+        for row in range(count)
+    ]
 
 
 def make_trainer(cls: type[Trainer], model: nn.Module, rows: Any, **settings: Any) -> Any:
-    """A quiet trainer with SGD that logs every step, into the test's own folder. ``settings`` are arguments of the
-    trainer, of its training arguments or of the pipeline; the plain Trainer does not get the latter."""
+    """A quiet trainer with SGD that logs every step, into the test's own folder. ``settings`` are
+    arguments of the trainer, of its training arguments or of the pipeline; the plain Trainer does
+    not get the latter."""
     is_ours = issubclass(cls, RoundPipeTrainer)
     of_trainer = {name: value for name, value in settings.items() if name in _OF_TRAINER}
     of_arguments = {
@@ -60,7 +69,9 @@ def make_trainer(cls: type[Trainer], model: nn.Module, rows: Any, **settings: An
         "use_cpu": True,
         "seed": 7,
     } | {
-        name: value for name, value in settings.items() if name not in of_trainer and (is_ours or name not in _PIPELINE)
+        name: value
+        for name, value in settings.items()
+        if name not in of_trainer and (is_ours or name not in _PIPELINE)
     }
     args: Any = (RoundPipeTrainingArguments if is_ours else TrainingArguments)(**of_arguments)
     if not is_ours:
@@ -82,18 +93,29 @@ def trained(cls: type[Trainer], model: nn.Module, rows: Any, **settings: Any) ->
 
 
 def make_both(make_model: MakeModel, rows: Any, mixin: type | None = None, **settings: Any) -> Pair:
-    """The same trainer twice. ``mixin`` is put before either class, as a user's subclass would override it."""
-    classes = [cls if mixin is None else type("Mixed", (mixin, cls), {}) for cls in (RoundPipeTrainer, Trainer)]
-    return Pair(*(make_trainer(cls, make_model(), rows, **{"devices": 3} | settings) for cls in classes))
+    """The same trainer twice. ``mixin`` is put before either class, as a user's subclass would
+    override it."""
+    classes = [
+        cls if mixin is None else type("Mixed", (mixin, cls), {})
+        for cls in (RoundPipeTrainer, Trainer)
+    ]
+    return Pair(
+        *(make_trainer(cls, make_model(), rows, **{"devices": 3} | settings) for cls in classes)
+    )
 
 
-def train_both(make_model: MakeModel, rows: Any, mixin: type | None = None, **settings: Any) -> Pair:
+def train_both(
+    make_model: MakeModel, rows: Any, mixin: type | None = None, **settings: Any
+) -> Pair:
     return Pair(*map(run, make_both(make_model, rows, mixin, **settings)))
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
     """What the user's model holds, tied weights once."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in trainer.model.named_parameters()}
+    return {
+        name: parameter.detach().cpu().clone()
+        for name, parameter in trainer.model.named_parameters()
+    }
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -105,12 +127,15 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def assert_same(pair: Pair, *, atol: float = 1e-5) -> None:
-    """The same keys and numbers in the log (losses ten times closer, rates exactly), and the same weights."""
+    """The same keys and numbers in the log (losses ten times closer, rates exactly), and the same
+    weights."""
     assert_same_logs(logged(pair.ours), logged(pair.plain), atol=atol)
     assert_same_weights(weights(pair.ours), weights(pair.plain), atol=atol)
 
 
-def assert_same_logs(ours: list[dict[str, float]], plain: list[dict[str, float]], *, atol: float = 1e-5) -> None:
+def assert_same_logs(
+    ours: list[dict[str, float]], plain: list[dict[str, float]], *, atol: float = 1e-5
+) -> None:
     assert [sorted(entry) for entry in ours] == [sorted(entry) for entry in plain]
     for mine, other in zip(ours, plain, strict=True):
         for key, value in other.items():
@@ -124,11 +149,18 @@ def assert_same_logs(ours: list[dict[str, float]], plain: list[dict[str, float]]
             )
 
 
-def assert_same_weights(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], *, atol: float = 1e-5) -> None:
+def assert_same_weights(
+    ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], *, atol: float = 1e-5
+) -> None:
     assert list(ours) == list(plain)
     for name, value in plain.items():
         torch.testing.assert_close(
-            ours[name], value, atol=atol, rtol=0.0, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            ours[name],
+            value,
+            atol=atol,
+            rtol=0.0,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 

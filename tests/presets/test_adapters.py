@@ -1,4 +1,5 @@
-"""Adapters of single parameters, as PEFT puts them on stacked experts: exact over microbatches and devices."""
+"""Adapters of single parameters, as PEFT puts them on stacked experts: exact over microbatches and
+devices."""
 
 import copy
 import threading
@@ -15,7 +16,9 @@ from engines import Engines, engine_gradients
 from preset_models import INPUTS, make_model, own_forward
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 
-MANY_STAGES = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
+MANY_STAGES = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
+)
 PATIENCE_S = 0.1
 
 
@@ -23,31 +26,38 @@ def adapted(name: str) -> Any:
     model = make_model(name)
     torch.manual_seed(3)
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False
+    )
     return get_peft_model(model, config)
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
 def test_adapters_of_experts(engines: Engines, name: str) -> None:
-    """Their forward writes to the parameter it adapts; the graphs of its neighbours in the layer must not notice."""
+    """Their forward writes to the parameter it adapts; the graphs of its neighbours in the layer
+    must not notice."""
     model, kwargs = adapted(name), INPUTS["padded left"]()
     theirs, expected = own_forward(copy.deepcopy(model), kwargs)
     assert any("experts" in parameter for parameter in expected)
     for devices, count in [(ONE, 1), (THREE, 3)]:
         engine = engines(model, devices)
         config = RoundPipeRunConfig(num_microbatch=count, execute_plan=MANY_STAGES)
-        loss = engine.forward_backward(input_kwargs=kwargs, loss_fn=lambda output, _: output.loss, run_config=config)
+        loss = engine.forward_backward(
+            input_kwargs=kwargs, loss_fn=lambda output, _: output.loss, run_config=config
+        )
         torch.testing.assert_close(loss, theirs.loss.detach(), rtol=0, atol=1e-6)
         gradients = engine_gradients(engine)
         assert gradients.keys() == expected.keys()
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter)
+            torch.testing.assert_close(
+                gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter
+            )
         engine.close()
 
 
 def test_nobody_finds_the_sum_of_another_in_the_cache(engines: Engines) -> None:
-    """torch's cache of parametrizations belongs to all threads: one that stays in keeps it full. Each waits here for
-    another to come in."""
+    """torch's cache of parametrizations belongs to all threads: one that stays in keeps it full.
+    Each waits here for another to come in."""
     model, met = adapted("qwen3-moe"), threading.Event()
     inside = threading.Semaphore(1)
 
@@ -65,7 +75,9 @@ def test_nobody_finds_the_sum_of_another_in_the_cache(engines: Engines) -> None:
             block.mlp.experts.base_layer.register_forward_pre_hook(enter)
             block.mlp.experts.base_layer.register_forward_hook(leave)
     # Where they may draw random numbers, layers on virtual devices wait for each other anyway.
-    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=MANY_STAGES, preserve_rng_state=False)
+    config = RoundPipeRunConfig(
+        num_microbatch=3, execute_plan=MANY_STAGES, preserve_rng_state=False
+    )
     engine = engines(model, THREE)
     engine.forward_backward(input_kwargs=INPUTS["labels"](), run_config=config)
     engine.synchronize()
@@ -115,6 +127,9 @@ def test_a_frozen_parameter_that_a_forward_changes_is_refused(engines: Engines) 
     """It would go on changing in plain PyTorch, and silently stand still here."""
     model = nn.Sequential(Averaging(), nn.Linear(4, 1))
     engine = engines(model)
-    with pytest.raises(ConfigError, match=r"Averaging.forward writes to its frozen parameter 'mean'.*register_buffer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Averaging.forward writes to its frozen parameter 'mean'.*register_buffer",
+    ):
         engine.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, _: output.sum())
     assert torch.equal(model[0].mean, torch.zeros(4))

@@ -43,13 +43,30 @@ from transformers import (
 
 from device_sets import THREE
 from engines import Engines
-from preset_models import CONFIGS, INPUTS, TINY, VOCABULARY, backward, gradients_of, make_model, own_forward, tokens
+from preset_models import (
+    CONFIGS,
+    INPUTS,
+    TINY,
+    VOCABULARY,
+    backward,
+    gradients_of,
+    make_model,
+    own_forward,
+    tokens,
+)
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import decoder, preset
 
-MANY_STAGES = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
+MANY_STAGES = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
+)
 
-_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 _NO_GROUPS = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -94,11 +111,18 @@ MORE: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "falcon-alibi": lambda: FalconConfig(**_SMALL, alibi=True),
     "gemma": lambda: GemmaConfig(**TINY, head_dim=8),
-    "mamba": lambda: MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, state_size=4),
+    "mamba": lambda: MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, state_size=4
+    ),
     "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2),
     "opt": lambda: OPTConfig(
-        **_SMALL, ffn_dim=48, max_position_embeddings=64, word_embed_proj_dim=32, pad_token_id=1, dropout=0.0
+        **_SMALL,
+        ffn_dim=48,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        pad_token_id=1,
+        dropout=0.0,
     ),
     "phi": lambda: PhiConfig(**TINY),
     "qwen3-next": lambda: Qwen3NextConfig(
@@ -127,8 +151,19 @@ def make(name: str) -> Any:
 def inputs_for(model: Any) -> list[dict[str, Any]]:
     """Those of the usual inputs that the model's forward knows."""
     known = inspect.signature(type(model).forward).parameters
-    wanted = ["labels", "padded left", "packed (B, S)", "inputs_embeds", "keep 3 logits", "num_items_in_batch"]
-    return [kwargs for name in wanted if not (kwargs := INPUTS[name]()).keys() - known.keys() - {"num_items_in_batch"}]
+    wanted = [
+        "labels",
+        "padded left",
+        "packed (B, S)",
+        "inputs_embeds",
+        "keep 3 logits",
+        "num_items_in_batch",
+    ]
+    return [
+        kwargs
+        for name in wanted
+        if not (kwargs := INPUTS[name]()).keys() - known.keys() - {"num_items_in_batch"}
+    ]
 
 
 def assert_runs_exactly(engines: Engines, name: str) -> None:
@@ -145,22 +180,29 @@ def assert_runs_exactly(engines: Engines, name: str) -> None:
         assert type(ours) is type(theirs)
         assert torch.equal(ours.logits, theirs.logits)
         assert ours.loss is theirs.loss is None or torch.equal(ours.loss, theirs.loss)
-        assert [name for name in gradients if not torch.equal(gradients[name], theirs_gradients[name])] == []
+        assert [
+            name for name in gradients if not torch.equal(gradients[name], theirs_gradients[name])
+        ] == []
     engine = engines(model, THREE)
     (theirs, theirs_gradients), kwargs = expected[1], batches[1]
     config = RoundPipeRunConfig(num_microbatch=3, execute_plan=MANY_STAGES)
-    loss = engine.forward_backward(input_kwargs=kwargs, loss_fn=lambda output, _: output.loss, run_config=config)
+    loss = engine.forward_backward(
+        input_kwargs=kwargs, loss_fn=lambda output, _: output.loss, run_config=config
+    )
     engine.synchronize()
     torch.testing.assert_close(loss, theirs.loss, rtol=0, atol=1e-6)
     gradients = gradients_of(engine.model)
     assert gradients.keys() == theirs_gradients.keys()
     for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, theirs_gradients[parameter], rtol=0, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(
+            gradient, theirs_gradients[parameter], rtol=0, atol=1e-6, msg=parameter
+        )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_unknown_decoders_run_exactly(engines: Engines, name: str) -> None:
-    """Layer by layer to the bit, and through the engine: windows, ALiBi, soft caps and scales without being told."""
+    """Layer by layer to the bit, and through the engine: windows, ALiBi, soft caps and scales
+    without being told."""
     assert_runs_exactly(engines, name)
 
 
@@ -178,7 +220,9 @@ def assert_refused(model: Any, caplog: pytest.LogCaptureFixture, reason: str) ->
     assert reason in record.getMessage()
 
 
-def test_models_of_another_shape_are_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_of_another_shape_are_refused_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Gemma 3n threads four streams through its blocks; BART's own loss shifts nothing."""
     streams = Gemma3nTextConfig(
         **TINY,
@@ -191,13 +235,20 @@ def test_models_of_another_shape_are_refused_with_the_reason(caplog: pytest.LogC
     )
     assert_refused(make_model(config=streams), caplog, "run in parts, its forward raises")
     unshifted = BartConfig(
-        vocab_size=VOCABULARY, d_model=32, decoder_ffn_dim=48, decoder_layers=3, decoder_attention_heads=4
+        vocab_size=VOCABULARY,
+        d_model=32,
+        decoder_ffn_dim=48,
+        decoder_layers=3,
+        decoder_attention_heads=4,
     )
     assert_refused(make_model(config=unshifted), caplog, "two microbatches")
 
 
-def test_a_forward_that_depends_on_more_is_refused_with_the_difference(caplog: pytest.LogCaptureFixture) -> None:
-    """Here the hidden states change between two blocks, then what leaves the last depends on the tokens."""
+def test_a_forward_that_depends_on_more_is_refused_with_the_difference(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Here the hidden states change between two blocks, then what leaves the last depends on the
+    tokens."""
 
     class Between(LlamaForCausalLM):
         """Its backbone adds to the hidden states half way."""
@@ -233,17 +284,26 @@ def test_a_forward_that_depends_on_more_is_refused_with_the_difference(caplog: p
             return output
 
     assert_refused(Between(CONFIGS["llama"]()), caplog, "changes the hidden states before block 1")
-    assert_refused(FromTokens(CONFIGS["llama"]()), caplog, "its logits differ from its own forward's by up to")
+    assert_refused(
+        FromTokens(CONFIGS["llama"]()), caplog, "its logits differ from its own forward's by up to"
+    )
 
 
-def test_parameters_that_the_forward_does_not_reach_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_that_the_forward_does_not_reach_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = make("phi3")
     model.extra = torch.nn.Linear(2, 2)
     assert_refused(model, caplog, "extra.weight")
 
 
-def test_models_that_are_no_decoders_are_passed_by_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    assert preset.cut(BertForSequenceClassification(BertConfig(**_SMALL, intermediate_size=48))) is None
+def test_models_that_are_no_decoders_are_passed_by_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert (
+        preset.cut(BertForSequenceClassification(BertConfig(**_SMALL, intermediate_size=48)))
+        is None
+    )
     assert not caplog.records
 
 

@@ -1,4 +1,5 @@
-"""What happens before the blocks: rotary embeddings that change with the length, noise and hooks on the embeddings.
+"""What happens before the blocks: rotary embeddings that change with the length, noise and hooks on
+the embeddings.
 
 The oracle is the model's own forward, in bf16 too: frequencies are fp32 buffers and must stay so.
 """
@@ -17,8 +18,13 @@ from preset_models import INPUTS, TINY, YARN_ROPE, make_model, own_forward, toke
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
 
-MANY_STAGES = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
-SHORT = {**TINY, "max_position_embeddings": 8}  # batches are longer, so that dynamic kinds change their frequencies
+MANY_STAGES = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
+)
+SHORT = {
+    **TINY,
+    "max_position_embeddings": 8,
+}  # batches are longer, so that dynamic kinds change their frequencies
 LONG_FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
@@ -35,13 +41,16 @@ def rotary_model(rope: str, dtype: torch.dtype, *, generic: bool = False) -> Any
 
 
 def both(engines: Engines, model: Any, *lengths: int) -> tuple[list[Any], Any, Any]:
-    """Logits of batches of these lengths, one after the other: the engine's and the model's. And its twin."""
+    """Logits of batches of these lengths, one after the other: the engine's and the model's. And
+    its twin."""
     twin = copy.deepcopy(model)
     engine = engines(model, ONE)
     pairs = []
     for length in lengths:
         with torch.no_grad():
-            ours = engine(tokens(2, length), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).logits
+            ours = engine(
+                tokens(2, length), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)
+            ).logits
             pairs.append((ours, twin(tokens(2, length), use_cache=False).logits))
     return pairs, model, twin
 
@@ -49,7 +58,8 @@ def both(engines: Engines, model: Any, *lengths: int) -> tuple[list[Any], Any, A
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rope", ROPES)
 def test_rotary_variants_are_the_models(engines: Engines, rope: str, dtype: torch.dtype) -> None:
-    """A longer batch changes the frequencies of a dynamic kind for those after it, a short one may change them back."""
+    """A longer batch changes the frequencies of a dynamic kind for those after it, a short one may
+    change them back."""
     pairs, model, twin = both(engines, rotary_model(rope, dtype), 6, 12, 10, 6)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     ours, theirs = model.model.rotary_emb, twin.model.rotary_emb
@@ -60,15 +70,21 @@ def test_rotary_variants_are_the_models(engines: Engines, rope: str, dtype: torc
 
 def test_rotary_variants_in_the_generic_preset(engines: Engines) -> None:
     """The last part runs the rotary embeddings a second time, which must not change them."""
-    pairs, model, twin = both(engines, rotary_model("longrope", torch.float32, generic=True), 6, 12, 10, 6)
+    pairs, model, twin = both(
+        engines, rotary_model("longrope", torch.float32, generic=True), 6, 12, 10, 6
+    )
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     assert torch.equal(model.model.rotary_emb.inv_freq, twin.model.rotary_emb.inv_freq)
 
 
 def test_microbatches_of_growing_length(engines: Engines) -> None:
-    """Dynamic frequencies in one round: each microbatch has those it would have in a loop, in the recompute too."""
+    """Dynamic frequencies in one round: each microbatch has those it would have in a loop, in the
+    recompute too."""
     model = rotary_model("dynamic", torch.float32)
-    parts = [{"input_ids": tokens(2, n), "labels": tokens(2, n), "num_items_in_batch": 50} for n in (6, 10, 12)]
+    parts = [
+        {"input_ids": tokens(2, n), "labels": tokens(2, n), "num_items_in_batch": 50}
+        for n in (6, 10, 12)
+    ]
     twin = copy.deepcopy(model)
     losses = [twin(**part, use_cache=False).loss for part in parts]
     sum(losses).backward()
@@ -92,7 +108,8 @@ def with_noise(model: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
 def test_noise_on_the_embeddings_is_the_models(name: str) -> None:
-    """NEFTune is a hook on the embeddings in training. Its noise is the first thing drawn, here as in the model."""
+    """NEFTune is a hook on the embeddings in training. Its noise is the first thing drawn, here as
+    in the model."""
     model = with_noise(make_model(name, config=Phi3Config(**TINY) if name == "phi3" else None))
     made = presets.cut(model)
     assert made is not None
@@ -111,10 +128,13 @@ def test_noise_is_the_same_in_the_recompute(engines: Engines) -> None:
         engine = engines(with_noise(make_model("llama")))
         torch.manual_seed(5)
         engine.forward_backward(
-            input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=plan)
+            input_kwargs=INPUTS["labels"](),
+            run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=plan),
         )
         engine.synchronize()
         gradients.append({name: p.grad for name, p in engine.model.named_parameters()})
     quiet, _ = own_forward(make_model("llama"), INPUTS["labels"]())
     assert quiet.loss is not None
-    assert [name for name in gradients[0] if not torch.equal(gradients[0][name], gradients[1][name])] == []
+    assert [
+        name for name in gradients[0] if not torch.equal(gradients[0][name], gradients[1][name])
+    ] == []

@@ -1,4 +1,5 @@
-"""Where only the loss is wanted the logits are never made; wherever somebody may look at them, they are.
+"""Where only the loss is wanted the logits are never made; wherever somebody may look at them, they
+are.
 
 The oracle is the model's own forward, whose loss is made of full logits.
 """
@@ -38,7 +39,9 @@ def chunked_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("name", [*LANGUAGE_MODELS, "phi3"])
-@pytest.mark.parametrize("inputs", ["padded left", "shift_labels", "ignore_index", "num_items_in_batch"])
+@pytest.mark.parametrize(
+    "inputs", ["padded left", "shift_labels", "ignore_index", "num_items_in_batch"]
+)
 def test_the_default_loss_needs_no_logits(
     engines: Engines, chunked_calls: list[torch.Size], name: str, inputs: str
 ) -> None:
@@ -51,14 +54,17 @@ def test_the_default_loss_needs_no_logits(
     assert chunked_calls == [(2, 12, 32)] * 2
     torch.testing.assert_close(loss, theirs.loss, rtol=1e-6, atol=1e-6)
     for parameter, gradient in gradients_of(engine.model).items():
-        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(
+            gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter
+        )
 
 
 @pytest.mark.parametrize("name", ["gemma2", "granite"])
 def test_logits_that_are_shaped_on_their_way_to_the_loss_are_made(
     engines: Engines, chunked_calls: list[torch.Size], name: str
 ) -> None:
-    """A soft cap, a scale: the generic preset does not know them, so it lets the model's forward make the loss."""
+    """A soft cap, a scale: the generic preset does not know them, so it lets the model's forward
+    make the loss."""
     model = make_model(config=GENERIC[name]())
     theirs, _ = own_forward(copy.deepcopy(model), INPUTS["labels"]())
     loss = engines(model).forward_backward(input_kwargs=INPUTS["labels"](), run_config=IN_TWO)
@@ -66,8 +72,11 @@ def test_logits_that_are_shaped_on_their_way_to_the_loss_are_made(
     torch.testing.assert_close(loss, theirs.loss, rtol=0, atol=1e-6)
 
 
-def test_logits_are_made_for_who_may_look_at_them(engines: Engines, chunked_calls: list[torch.Size]) -> None:
-    """A loss_fn of the caller's, returned outputs, forward, a head with an adapter or hook, another loss function."""
+def test_logits_are_made_for_who_may_look_at_them(
+    engines: Engines, chunked_calls: list[torch.Size]
+) -> None:
+    """A loss_fn of the caller's, returned outputs, forward, a head with an adapter or hook, another
+    loss function."""
     model = make_model("llama")
     engine = engines(model)
     labels, seen = INPUTS["labels"](), []
@@ -95,7 +104,8 @@ def test_logits_are_made_for_who_may_look_at_them(engines: Engines, chunked_call
 def test_skip_logits_says_so_where_the_engine_cannot_know(
     engines: Engines, chunked_calls: list[torch.Size], name: str
 ) -> None:
-    """The argument is Liger's. Also in evaluation, where nobody wants a batch of logits on the host."""
+    """The argument is Liger's. Also in evaluation, where nobody wants a batch of logits on the
+    host."""
     model = make_model(name, config=GENERIC[name]() if name in GENERIC else None)
     theirs, _ = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
     engine = engines(model)

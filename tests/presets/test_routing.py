@@ -1,7 +1,8 @@
-"""Mixture of experts: a recompute sends tokens where the forward sent them, and the auxiliary loss is the model's own.
+"""Mixture of experts: a recompute sends tokens where the forward sent them, and the auxiliary loss
+is the model's own.
 
-On the CPU a recompute repeats the forward to the bit, so a router is made here whose second answer differs from its
-first, as another kernel's rounding may make it.
+On the CPU a recompute repeats the forward to the bit, so a router is made here whose second answer
+differs from its first, as another kernel's rounding may make it.
 """
 
 import copy
@@ -40,8 +41,11 @@ class MoodyRouter:
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_recompute_chooses_the_experts_of_the_forward(engines: Engines, name: str, grain: str) -> None:
-    """Without the saved choice the second run would take others: the plain model, run twice, does."""
+def test_a_recompute_chooses_the_experts_of_the_forward(
+    engines: Engines, name: str, grain: str
+) -> None:
+    """Without the saved choice the second run would take others: the plain model, run twice,
+    does."""
     model = make_moe(name)
     engine = engines(model)
     block = model.model.layers[2].mlp
@@ -56,7 +60,9 @@ def test_a_recompute_chooses_the_experts_of_the_forward(engines: Engines, name: 
     moody.num_calls = 0
     engine.forward_backward(
         input_kwargs=INPUTS["labels"](),
-        run_config=RoundPipeRunConfig(num_microbatch=1, execute_plan=RECOMPUTED, recompute_grain=grain),
+        run_config=RoundPipeRunConfig(
+            num_microbatch=1, execute_plan=RECOMPUTED, recompute_grain=grain
+        ),
     )
     engine.synchronize()
     assert len(chosen) >= 2
@@ -66,16 +72,21 @@ def test_a_recompute_chooses_the_experts_of_the_forward(engines: Engines, name: 
 def test_routing_is_saved_for_each_microbatch(engines: Engines) -> None:
     model = make_moe("qwen3-moe")
     chosen: list[Tensor] = []
-    model.model.layers[2].mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].clone()))
+    model.model.layers[2].mlp.experts.register_forward_pre_hook(
+        lambda _, args: chosen.append(args[1].clone())
+    )
     engine = engines(model)
     engine.forward_backward(
-        input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=RECOMPUTED)
+        input_kwargs=INPUTS["labels"](),
+        run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=RECOMPUTED),
     )
     engine.synchronize()
     # The first forward may run with and without a graph; the last two are the recomputes.
     forwards, recomputes = chosen[:2], chosen[-2:]
     assert not torch.equal(forwards[0], forwards[1])
-    assert {tuple(c.flatten().tolist()) for c in forwards} == {tuple(c.flatten().tolist()) for c in recomputes}
+    assert {tuple(c.flatten().tolist()) for c in forwards} == {
+        tuple(c.flatten().tolist()) for c in recomputes
+    }
 
 
 @pytest.mark.parametrize("inputs", ["labels", "padded left"])
@@ -97,25 +108,31 @@ def test_the_auxiliary_loss_is_the_models_own(engines: Engines, name: str, input
     gradients = gradients_of(engine.model)
     assert torch.equal(loss, theirs.loss)
     assert torch.equal(ours.aux_loss, theirs.aux_loss)
-    assert all(torch.equal(a, b) for a, b in zip(ours.router_logits, theirs.router_logits, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.router_logits, theirs.router_logits, strict=True)
+    )
     assert gradients.keys() == expected.keys()
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[parameter], rtol=0, atol=1e-6, msg=parameter)
 
 
 def test_with_the_auxiliary_loss_the_batch_is_not_cut(engines: Engines) -> None:
-    """It is a product of two means over all rows, which no sum over microbatches gives; the config may ask for it."""
+    """It is a product of two means over all rows, which no sum over microbatches gives; the config
+    may ask for it."""
     model = make_moe("qwen3-moe")
     model.config.output_router_logits = True
     theirs, _ = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
     engine = engines(model, ONE)
     with pytest.warns(UserWarning, match="one microbatch"), torch.no_grad():
-        ours = engine(**INPUTS["padded left"](), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
+        ours = engine(
+            **INPUTS["padded left"](), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)
+        )
     assert torch.equal(ours.loss, theirs.loss)
 
 
 def test_experts_stay_stacked(engines: Engines) -> None:
-    """One parameter per matrix of all experts, as transformers keeps them, with the names of the model."""
+    """One parameter per matrix of all experts, as transformers keeps them, with the names of the
+    model."""
     engine = engines(make_moe("qwen3-moe"))
     masters = dict(engine.optim_named_parameters())
     assert masters["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 32)

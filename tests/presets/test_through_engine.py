@@ -1,7 +1,9 @@
-"""Through the engine a preset still is its model: loss, logits and gradients of the model's own forward.
+"""Through the engine a preset still is its model: loss, logits and gradients of the model's own
+forward.
 
-Bitwise where nothing is cut, to 1e-6 over microbatches; whatever the devices, plan, padding, packing and adapters. With
-dropout on there is no such oracle (the masks are the engine's own): all plans, grains and device counts agree instead.
+Bitwise where nothing is cut, to 1e-6 over microbatches; whatever the devices, plan, padding,
+packing and adapters. With dropout on there is no such oracle (the masks are the engine's own): all
+plans, grains and device counts agree instead.
 """
 
 import copy
@@ -32,7 +34,9 @@ from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 
 PRESETS = [*LANGUAGE_MODELS, "vit"]
 # Blocks are recomputed, apart from each other and together. All models here have five layers.
-MANY_STAGES = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
+MANY_STAGES = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
+)
 FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(5)])
 
 
@@ -55,10 +59,16 @@ def loss_of(output: Any, _: Any) -> Tensor:
     return output.loss
 
 
-def call(engine: Any, kwargs: dict[str, Any], cut: Cut, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
+def call(
+    engine: Any, kwargs: dict[str, Any], cut: Cut, **settings: Any
+) -> tuple[Any, dict[str, Tensor]]:
     """Output and gradients of one `forward_backward`."""
-    config = RoundPipeRunConfig(num_microbatch=cut.num_microbatch, execute_plan=cut.plan, **settings)
-    loss, output = engine.forward_backward(input_kwargs=kwargs, loss_fn=loss_of, return_outputs=True, run_config=config)
+    config = RoundPipeRunConfig(
+        num_microbatch=cut.num_microbatch, execute_plan=cut.plan, **settings
+    )
+    loss, output = engine.forward_backward(
+        input_kwargs=kwargs, loss_fn=loss_of, return_outputs=True, run_config=config
+    )
     engine.synchronize()
     torch.testing.assert_close(loss, output.loss, rtol=0, atol=1e-6)
     gradients = gradients_of(engine.model)
@@ -79,7 +89,9 @@ def assert_is_model(engines: Engines, model: Any, batches: list[dict[str, Any]],
         torch.testing.assert_close(ours.loss, theirs.loss, rtol=0, atol=1e-6)
         torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=1e-6)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, theirs_gradients[name], rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                gradient, theirs_gradients[name], rtol=0, atol=1e-6, msg=name
+            )
 
 
 # --- adapters ---
@@ -98,7 +110,14 @@ def adapted(preset: str, kind: str) -> Any:
     settings: dict[str, Any] = {"modules_to_save": saved} if kind == "modules_to_save" else {}
     torch.manual_seed(3)
     return get_peft_model(
-        model, LoraConfig(r=2, target_modules=attention, use_dora=kind == "dora", init_lora_weights=False, **settings)
+        model,
+        LoraConfig(
+            r=2,
+            target_modules=attention,
+            use_dora=kind == "dora",
+            init_lora_weights=False,
+            **settings,
+        ),
     )
 
 
@@ -110,12 +129,21 @@ def base_inputs(preset: str, *names: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_padded_batches(engines: Engines, preset: str) -> None:
     assert_is_model(engines, model_of(preset), base_inputs(preset, "padded left"), WHOLE)
-    assert_is_model(engines, model_of(preset), base_inputs(preset, "padded left", "padded right"), IN_THREE_ON_THREE)
+    assert_is_model(
+        engines,
+        model_of(preset),
+        base_inputs(preset, "padded left", "padded right"),
+        IN_THREE_ON_THREE,
+    )
 
 
-@pytest.mark.parametrize(("preset", "kind"), [("gpt2", "lora"), ("qwen3-moe", "dora"), ("vit", "modules_to_save")])
+@pytest.mark.parametrize(
+    ("preset", "kind"), [("gpt2", "lora"), ("qwen3-moe", "dora"), ("vit", "modules_to_save")]
+)
 def test_adapters(engines: Engines, preset: str, kind: str) -> None:
-    assert_is_model(engines, adapted(preset, kind), base_inputs(preset, "labels"), IN_THREE_ON_THREE)
+    assert_is_model(
+        engines, adapted(preset, kind), base_inputs(preset, "labels"), IN_THREE_ON_THREE
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +151,11 @@ def test_adapters(engines: Engines, preset: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "lora", "dora", "modules_to_save"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_whole_grid(engines: Engines, preset: str, kind: str, cut: Cut) -> None:
-    names = ["labels", "padded left", "padded right", "packed (B, S)"] if preset != "vit" else ["labels"]
+    names = (
+        ["labels", "padded left", "padded right", "packed (B, S)"]
+        if preset != "vit"
+        else ["labels"]
+    )
     assert_is_model(engines, adapted(preset, kind), base_inputs(preset, *names), cut)
 
 
@@ -135,23 +167,41 @@ WITH_DROPOUT: dict[str, Any] = {
     "gpt-oss": lambda: make_model("gpt-oss", config=tiny_gpt_oss(attention_dropout=0.2)),
     "gpt2": lambda: make_model(config=tiny_gpt2(resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2)),
     "vit": lambda: make_vit(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2),
-    "generic": lambda: make_model(config=PhiConfig(**TINY, embd_pdrop=0.2, resid_pdrop=0.2, attention_dropout=0.2)),
+    "generic": lambda: make_model(
+        config=PhiConfig(**TINY, embd_pdrop=0.2, resid_pdrop=0.2, attention_dropout=0.2)
+    ),
 }
 
 
 @pytest.mark.parametrize("preset", WITH_DROPOUT)
 def test_dropout_does_not_depend_on_how_the_call_is_cut_up(engines: Engines, preset: str) -> None:
-    """Bitwise: fused as one stage, recomputed stage by stage or layer by layer, on one device or three."""
+    """Bitwise: fused as one stage, recomputed stage by stage or layer by layer, on one device or
+    three."""
     runs = []
-    for devices, plan, grain in [(ONE, FUSED, "stage"), (ONE, MANY_STAGES, "layer"), (THREE, MANY_STAGES, "stage")]:
+    for devices, plan, grain in [
+        (ONE, FUSED, "stage"),
+        (ONE, MANY_STAGES, "layer"),
+        (THREE, MANY_STAGES, "stage"),
+    ]:
         model = WITH_DROPOUT[preset]()
         engine = engines(model, devices)
         torch.manual_seed(7)
-        runs.append(call(engine, inputs_of(model, "padded left"), Cut(3, devices, plan), recompute_grain=grain))
+        runs.append(
+            call(
+                engine,
+                inputs_of(model, "padded left"),
+                Cut(3, devices, plan),
+                recompute_grain=grain,
+            )
+        )
     (first, first_gradients), *others = runs
-    plain, _ = own_forward(WITH_DROPOUT[preset]().eval(), inputs_of(WITH_DROPOUT[preset](), "padded left"))
+    plain, _ = own_forward(
+        WITH_DROPOUT[preset]().eval(), inputs_of(WITH_DROPOUT[preset](), "padded left")
+    )
     assert not torch.allclose(first.logits, plain.logits)
     for output, gradients in others:
         assert torch.equal(output.loss, first.loss)
         assert torch.equal(output.logits, first.logits)
-        assert [name for name in gradients if not torch.equal(gradients[name], first_gradients[name])] == []
+        assert [
+            name for name in gradients if not torch.equal(gradients[name], first_gradients[name])
+        ] == []

@@ -1,4 +1,5 @@
-"""What an engine measures while it runs, with a clock that only moves when a layer, a loss or a copy says so."""
+"""What an engine measures while it runs, with a clock that only moves when a layer, a loss or a
+copy says so."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -64,7 +65,9 @@ class Slow(nn.Module):
     def __init__(self, clock: Clock) -> None:
         super().__init__()
         self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
-        self._clock = SimpleNamespace(clock=clock)  # not a module's own state, so that nothing copies it
+        self._clock = SimpleNamespace(
+            clock=clock
+        )  # not a module's own state, so that nothing copies it
 
     def forward(self, hidden: Tensor) -> Tensor:
         self._clock.clock.pass_by(FORWARD_MS)
@@ -90,8 +93,11 @@ def costs_after(engine: RoundPipe, clock: Clock, calls: int, **settings: Any) ->
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
-def test_every_part_of_every_layer_has_the_time_it_takes(grain: str, clock: Clock, engines: Engines) -> None:
-    """The loss counts with the last layer's backward. What a fused stage never recomputes is taken from its like."""
+def test_every_part_of_every_layer_has_the_time_it_takes(
+    grain: str, clock: Clock, engines: Engines
+) -> None:
+    """The loss counts with the last layer's backward. What a fused stage never recomputes is taken
+    from its like."""
     engine = engines(nn.Sequential(*(Slow(clock) for _ in range(4))), ONE)
     costs = costs_after(engine, clock, 4, execute_plan=PLAN, recompute_grain=grain)
     assert costs.forward == pytest.approx([FORWARD_MS] * 4)
@@ -107,14 +113,18 @@ def test_nothing_is_timed_below_the_first_layer_that_trains(clock: Clock, engine
     assert costs.backward == pytest.approx([0, 0, 0, BACKWARD_MS + LOSS_MS])
 
 
-def test_the_first_call_which_compiles_and_allocates_is_not_timed(clock: Clock, engines: Engines) -> None:
+def test_the_first_call_which_compiles_and_allocates_is_not_timed(
+    clock: Clock, engines: Engines
+) -> None:
     engine = engines(nn.Sequential(*(Slow(clock) for _ in range(4))), ONE)
     estimate = engine.planner.measured().costs()
     costs = costs_after(engine, clock, 1, execute_plan=PLAN)
     assert (costs.forward, costs.backward) == (estimate.forward, estimate.backward)
 
 
-def test_copy_rates_are_measured_each_way(clock: Clock, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_rates_are_measured_each_way(
+    clock: Clock, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy_ = VirtualLane.copy_
 
     def slow_copy(self: VirtualLane, target: Tensor, source: Tensor) -> None:
@@ -141,7 +151,9 @@ def test_updates_are_timed(engines: Engines) -> None:
     assert engine.planner.problem("fused", MICROBATCHES)[1].optimizer_ms not in (0.0, guessed)
 
 
-def test_calls_that_are_not_timed_mark_nothing(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_not_timed_mark_nothing(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hot path pays nothing."""
     marks: list[int] = []
     monkeypatch.setattr(VirtualLane, "mark", counted(VirtualLane.mark, marks))
@@ -156,7 +168,9 @@ def test_calls_that_are_not_timed_mark_nothing(engines: Engines, monkeypatch: py
     assert [number for number, count in enumerate(per_call, 1) if count] == [2, 3, 4, 16]
 
 
-def counted(mark: Callable[[VirtualLane], object], marks: list[int]) -> Callable[[VirtualLane], object]:
+def counted(
+    mark: Callable[[VirtualLane], object], marks: list[int]
+) -> Callable[[VirtualLane], object]:
     def wrapped(self: VirtualLane) -> object:
         marks.append(1)
         return mark(self)
@@ -183,7 +197,9 @@ def test_plans_that_follow_measurements_change_no_bit(engines: Engines) -> None:
     assert len(plans) > 2
 
 
-def test_only_the_first_call_of_a_shape_waits_for_its_plan(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_call_of_a_shape_waits_for_its_plan(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Later plans are made while devices are busy with the call that has gone before."""
     happened: list[str] = []
 
@@ -192,7 +208,9 @@ def test_only_the_first_call_of_a_shape_waits_for_its_plan(engines: Engines, mon
 
     monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", noted("plan", plan_for))
     monkeypatch.setattr(Pipeline, "start", noted("start", Pipeline.start))
-    engine = engines(make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES))
+    engine = engines(
+        make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES)
+    )
     for rows in (8, 8, 8, 8, 8, 800, 8):
         run_batch(engine, mlp_batch(rows))
         engine.synchronize()

@@ -54,8 +54,14 @@ class HeldBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._alive: dict[int, Any] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         outputs = function(*args, **(kwargs or {}))
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.untyped_storage().data_ptr() not in given:
@@ -76,7 +82,8 @@ class HeldBytes(TorchDispatchMode):
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, HeldBytes]]:
-    """What work on each device holds there, uploads left out. Counts for the devices that are put in by name."""
+    """What work on each device holds there, uploads left out. Counts for the devices that are put
+    in by name."""
     counters: dict[str, HeldBytes] = {}
 
     def counted(method: Callable[..., None]) -> Callable[..., None]:
@@ -121,12 +128,15 @@ def make_engine(
 def run(engine: RoundPipe, plan: ModelExecutePlan | None, grain: Any = None) -> None:
     config = RoundPipeRunConfig(execute_plan=plan, recompute_grain=grain)
     x = torch.randn(ROWS * engine.default_num_microbatch, WIDTH)
-    engine.forward_backward((x,), loss_fn=lambda output, _: output.square().sum(), run_config=config)
+    engine.forward_backward(
+        (x,), loss_fn=lambda output, _: output.square().sum(), run_config=config
+    )
     engine.synchronize()
 
 
 def counted_peaks(engine: RoundPipe, held: dict[str, HeldBytes], *args: Any) -> list[int]:
-    """The peak of a warm call on each device, slots included. As many calls as bring every stage run to every device."""
+    """The peak of a warm call on each device, slots included. As many calls as bring every stage
+    run to every device."""
     count = len(engine.devices)
     for _ in range(count):
         run(engine, *args)
@@ -173,19 +183,23 @@ def test_the_fullest_of_several_devices_is_within_a_tenth(
 @pytest.mark.usefixtures("nothing_stays")
 @pytest.mark.parametrize("name", ["one fused stage", "many inputs kept"])
 @pytest.mark.parametrize(
-    "setting", [{"frozen": range(3)}, {"base_frozen": True}, {"frozen": range(3), "base_frozen": True}]
+    "setting",
+    [{"frozen": range(3)}, {"base_frozen": True}, {"frozen": range(3), "base_frozen": True}],
 )
 def test_frozen_parts_are_counted_as_what_they_are(
     setting: dict[str, Any], name: str, engines: Engines, held: dict[str, HeldBytes]
 ) -> None:
-    """Layers below the first trained one keep nothing; adapters over frozen weights have small sums."""
+    """Layers below the first trained one keep nothing; adapters over frozen weights have small
+    sums."""
     engine = make_engine(engines, **setting)
     (peak,) = counted_peaks(engine, held, PLANS[name])
     assert peak == pytest.approx(predicted(engine, PLANS[name]).bytes.total, rel=0.1)
 
 
 @pytest.mark.usefixtures("nothing_stays")
-def test_groups_of_devices_are_predicted_one_by_one(engines: Engines, held: dict[str, HeldBytes]) -> None:
+def test_groups_of_devices_are_predicted_one_by_one(
+    engines: Engines, held: dict[str, HeldBytes]
+) -> None:
     """Two devices, each with half of the microbatches of every stage."""
     engine, plan = make_engine(engines, 2), PLANS["many inputs kept"].shared(2)
     peaks = counted_peaks(engine, held, plan)
@@ -204,7 +218,9 @@ class Telling(VirtualDevice):
 
 
 @pytest.mark.usefixtures("nothing_stays")
-def test_inputs_that_wait_on_the_host_are_not_on_the_device(engines: Engines, held: dict[str, HeldBytes]) -> None:
+def test_inputs_that_wait_on_the_host_are_not_on_the_device(
+    engines: Engines, held: dict[str, HeldBytes]
+) -> None:
     """Many microbatches, so that kept inputs would be most of what a device holds."""
     plan, peaks = PLANS["many inputs kept"], []
     for device in (VirtualDevice(0), Telling(1)):
@@ -231,20 +247,24 @@ def test_slots_that_stay_are_counted(engines: Engines) -> None:
 
 
 def test_graphs_and_inputs_of_all_layers_are_measured_in_the_first_call(engines: Engines) -> None:
-    """In forward stage runs, where nothing is kept, as in the fused stage: equal layers have equal graphs."""
+    """In forward stage runs, where nothing is kept, as in the fused stage: equal layers have equal
+    graphs."""
     engine = make_engine(engines)
     assert not engine.planner.measured().knows_graphs
     run(engine, PLANS["half fused"])
     costs = engine.planner.measured().costs()
     assert engine.planner.measured().knows_graphs
     assert set(costs.input_bytes) == {4 * ROWS * WIDTH}
-    # The first layer's input may be the caller's own memory, and the loss counts with the last layer.
+    # The first layer's input may be the caller's own memory, and the loss counts with the last
+    # layer.
     assert len(set(costs.saved_bytes[1:-1])) == 1
     assert costs.saved_bytes[0] <= costs.saved_bytes[1] < costs.saved_bytes[-1]
 
 
 @pytest.mark.usefixtures("nothing_stays")
-def test_a_plan_made_from_measurements_keeps_within_its_limit(engines: Engines, held: dict[str, HeldBytes]) -> None:
+def test_a_plan_made_from_measurements_keeps_within_its_limit(
+    engines: Engines, held: dict[str, HeldBytes]
+) -> None:
     """Asked for half of what one fused stage would take."""
     engine = make_engine(engines)
     run(engine, PLANS["half fused"])
@@ -254,6 +274,8 @@ def test_a_plan_made_from_measurements_keeps_within_its_limit(engines: Engines, 
     plan = ModelExecutePlan.auto("fused", tight)
     assert isinstance(plan, ModelExecutePlan)
     assert predicted(tight, plan).bytes.total <= limit
-    fresh = make_engine(engines, [VirtualDevice(0, int(limit / 0.9))])  # without the other plan's slots
+    fresh = make_engine(
+        engines, [VirtualDevice(0, int(limit / 0.9))]
+    )  # without the other plan's slots
     (peak,) = counted_peaks(fresh, held, plan)
     assert peak <= 1.1 * limit

@@ -1,4 +1,5 @@
-"""Schedules on devices with a fake clock: the pictures they promise, and how much of the time devices wait."""
+"""Schedules on devices with a fake clock: the pictures they promise, and how much of the time
+devices wait."""
 
 import random
 from dataclasses import replace
@@ -16,7 +17,9 @@ from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused
 from roundpipe.plan.simulate import Timeline, rounds_in_a_row, simulate, steady_state
 
-PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
+)
 # A forward stage run takes 2 ms for each microbatch, a fused or backward stage run 4.
 COSTS = LayerCosts(forward=(1.0,) * 6, backward=(1.0,) * 6)
 
@@ -26,7 +29,8 @@ def two_calls(num_devices: int, *, overlaps: bool, costs: LayerCosts = COSTS) ->
     return simulate(rounds_in_a_row(fused_passes(PLAN, 0), workload, 2), costs, overlaps=overlaps)
 
 
-# Two calls. A column is 2 ms. Async: the second call begins once X2.1, the last loss of the first, is known.
+# Two calls. A column is 2 ms. Async: the second call begins once X2.1, the last loss of the first,
+# is known.
 TIMELINES = {
     (1, "sync"): """
 0: F0.0 F0.1 F1.0 F1.1 X2.0 ---- X2.1 ---- B3.0 ---- B3.1 ---- B4.0 ---- B4.1 ---- F0.0 F0.1 F1.0 F1.1 X2.0 ---- \
@@ -77,7 +81,8 @@ def test_figures_of_a_timeline() -> None:
 
 
 def test_a_compute_waits_for_its_upload_and_an_upload_for_a_slot() -> None:
-    """1 ms for each layer's weights. Two stages fit: the third goes up when the first is released, at 6 ms."""
+    """1 ms for each layer's weights. Two stages fit: the third goes up when the first is released,
+    at 6 ms."""
     costs = LayerCosts(
         forward=(1.0,) * 6,
         backward=(1.0,) * 6,
@@ -97,7 +102,9 @@ def test_a_compute_waits_for_its_upload_and_an_upload_for_a_slot() -> None:
 
 
 def test_a_schedule_that_waits_for_itself_is_reported() -> None:
-    (whole,) = rounds_in_a_row(fused_passes(PLAN, 0), Workload(num_devices=1, num_microbatches=2), 1)
+    (whole,) = rounds_in_a_row(
+        fused_passes(PLAN, 0), Workload(num_devices=1, num_microbatches=2), 1
+    )
     computes = [action for action in whole.actions[0] if action.stage_run.pass_.value != "F"]
     broken = Schedule(stage_runs=whole.stage_runs, actions=(tuple(computes),), next_device=0)
     with pytest.raises(InternalError, match=r"waits for itself.*X2\.0@0"):
@@ -115,29 +122,45 @@ def test_the_quick_prediction_is_what_the_simulation_does(overlaps: bool) -> Non
             forward=tuple(draws.random() for _ in range(num_layers)),
             backward=tuple(2 * draws.random() for _ in range(num_layers)),
         )
-        cut = Sizes(random_sizes(draws, num_layers - fused), fused, random_sizes(draws, num_layers - fused))
-        workload = Workload(num_devices=draws.randint(1, 5), num_microbatches=draws.randint(1, 9), overlaps=overlaps)
+        cut = Sizes(
+            random_sizes(draws, num_layers - fused), fused, random_sizes(draws, num_layers - fused)
+        )
+        workload = Workload(
+            num_devices=draws.randint(1, 5), num_microbatches=draws.randint(1, 9), overlaps=overlaps
+        )
         passes = cut.passes(num_layers, 0)
         simulated = steady_state(passes, costs, workload).round_ms
-        assert predicted_ms(passes, StageSums(costs), workload) == pytest.approx(simulated), (cut, workload)
+        assert predicted_ms(passes, StageSums(costs), workload) == pytest.approx(simulated), (
+            cut,
+            workload,
+        )
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["sync", "async"])
 def test_stages_in_shares_take_as_long_as_the_group_with_the_largest_share(overlaps: bool) -> None:
     """One device in each of three groups, or two in each of two."""
     for num_devices, count, num_microbatches in ((3, 3, 6), (3, 3, 8), (4, 2, 6), (4, 2, 5)):
-        workload = Workload(num_devices=num_devices, num_microbatches=num_microbatches, overlaps=overlaps)
+        workload = Workload(
+            num_devices=num_devices, num_microbatches=num_microbatches, overlaps=overlaps
+        )
         (passes,) = PLAN.shared(count).rounds("fused")
         simulated = steady_state(passes, COSTS, workload).round_ms
         assert step_ms(PLAN.shared(count), "fused", COSTS, workload) == pytest.approx(simulated)
 
 
-@pytest.mark.parametrize(("fetch_ms", "begin_ms"), [(3, [24, 28, 32]), (8, [24, 28, 36]), (14, [26, 40, 54])])
+@pytest.mark.parametrize(
+    ("fetch_ms", "begin_ms"), [(3, [24, 28, 32]), (8, [24, 28, 36]), (14, [26, 40, 54])]
+)
 def test_inputs_on_the_host_come_back_beside_computes(fetch_ms: int, begin_ms: list[int]) -> None:
-    """They begin at 12 ms, when the stage has its slots, and the fused stage computes until 24: only slow ones show."""
+    """They begin at 12 ms, when the stage has its slots, and the fused stage computes until 24:
+    only slow ones show."""
     costs = replace(COSTS, input_bytes=(1000 * fetch_ms,) * 6, up_ms_per_byte=0.001)
     schedule = round_robin(
-        fused_passes(PLAN, 0), num_devices=1, num_microbatches=3, first_device=0, spilled=frozenset({2})
+        fused_passes(PLAN, 0),
+        num_devices=1,
+        num_microbatches=3,
+        first_device=0,
+        spilled=frozenset({2}),
     )
     spans = {repr(span.action): span for span in simulate([schedule], costs, overlaps=False).spans}
     assert spans["GB3.0@0"].start_ms == 12
@@ -154,7 +177,8 @@ def random_sizes(draws: random.Random, total: int) -> tuple[int, ...]:
 
 
 class Published(NamedTuple):
-    """Per-layer milliseconds at 8,192 tokens on an RTX 4090, and the bubbles a round-robin plan reached with them.
+    """Per-layer milliseconds at 8,192 tokens on an RTX 4090, and the bubbles a round-robin plan
+    reached with them.
 
     With 8 devices and 16 microbatches; backward without recompute.
     """

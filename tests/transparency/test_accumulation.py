@@ -1,4 +1,5 @@
-"""Gradients of several calls add up until the next step; nothing is rescaled, nothing leaks into the next window."""
+"""Gradients of several calls add up until the next step; nothing is rescaled, nothing leaks into
+the next window."""
 
 import copy
 import threading
@@ -22,11 +23,15 @@ def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
 def test_three_calls_give_the_sum_of_three_single_gradients(
     case: ModelCase, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Each call is summed from zero, then added: bitwise that grouping, and plain accumulation up to rounding."""
+    """Each call is summed from zero, then added: bitwise that grouping, and plain accumulation up
+    to rounding."""
     model = case.make()
     plain = copy.deepcopy(model)
     batches = [case.batch(4, seed) for seed in range(3)]
-    singles = [plain_call(copy.deepcopy(model), batch.split(2), batch.loss_fn).gradients for batch in batches]
+    singles = [
+        plain_call(copy.deepcopy(model), batch.split(2), batch.loss_fn).gradients
+        for batch in batches
+    ]
     grouped = {name: singles[0][name] + singles[1][name] + singles[2][name] for name in singles[0]}
     for batch in batches:
         for args, kwargs, label in batch.split(2):
@@ -41,7 +46,9 @@ def test_three_calls_give_the_sum_of_three_single_gradients(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_windows_of_unequal_length_train_as_the_reference(is_async: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_windows_of_unequal_length_train_as_the_reference(
+    is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp()
     reference = Reference(model, sgd, staleness=int(is_async))
     engine = engines(model, devices)
@@ -66,7 +73,9 @@ def test_zero_grad_drops_what_was_not_stepped(devices: DeviceSet, engines: Engin
     run_batch(engine, first, 2)
     engine.synchronize()
     engine.zero_grad()
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    assert all(
+        parameter.grad is None or not parameter.grad.any() for parameter in model.parameters()
+    )
     assert not any(gradient.any() for gradient in engine_gradients(engine).values())
     run_batch(engine, second, 2)
     devices.check(engine_gradients(engine), expected)
@@ -103,15 +112,19 @@ def test_edits_of_the_copies_in_grad_are_ignored(devices: DeviceSet, engines: En
 def test_low_precision_gradients_of_several_calls_are_summed_in_fp32(
     grad_dtype: torch.dtype | None, engines: Engines
 ) -> None:
-    """Each call's gradient is rounded once, to `grad_dtype`; the sum over calls is not rounded again.
+    """Each call's gradient is rounded once, to `grad_dtype`; the sum over calls is not rounded
+    again.
 
-    Forty equal calls: summed in bf16 the total would stick at a multiple far below forty. Virtual devices only, where
-    bf16 products are the oracle's to the bit.
+    Forty equal calls: summed in bf16 the total would stick at a multiple far below forty. Virtual
+    devices only, where bf16 products are the oracle's to the bit.
     """
     batch = mlp_batch(rows=4)
     batch = batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16())
     reference = Reference(
-        make_mlp().bfloat16(), sgd, optim_dtype=torch.float32, grad_dtype=grad_dtype or torch.bfloat16
+        make_mlp().bfloat16(),
+        sgd,
+        optim_dtype=torch.float32,
+        grad_dtype=grad_dtype or torch.bfloat16,
     )
     engine = engines(make_mlp().bfloat16(), TWO, optim_dtype=torch.float32, grad_dtype=grad_dtype)
     optimizer = sgd(engine.optim_parameters())
@@ -124,7 +137,8 @@ def test_low_precision_gradients_of_several_calls_are_summed_in_fp32(
 
 
 def test_freezing_a_weight_behind_its_calls_changes_nothing_of_their_sum(engines: Engines) -> None:
-    """Calls are added up later, by the optimizer thread: in the precision that masters have in any case."""
+    """Calls are added up later, by the optimizer thread: in the precision that masters have in any
+    case."""
 
     def train(*, freezes: bool) -> list[torch.Tensor]:
         model = make_mlp().bfloat16()
@@ -134,7 +148,11 @@ def test_freezing_a_weight_behind_its_calls_changes_nothing_of_their_sum(engines
         engine.step(lambda: gate.wait(PATIENCE_S), is_async=True)
         for seed in range(3):
             batch = mlp_batch(rows=4, seed=seed)
-            run_batch(engine, batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16()), 2)
+            run_batch(
+                engine,
+                batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16()),
+                2,
+            )
         for parameter in model.parameters():
             parameter.requires_grad_(not freezes)
         gate.set()

@@ -1,4 +1,5 @@
-"""On the adversarial device a missing wait fails every time, whatever the seed; with all waits nothing changes.
+"""On the adversarial device a missing wait fails every time, whatever the seed; with all waits
+nothing changes.
 
 First its rules, one by one, on a bare lane; then every wait of the engine is taken out, one by one.
 """
@@ -25,7 +26,15 @@ from roundpipe.testing.adversarial import AdversarialDevice, AdversarialEvent, A
 from roundpipe.testing.ordering import poison
 
 SEEDS = range(3)
-ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+ALL_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)
 
 
 @pytest.fixture(params=SEEDS)
@@ -39,7 +48,11 @@ def is_poison(tensor: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_poison_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
-    for tensor in (torch.zeros(4, 3, dtype=dtype), torch.zeros(3, 4, dtype=dtype).T, torch.zeros((), dtype=dtype)):
+    for tensor in (
+        torch.zeros(4, 3, dtype=dtype),
+        torch.zeros(3, 4, dtype=dtype).T,
+        torch.zeros((), dtype=dtype),
+    ):
         poison(tensor)
         assert tensor.isnan().all() if dtype.is_floating_point else (tensor != 0).all()
     poison(torch.empty(0, dtype=dtype))
@@ -116,7 +129,9 @@ def test_a_source_may_be_written_after_the_copy(device: AdversarialDevice) -> No
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_copy_of_what_a_lane_made_must_wait_for_that_lane(waits: bool, device: AdversarialDevice) -> None:
+def test_a_copy_of_what_a_lane_made_must_wait_for_that_lane(
+    waits: bool, device: AdversarialDevice
+) -> None:
     """[3]"""
     target = torch.zeros(3)
     with device.compute.work():
@@ -169,7 +184,9 @@ def test_a_target_must_not_be_in_use(waits: bool, device: AdversarialDevice) -> 
 
 
 @pytest.mark.parametrize("lends", [False, True])
-def test_memory_freed_during_the_copy_must_have_been_lent(lends: bool, device: AdversarialDevice) -> None:
+def test_memory_freed_during_the_copy_must_have_been_lent(
+    lends: bool, device: AdversarialDevice
+) -> None:
     """[4]"""
     target = torch.zeros(3)
     with device.compute.work():
@@ -250,27 +267,36 @@ def test_the_seed_decides_the_order_of_copies_that_have_none() -> None:
 
     orders = {tuple(order(seed)) for seed in range(20)}
     assert len(orders) >= 3
-    assert all(sorted(o) == [0, 1, 2, 3] and o.index(0) < o.index(2) and o.index(1) < o.index(3) for o in orders)
+    assert all(
+        sorted(o) == [0, 1, 2, 3] and o.index(0) < o.index(2) and o.index(1) < o.index(3)
+        for o in orders
+    )
     assert order(5) == order(5)
 
 
 # The engine, whole and with a wait taken out.
 
-PLAN = ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
+)
 BATCH = mlp_batch(rows=6)
 
 
 def make_model() -> nn.Sequential:
     """Every layer has parameters of one size, so that slots are taken again within a call."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(5)), nn.BatchNorm1d(MLP_WIDTH))
+    return nn.Sequential(
+        *(nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(5)), nn.BatchNorm1d(MLP_WIDTH)
+    )
 
 
 class Result(dict[str, Tensor]):
     """Loss, outputs, gradients, weights and buffers after some calls and steps."""
 
     def agrees_with(self, other: "Result") -> bool:
-        return self.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in self.items())
+        return self.keys() == other.keys() and all(
+            torch.equal(value, other[name]) for name, value in self.items()
+        )
 
 
 def train(engine: RoundPipe) -> Result:
@@ -280,10 +306,15 @@ def train(engine: RoundPipe) -> Result:
         result[f"loss {number}"] = run_batch(engine, BATCH, 3, execute_plan=PLAN)
         engine.step(optimizer.step, is_async=number != 1)
     run_batch(engine, BATCH, 3, execute_plan=PLAN)
-    parts: list[tuple[str, Tensors]] = [("gradient", engine_gradients(engine)), ("weight", engine_weights(engine))]
+    parts: list[tuple[str, Tensors]] = [
+        ("gradient", engine_gradients(engine)),
+        ("weight", engine_weights(engine)),
+    ]
     for kind, tensors in parts:
         result.update({f"{kind} {name}": tensor for name, tensor in tensors.items()})
-    result["output"] = engine(*BATCH.args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)).detach()
+    result["output"] = engine(
+        *BATCH.args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)
+    ).detach()
     result.update({name: buffer.clone() for name, buffer in engine.model.named_buffers()})
     return result
 
@@ -306,7 +337,8 @@ def test_with_all_its_waits_the_engine_gives_the_same(
 
 
 class Removal(NamedTuple):
-    """Calls that a part of the engine makes, no longer made: all on lanes (or on events of lanes) of some kinds."""
+    """Calls that a part of the engine makes, no longer made: all on lanes (or on events of lanes)
+    of some kinds."""
 
     method: Callable[..., Any]
     files: tuple[str, ...]
@@ -331,17 +363,42 @@ class Removal(NamedTuple):
 
 ANY, ALONE, SEVERAL = (1, 2, 3), (1,), (2, 3)
 REMOVALS = {
-    # With more devices, the boundaries that come up after the weights bring the same order with them.
-    "an upload waits until the slot is free": (Removal(AdversarialLane.wait, ("loader",), ("up",)), ALONE),
-    "a layer waits for its weights": (Removal(AdversarialLane.wait, ("replicas",), ("compute",)), ALONE),
-    "a layer waits for its input": (Removal(AdversarialLane.wait, ("transfer",), ("compute",)), ANY),
-    "a boundary is sent when it is made": (Removal(AdversarialLane.wait, ("transfer",), ("up", "down")), SEVERAL),
-    "a boundary is kept until it is sent": (Removal(AdversarialLane.borrow, ("transfer",), ("down",)), SEVERAL),
+    # With more devices, the boundaries that come up after the weights bring the same order with
+    # them.
+    "an upload waits until the slot is free": (
+        Removal(AdversarialLane.wait, ("loader",), ("up",)),
+        ALONE,
+    ),
+    "a layer waits for its weights": (
+        Removal(AdversarialLane.wait, ("replicas",), ("compute",)),
+        ALONE,
+    ),
+    "a layer waits for its input": (
+        Removal(AdversarialLane.wait, ("transfer",), ("compute",)),
+        ANY,
+    ),
+    "a boundary is sent when it is made": (
+        Removal(AdversarialLane.wait, ("transfer",), ("up", "down")),
+        SEVERAL,
+    ),
+    "a boundary is kept until it is sent": (
+        Removal(AdversarialLane.borrow, ("transfer",), ("down",)),
+        SEVERAL,
+    ),
     "gradients offload when they are summed": (Removal(AdversarialLane.wait, ("gradients",)), ANY),
-    "sums are kept until they have offloaded": (Removal(AdversarialLane.borrow, ("gradients",)), ANY),
-    "the optimizer waits for gradients": (Removal(AdversarialEvent.wait, ("call",), ("down",)), ANY),
+    "sums are kept until they have offloaded": (
+        Removal(AdversarialLane.borrow, ("gradients",)),
+        ANY,
+    ),
+    "the optimizer waits for gradients": (
+        Removal(AdversarialEvent.wait, ("call",), ("down",)),
+        ANY,
+    ),
     # Whoever waits for one of them has waited for the other.
-    "the caller waits for outputs and buffers": (Removal(AdversarialEvent.wait, ("pipeline", "results")), ANY),
+    "the caller waits for outputs and buffers": (
+        Removal(AdversarialEvent.wait, ("pipeline", "results")),
+        ANY,
+    ),
 }
 CASES = [
     pytest.param(removal, count, id=f"{name}-{count}")
@@ -352,7 +409,11 @@ CASES = [
 
 @pytest.mark.parametrize(("removal", "count"), CASES)
 def test_without_one_of_its_waits_the_engine_gives_wrong_numbers_every_time(
-    removal: Removal, count: int, expected: Result, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    removal: Removal,
+    count: int,
+    expected: Result,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The name of the case is the rule that is broken."""
     left_out = removal.apply(monkeypatch)
@@ -364,7 +425,8 @@ def test_without_one_of_its_waits_the_engine_gives_wrong_numbers_every_time(
 
 
 class Nested(nn.Module):
-    """Runs backward inside its own backward, twice: each time gradients for all its parameters arrive."""
+    """Runs backward inside its own backward, twice: each time gradients for all its parameters
+    arrive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +440,8 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_gradients_that_come_after_a_layer_seemed_complete(count: int, engines: Engines) -> None:
-    """What was sent down too early is taken back; its memory must not be let go while the copy is under way."""
+    """What was sent down too early is taken back; its memory must not be let go while the copy is
+    under way."""
 
     def linear() -> nn.Linear:
         return nn.Linear(MLP_WIDTH, MLP_WIDTH)

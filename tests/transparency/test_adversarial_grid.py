@@ -1,7 +1,9 @@
-"""Random plans, models and ways to train, on adversarial devices: always the bits that one plain device gives.
+"""Random plans, models and ways to train, on adversarial devices: always the bits that one plain
+device gives.
 
-The oracle of a drawn case is an engine with one virtual device and everything in one stage; where there is neither
-dropout nor a tied weight (whose uses autograd adds in another order), plain PyTorch too.
+The oracle of a drawn case is an engine with one virtual device and everything in one stage; where
+there is neither dropout nor a tied weight (whose uses autograd adds in another order), plain
+PyTorch too.
 """
 
 import itertools
@@ -75,13 +77,17 @@ def make_batch(number: int) -> Batch:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (ROWS * LENGTH)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / (
+        ROWS * LENGTH
+    )
 
 
 class Trained:
     """What training left behind."""
 
-    def __init__(self, losses: list[Tensor], gradients: Tensors, weights: Tensors, generator: Tensor) -> None:
+    def __init__(
+        self, losses: list[Tensor], gradients: Tensors, weights: Tensors, generator: Tensor
+    ) -> None:
         self.values = {f"loss {n}": loss for n, loss in enumerate(losses)}
         self.values |= {f"gradient {name}": value for name, value in gradients.items()}
         self.values |= {f"weight {name}": value for name, value in weights.items()}
@@ -113,7 +119,9 @@ def call(engine: RoundPipe, case: Case, batch: Batch, run: dict[str, Any]) -> Te
 
 def train_plainly(case: Case) -> Tensors:
     reference = Reference(
-        make_model(case), lambda params: torch.optim.SGD(params, lr=LEARNING_RATE), staleness=int(case.is_async)
+        make_model(case),
+        lambda params: torch.optim.SGD(params, lr=LEARNING_RATE),
+        staleness=int(case.is_async),
     )
     losses = []
     for number in range(3 * case.calls_per_step):
@@ -129,7 +137,9 @@ WHOLE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(NUM_LAYERS)])
 
 def check(case: Case) -> None:
     devices = Adversaries(case.num_devices, case.seed)
-    actual = train(case, devices.argument, execute_plan=case.plan, recompute_grain=case.grain).values
+    actual = train(
+        case, devices.argument, execute_plan=case.plan, recompute_grain=case.grain
+    ).values
     assert devices.faults == []
     expected = train(case, 1, execute_plan=WHOLE).values
     ONE.check(actual, expected)
@@ -151,7 +161,9 @@ def plans(draw: st.DrawFn) -> ModelExecutePlan:
     """Any valid plan: forward and backward cut independently, up to the fused stage."""
     fused = draw(st.integers(0, NUM_LAYERS - 1))
     forward, backward = draw(cuts(fused)), draw(cuts(fused))
-    return ModelExecutePlan(fwd_plan=forward, bwd_plan=[range(fused, NUM_LAYERS), *reversed(backward)])
+    return ModelExecutePlan(
+        fwd_plan=forward, bwd_plan=[range(fused, NUM_LAYERS), *reversed(backward)]
+    )
 
 
 CASES = st.builds(

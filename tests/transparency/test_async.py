@@ -1,4 +1,5 @@
-"""Staleness is exactly one step however fast or slow the optimizer is; a flush is a synchronisation point."""
+"""Staleness is exactly one step however fast or slow the optimizer is; a flush is a synchronisation
+point."""
 
 import threading
 import time
@@ -28,7 +29,9 @@ def slow_sgd(engine: RoundPipe, pause: Callable[[], None]) -> PausingSGD:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_delays_in_the_optimizer_change_nothing(seed: int, devices: DeviceSet, engines: Engines) -> None:
+def test_random_delays_in_the_optimizer_change_nothing(
+    seed: int, devices: DeviceSet, engines: Engines
+) -> None:
     reference = Reference(make_mlp(), sgd, staleness=1)
     expected = reference_steps(reference, BATCHES, 2)
     engine = engines(make_mlp(), devices)
@@ -37,7 +40,9 @@ def test_random_delays_in_the_optimizer_change_nothing(seed: int, devices: Devic
     devices.check(engine_weights(engine), reference.weights)
 
 
-def test_random_delays_change_nothing_in_synchronous_steps(devices: DeviceSet, engines: Engines) -> None:
+def test_random_delays_change_nothing_in_synchronous_steps(
+    devices: DeviceSet, engines: Engines
+) -> None:
     reference = Reference(make_mlp(), sgd)
     expected = reference_steps(reference, BATCHES, 2)
     engine = engines(make_mlp(), devices)
@@ -46,8 +51,11 @@ def test_random_delays_change_nothing_in_synchronous_steps(devices: DeviceSet, e
     devices.check(engine_weights(engine), reference.weights)
 
 
-def test_the_fastest_optimizer_is_as_stale_as_the_slowest(devices: DeviceSet, engines: Engines) -> None:
-    """Every update is over before the next call starts; the call must still not use it before its time."""
+def test_the_fastest_optimizer_is_as_stale_as_the_slowest(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """Every update is over before the next call starts; the call must still not use it before its
+    time."""
     reference = Reference(make_mlp(), sgd, staleness=1)
     expected = reference_steps(reference, BATCHES, 2)
     engine = engines(make_mlp(), devices)
@@ -67,8 +75,11 @@ def test_the_fastest_optimizer_is_as_stale_as_the_slowest(devices: DeviceSet, en
     devices.check(engine_weights(engine), reference.weights)
 
 
-def test_the_next_call_runs_while_the_update_is_held_up(devices: DeviceSet, engines: Engines) -> None:
-    """Asynchronous means it: `step` and the whole next `forward_backward` return with the update still to come."""
+def test_the_next_call_runs_while_the_update_is_held_up(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """Asynchronous means it: `step` and the whole next `forward_backward` return with the update
+    still to come."""
     reference = Reference(make_mlp(), sgd, staleness=1)
     expected = reference_steps(reference, BATCHES[:2], 2)
     engine = engines(make_mlp(), devices)
@@ -93,7 +104,8 @@ class WithMethod(nn.Sequential):
 
 
 def read_by_forward(engine: RoundPipe) -> dict[str, torch.Tensor]:
-    """Weights as a no-grad forward sees them: the images of the unit vectors say all there is to say of the output."""
+    """Weights as a no-grad forward sees them: the images of the unit vectors say all there is to
+    say of the output."""
     with torch.no_grad():
         return {"images": engine(torch.eye(16))}
 
@@ -104,10 +116,16 @@ def named_copies(engine: RoundPipe) -> dict[str, torch.Tensor]:
 
 READS: dict[str, Callable[[RoundPipe], dict[str, torch.Tensor]]] = {
     "synchronize": engine_weights,
-    "state_dict": lambda engine: {name: value.clone() for name, value in engine.state_dict().items()},
+    "state_dict": lambda engine: {
+        name: value.clone() for name, value in engine.state_dict().items()
+    },
     "named_parameters": named_copies,
     "parameters": lambda engine: dict(
-        zip(dict(engine.model.named_parameters()), [p.detach().clone() for p in engine.parameters()], strict=True)
+        zip(
+            dict(engine.model.named_parameters()),
+            [p.detach().clone() for p in engine.parameters()],
+            strict=True,
+        )
     ),
     "no_grad forward": read_by_forward,
     "method of the model": lambda engine: engine.snapshot(),
@@ -118,7 +136,8 @@ READS: dict[str, Callable[[RoundPipe], dict[str, torch.Tensor]]] = {
 def test_a_read_in_the_middle_sees_every_update_and_synchronises(
     read: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Right after step k the newest weights are W_k, and the next gradient is computed at W_k too."""
+    """Right after step k the newest weights are W_k, and the next gradient is computed at W_k
+    too."""
     model = WithMethod(*make_mlp())
     reference = Reference(model, sgd, staleness=1)
     engine = engines(model, devices)
@@ -135,7 +154,8 @@ def test_a_read_in_the_middle_sees_every_update_and_synchronises(
             if read == "no_grad forward":
                 plain = WithMethod(*make_mlp())
                 plain.load_state_dict(expected)
-                # The engine's default cut of 16 rows; products of other row counts may round differently.
+                # The engine's default cut of 16 rows; products of other row counts may round
+                # differently.
                 devices.check(seen, {"images": plain(torch.eye(16))}, bitwise=False)
             else:
                 devices.check(seen, expected)
@@ -143,8 +163,11 @@ def test_a_read_in_the_middle_sees_every_update_and_synchronises(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_hyper_parameters_are_those_of_the_call(is_async: bool, devices: DeviceSet, engines: Engines) -> None:
-    """The scheduler moves right after `step`, while a slow update is still on its way, in two groups."""
+def test_hyper_parameters_are_those_of_the_call(
+    is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
+    """The scheduler moves right after `step`, while a slow update is still on its way, in two
+    groups."""
 
     def make_groups(named: list[tuple[str, torch.Tensor]]) -> list[dict[str, object]]:
         weights = [p for name, p in named if name.endswith("weight")]
@@ -158,13 +181,18 @@ def test_hyper_parameters_are_those_of_the_call(is_async: bool, devices: DeviceS
     names = [name for name, _ in model.named_parameters()]
     reference = Reference(
         model,
-        lambda params: torch.optim.SGD(make_groups(list(zip(names, params, strict=True))), momentum=0.9),
+        lambda params: torch.optim.SGD(
+            make_groups(list(zip(names, params, strict=True))), momentum=0.9
+        ),
         staleness=int(is_async),
     )
     reference_schedule = schedule(reference.optimizer)
     engine = engines(model, devices)
     optimizer = PausingSGD(
-        make_groups(list(engine.optim_named_parameters())), pause=random_delays(11), lr=1.0, momentum=0.9
+        make_groups(list(engine.optim_named_parameters())),
+        pause=random_delays(11),
+        lr=1.0,
+        momentum=0.9,
     )
     engine_schedule = schedule(optimizer)
     for batch in BATCHES:
@@ -200,7 +228,9 @@ def test_two_optimizers_in_one_step_fn_both_keep_the_hyper_parameters_of_the_cal
 ) -> None:
     """From the very first step on, though the second is entered only after the slow first one."""
     reference = Reference(
-        make_mlp(), lambda params: Pair(torch.optim.SGD(params[:4], lr=0.1), sgd(params[4:])), staleness=1
+        make_mlp(),
+        lambda params: Pair(torch.optim.SGD(params[:4], lr=0.1), sgd(params[4:])),
+        staleness=1,
     )
     engine = engines(make_mlp(), devices)
     masters = engine.optim_parameters()
@@ -219,7 +249,9 @@ def test_two_optimizers_in_one_step_fn_both_keep_the_hyper_parameters_of_the_cal
 
 
 @pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
-def test_ownership_of_the_gradients_passes_at_the_call(devices: DeviceSet, engines: Engines) -> None:
+def test_ownership_of_the_gradients_passes_at_the_call(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """`zero_grad()` right behind an asynchronous `step` drops nothing that was stepped."""
     reference = Reference(make_mlp(), sgd, staleness=1)
     reference_steps(reference, BATCHES, 2)
@@ -252,7 +284,9 @@ def test_torch_clipping_inside_step_fn_sees_masters_with_their_gradients(
         engine.step(step_fn, is_async=is_async)
     devices.check(engine_weights(engine), reference.weights, bitwise=False)
     devices.check(torch.stack(norms), torch.stack(expected), bitwise=False)
-    assert min(float(norm) for norm in expected) > 0.05, "nothing was clipped, so nothing was tested"
+    assert min(float(norm) for norm in expected) > 0.05, (
+        "nothing was clipped, so nothing was tested"
+    )
 
 
 def test_a_step_hands_over_its_arguments_and_result(engines: Engines) -> None:

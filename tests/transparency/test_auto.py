@@ -1,7 +1,8 @@
-"""Models that are no sequence, through `AutoRoundPipe`: same losses, gradients and weights as without it.
+"""Models that are no sequence, through `AutoRoundPipe`: same losses, gradients and weights as
+without it.
 
-Their parts run on one and on three devices, whatever is between them and outside of them on the CPU. Batches are cut
-for each part, so sums are added in another order: to 1e-6, not to the bit.
+Their parts run on one and on three devices, whatever is between them and outside of them on the
+CPU. Batches are cut for each part, so sums are added in another order: to 1e-6, not to the bit.
 """
 
 import copy
@@ -84,7 +85,9 @@ def train(engine: AutoRoundPipe, batch: Batch) -> Tensor:
 
 def gradients(engine: AutoRoundPipe) -> dict[str, Tensor]:
     engine.synchronize()
-    return {name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.clone() for name, p in engine.model.named_parameters() if p.grad is not None
+    }
 
 
 def frozen_half(model: nn.Module) -> nn.Module:
@@ -98,7 +101,8 @@ def frozen_half(model: nn.Module) -> nn.Module:
 @one_and_three
 @pytest.mark.parametrize("prepare", [lambda model: model, frozen_half], ids=["all", "half frozen"])
 def test_loss_and_gradients(wrap: Wrap, devices: DeviceSet, case: Case, prepare: Any) -> None:
-    """BC-26: what trains gets its gradient wherever it is, above and below frozen parts; what is frozen gets none."""
+    """BC-26: what trains gets its gradient wherever it is, above and below frozen parts; what is
+    frozen gets none."""
     model, batch = prepare(case.make()), case.batch()
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
     engine = wrap(model, devices, upper_threshold=case.upper_threshold)
@@ -106,17 +110,26 @@ def test_loss_and_gradients(wrap: Wrap, devices: DeviceSet, case: Case, prepare:
     devices.check(train(engine, batch), expected.loss, bitwise=False)
     devices.check(gradients(engine), expected.gradients, bitwise=False)
     with torch.no_grad():
-        devices.check(batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label), expected.loss, bitwise=False)
+        devices.check(
+            batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label),
+            expected.loss,
+            bitwise=False,
+        )
 
 
 @case_by_name
 @one_and_three
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_four_steps(wrap: Wrap, devices: DeviceSet, case: Case, is_async: bool) -> None:
-    """Weights on devices and on the CPU are as stale as those of the written references, however slow the steps."""
+    """Weights on devices and on the CPU are as stale as those of the written references, however
+    slow the steps."""
     model = case.make()
     batches = [case.batch(seed=seed) for seed in range(4)]
-    reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), staleness=int(is_async))
+    reference = Reference(
+        model,
+        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+        staleness=int(is_async),
+    )
     engine = wrap(model, devices, upper_threshold=case.upper_threshold)
     optimizer = PausingSGD(engine.optim_parameters(), pause=random_delays(3), lr=0.01, momentum=0.9)
     for batch in batches:
@@ -129,13 +142,21 @@ def test_four_steps(wrap: Wrap, devices: DeviceSet, case: Case, is_async: bool) 
 
 
 def test_accumulation_and_wide_masters(wrap: Wrap) -> None:
-    """bf16 weights: gradients of two calls are added in fp32 and applied to fp32 masters, on the CPU as on devices."""
+    """bf16 weights: gradients of two calls are added in fp32 and applied to fp32 masters, on the
+    CPU as on devices."""
     model, batches = make_branches().bfloat16(), [branches_batch(seed=seed) for seed in range(2)]
-    batches = [b._replace(args=(b.args[0].bfloat16(),), loss_fn=_in_fp32(b.loss_fn)) for b in batches]
+    batches = [
+        b._replace(args=(b.args[0].bfloat16(),), loss_fn=_in_fp32(b.loss_fn)) for b in batches
+    ]
     reference = Reference(
-        model, lambda params: torch.optim.SGD(params, lr=0.01), optim_dtype=torch.float32, grad_dtype=torch.bfloat16
+        model,
+        lambda params: torch.optim.SGD(params, lr=0.01),
+        optim_dtype=torch.float32,
+        grad_dtype=torch.bfloat16,
     )
-    engine = wrap(model, optim_dtype=torch.float32, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    engine = wrap(
+        model, optim_dtype=torch.float32, model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.01)
     for batch in batches:
         reference.forward_backward(batch.whole(), batch.loss_fn)
@@ -146,8 +167,12 @@ def test_accumulation_and_wide_masters(wrap: Wrap) -> None:
     assert {master.dtype for master in masters.values()} == {torch.float32}
     for name, expected in reference.weights.items():
         torch.testing.assert_close(masters[name], expected, rtol=0, atol=2e-3)
-    untied = [name for name in masters if name != "left.2.weight"]  # whose uses are rounded one by one here
-    assert all(torch.equal(masters[name], reference.weights[name]) for name in untied if "scale" in name)
+    untied = [
+        name for name in masters if name != "left.2.weight"
+    ]  # whose uses are rounded one by one here
+    assert all(
+        torch.equal(masters[name], reference.weights[name]) for name in untied if "scale" in name
+    )
 
 
 def _in_fp32(loss_fn: Any) -> Any:
@@ -155,7 +180,8 @@ def _in_fp32(loss_fn: Any) -> Any:
 
 
 def test_evaluation_is_never_stale(wrap: Wrap) -> None:
-    """Without grad the newest weights count, also those outside of parts; so they do in every read."""
+    """Without grad the newest weights count, also those outside of parts; so they do in every
+    read."""
     model, batch = make_branches(), branches_batch()
     reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.1))
     engine = wrap(model)
@@ -210,7 +236,9 @@ def test_steps_and_masters_as_in_any_engine(wrap: Wrap) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert [name for name, _ in engine.optim_named_parameters()] == names
     with roundpipe.OptimizerCtx():
-        assert [id(p) for p in engine.parameters()] == [id(master) for master in engine.optim_parameters()]
+        assert [id(p) for p in engine.parameters()] == [
+            id(master) for master in engine.optim_parameters()
+        ]
     assert all(a is b for a, b in zip(engine.parameters(), model.parameters(), strict=True))
     train(engine, batch)
     handle = engine.step(lambda: roundpipe.clip_grad_norm_(engine, 1.0))
@@ -236,7 +264,9 @@ def test_dropout_does_not_depend_on_devices(wrap: Wrap) -> None:
     """The same masks, in recompute too, on one device and on three; other masks at every call."""
     batch, found = bert_batch(), []
     for devices in (ONE, THREE):
-        engine = wrap(make_bert(dropout=0.3), devices, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        engine = wrap(
+            make_bert(dropout=0.3), devices, model_run_config=RoundPipeRunConfig(num_microbatch=3)
+        )
         torch.manual_seed(5)
         losses = [train(engine, batch), train(engine, batch)]
         assert not torch.equal(*losses)
@@ -245,7 +275,8 @@ def test_dropout_does_not_depend_on_devices(wrap: Wrap) -> None:
 
 
 def test_two_forwards_in_one_loss(wrap: Wrap) -> None:
-    """Every parameter is used twice, on devices and on the CPU; a third forward without grad changes nothing."""
+    """Every parameter is used twice, on devices and on the CPU; a third forward without grad
+    changes nothing."""
     model = make_branches()
     first, second = branches_batch(seed=0).args[0], branches_batch(seed=1).args[0]
     expected = torch.autograd.grad((model(first) * model(second)).sum(), list(model.parameters()))
@@ -259,15 +290,22 @@ def test_two_forwards_in_one_loss(wrap: Wrap) -> None:
 
 
 def test_what_hugging_face_models_do_besides(wrap: Wrap) -> None:
-    """Hidden states are collected, autocast reaches every part, checkpointing that was on stays off inside."""
+    """Hidden states are collected, autocast reaches every part, checkpointing that was on stays off
+    inside."""
     model, batch = make_bert(), bert_batch()
     plain = copy.deepcopy(model)
     model.gradient_checkpointing_enable()
-    engine = wrap(model, upper_threshold=1100, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    engine = wrap(
+        model, upper_threshold=1100, model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = (each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain))
+        found, expected = (
+            each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain)
+        )
     assert len(found.hidden_states) == 4
-    for one, other in zip([found.loss, *found.hidden_states], [expected.loss, *expected.hidden_states], strict=True):
+    for one, other in zip(
+        [found.loss, *found.hidden_states], [expected.loss, *expected.hidden_states], strict=True
+    ):
         assert torch.equal(one, other)
     found.loss.backward()
     expected.loss.backward()
@@ -277,15 +315,24 @@ def test_what_hugging_face_models_do_besides(wrap: Wrap) -> None:
 
 
 def test_hidden_states_are_collected_at_every_call(wrap: Wrap) -> None:
-    """transformers puts its hooks on a model once, so they must not stay behind on what one forward has run with."""
+    """transformers puts its hooks on a model once, so they must not stay behind on what one forward
+    has run with."""
     model, batch = make_bert(), bert_batch()
     plain = copy.deepcopy(model)
     with torch.no_grad():
-        model(**batch.kwargs, output_hidden_states=True)  # hooks are on the blocks themselves from here on
+        model(
+            **batch.kwargs, output_hidden_states=True
+        )  # hooks are on the blocks themselves from here on
     for num_microbatch in (1, 2, 1):
-        engine = wrap(model, upper_threshold=1100, model_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch))
+        engine = wrap(
+            model,
+            upper_threshold=1100,
+            model_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch),
+        )
         for _ in range(2):
-            found, expected = (each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain))
+            found, expected = (
+                each(**batch.kwargs, output_hidden_states=True) for each in (engine, plain)
+            )
             for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
         engine.close()
@@ -300,7 +347,8 @@ def test_what_is_inside_of_blocks_is_not_collected(wrap: Wrap) -> None:
 
 
 def test_a_frozen_tower_without_grad(wrap: Wrap) -> None:
-    """A model that runs one part without grad itself: that part keeps to the weights of the forward around it."""
+    """A model that runs one part without grad itself: that part keeps to the weights of the forward
+    around it."""
 
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -358,7 +406,8 @@ def _explode(_: Tensor) -> None:
 
 
 def test_a_failed_backward_leaves_no_gradient(wrap: Wrap) -> None:
-    """The part that fails is reached last: what other parts and the CPU have made by then does not count either."""
+    """The part that fails is reached last: what other parts and the CPU have made by then does not
+    count either."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -384,7 +433,8 @@ def test_a_failed_backward_leaves_no_gradient(wrap: Wrap) -> None:
 
 
 def test_state_that_forwards_write(wrap: Wrap) -> None:
-    """Buffers and attributes set by the model's own code, and by its parts, end up in the user's model."""
+    """Buffers and attributes set by the model's own code, and by its parts, end up in the user's
+    model."""
 
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -405,7 +455,9 @@ def test_state_that_forwards_write(wrap: Wrap) -> None:
     model, x = Counting(), branches_batch().args[0]
     plain = copy.deepcopy(model)
     plain(x)
-    engine = wrap(model, skip_modules=[model.norm], model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    engine = wrap(
+        model, skip_modules=[model.norm], model_run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
     engine(x)
     assert model.calls == 1
     assert model.latest is x
@@ -415,16 +467,20 @@ def test_state_that_forwards_write(wrap: Wrap) -> None:
 @one_and_three
 @pytest.mark.parametrize("count", [1, 3])
 def test_batch_norm(wrap: Wrap, devices: DeviceSet, count: int) -> None:
-    """A ResNet with batch statistics: those of each microbatch, one after the other, as in a loop over microbatches in
-    plain PyTorch; with one microbatch those of the batch."""
+    """A ResNet with batch statistics: those of each microbatch, one after the other, as in a loop
+    over microbatches in plain PyTorch; with one microbatch those of the batch."""
     model, batch = make_resnet(), resnet_batch()
     for block in (*model.layer1, *model.layer2):
-        block.norm1, block.norm2 = (nn.BatchNorm2d(norm.num_channels) for norm in (block.norm1, block.norm2))
+        block.norm1, block.norm2 = (
+            nn.BatchNorm2d(norm.num_channels) for norm in (block.norm1, block.norm2)
+        )
     plain = copy.deepcopy(model)
     outputs = [plain(images) for images in batch.args[0].chunk(count)]
     expected = batch.loss_fn(torch.cat(outputs), batch.label)
     expected.backward()
-    engine = wrap(model, devices, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=count))
+    engine = wrap(
+        model, devices, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=count)
+    )
     devices.check(train(engine, batch), expected.detach(), bitwise=False)
     grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     devices.check(gradients(engine), grads, bitwise=False)
@@ -432,7 +488,8 @@ def test_batch_norm(wrap: Wrap, devices: DeviceSet, count: int) -> None:
 
 
 def test_hooks_run_once(wrap: Wrap) -> None:
-    """Of the model, of a part, of a sequence that is a part, of a layer in it: as often as in the plain model."""
+    """Of the model, of a part, of a sequence that is a part, of a layer in it: as often as in the
+    plain model."""
     model, x = make_branches(), branches_batch().args[0]
     seen: list[str] = []
     for name in ("", "left", "left.0", "blocks.1", "blocks.1.inner"):
@@ -456,7 +513,8 @@ def test_the_model_itself_is_untouched(wrap: Wrap) -> None:
 
 
 def test_settings_reach_the_right_parts(wrap: Wrap) -> None:
-    """A call's beat the model's; what is said of one part beats both where the rules do; small parts are not cut."""
+    """A call's beat the model's; what is said of one part beats both where the rules do; small
+    parts are not cut."""
     model: Any = make_branches()
     rows: dict[str, list[int]] = {"left": [], "blocks.0": [], "blocks.2": [], "right": []}
     for name, seen in rows.items():
@@ -478,7 +536,8 @@ def test_settings_reach_the_right_parts(wrap: Wrap) -> None:
 
 
 def test_outputs_between_elements_of_a_list(wrap: Wrap) -> None:
-    """They stay in microbatches until somebody looks; then they are the tensor of the plain model."""
+    """They stay in microbatches until somebody looks; then they are the tensor of the plain
+    model."""
 
     class Looking(Branches):
         def forward(self, x: Tensor, **_: Any) -> Any:
@@ -492,7 +551,9 @@ def test_outputs_between_elements_of_a_list(wrap: Wrap) -> None:
     model = Looking()
     (x,) = branches_batch().args
     expected, all_expected, shape = model(x)
-    grads = torch.autograd.grad(expected.sum() + all_expected[0].square().sum(), list(model.blocks.parameters()))
+    grads = torch.autograd.grad(
+        expected.sum() + all_expected[0].square().sum(), list(model.blocks.parameters())
+    )
     engine = wrap(model, THREE)
     output, seen, found_shape = engine(x)
     assert found_shape == shape
@@ -501,7 +562,9 @@ def test_outputs_between_elements_of_a_list(wrap: Wrap) -> None:
         THREE.check(one, other, bitwise=False)
     (output.sum() + seen[0].square().sum()).backward()
     found = gradients(engine)
-    for (name, _), wanted in zip(model.blocks.named_parameters(prefix="blocks"), grads, strict=True):
+    for (name, _), wanted in zip(
+        model.blocks.named_parameters(prefix="blocks"), grads, strict=True
+    ):
         THREE.check(found[name], wanted, bitwise=False)
 
 
@@ -549,15 +612,20 @@ BETWEEN: dict[str, Between] = {
     "hook": lambda block, x: hooked(block(x)),
     "detached in place": lambda block, x: x + block(block(x).detach_()),
     "autograd function": lambda block, x: Doubled.apply(block(x)),
-    "checkpoint": lambda block, x: x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True),
+    "checkpoint": lambda block, x: (
+        x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+    ),
     "vmap": lambda block, x: torch.vmap(torch.tanh)(block(x)),
-    "numpy": lambda block, x: block(x) * float(block(x).detach().numpy().mean() + block(x.detach()).tolist()[0][0]),
+    "numpy": lambda block, x: (
+        block(x) * float(block(x).detach().numpy().mean() + block(x.detach()).tolist()[0][0])
+    ),
 }
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_own_code_between_elements_finds_a_tensor(wrap: Wrap, between: Between) -> None:
-    """Whatever it does with an output that still is in microbatches: the values and gradients of the plain model."""
+    """Whatever it does with an output that still is in microbatches: the values and gradients of
+    the plain model."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
@@ -579,17 +647,21 @@ def test_own_code_between_elements_finds_a_tensor(wrap: Wrap, between: Between) 
     found = gradients(engine)
     assert found.keys() == expected.gradients.keys()
     for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            gradient, expected.gradients[name], rtol=1e-5, atol=1e-5, msg=name
+        )
 
 
 def test_what_went_in_and_came_out_is_not_held_until_the_backward(wrap: Wrap) -> None:
-    """It would be memory of the devices: of an output only the user's own references count, as in plain PyTorch, and
-    the next element of a list keeps its own copy of what it needs."""
+    """It would be memory of the devices: of an output only the user's own references count, as in
+    plain PyTorch, and the next element of a list keeps its own copy of what it needs."""
 
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -600,9 +672,14 @@ def test_what_went_in_and_came_out_is_not_held_until_the_backward(wrap: Wrap) ->
     model, x = Chain(), branches_batch().args[0]
     made: list[weakref.ref[Any]] = []
     for block in model.blocks:
-        block[1].register_forward_hook(lambda *given: made.append(weakref.ref(given[-1].untyped_storage())))
+        block[1].register_forward_hook(
+            lambda *given: made.append(weakref.ref(given[-1].untyped_storage()))
+        )
     plan = roundpipe.ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2)])
-    engine = wrap(model, override_config={block: RoundPipeRunConfig(execute_plan=plan) for block in model.blocks})
+    engine = wrap(
+        model,
+        override_config={block: RoundPipeRunConfig(execute_plan=plan) for block in model.blocks},
+    )
     with torch.no_grad():
         engine(x)  # shows the engine which outputs carry a gradient
     engine(x).sum().backward()
@@ -630,11 +707,13 @@ class Wide(nn.Module):
 def test_parts_share_the_room_for_kept_inputs(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch, num_bytes: int, waits: bool
 ) -> None:
-    """Four inputs of 256 KiB wait for their backwards at once, beside the part that runs. Where each would fit, but not
-    all of them, they wait on the host."""
+    """Four inputs of 256 KiB wait for their backwards at once, beside the part that runs. Where
+    each would fit, but not all of them, they wait on the host."""
     taken: list[int] = []
     take = HostBlocks.take
-    monkeypatch.setattr(HostBlocks, "take", lambda blocks, size: taken.append(size) or take(blocks, size))
+    monkeypatch.setattr(
+        HostBlocks, "take", lambda blocks, size: taken.append(size) or take(blocks, size)
+    )
     torch.manual_seed(0)
     model, (x, y) = Wide(), torch.randn(2, 4096, WIDTH)
     loss_fn = nn.functional.mse_loss
@@ -650,12 +729,15 @@ def test_parts_share_the_room_for_kept_inputs(
 
 
 def test_slots_of_other_parts_are_given_back(wrap: Wrap) -> None:
-    """Parts of different sizes use the devices one after the other, each as if it were alone there."""
+    """Parts of different sizes use the devices one after the other, each as if it were alone
+    there."""
 
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(width, width + 64) for width in range(64, 64 * 6, 64))
+            self.blocks = nn.ModuleList(
+                nn.Linear(width, width + 64) for width in range(64, 64 * 6, 64)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
@@ -674,8 +756,8 @@ def test_slots_of_other_parts_are_given_back(wrap: Wrap) -> None:
 
 
 class SequenceFirst(nn.Module):
-    """Torch's transformer as it is by default, with the sequence in the first dimension, and a recurrent layer, whose
-    state has the batch in the second."""
+    """Torch's transformer as it is by default, with the sequence in the first dimension, and a
+    recurrent layer, whose state has the batch in the second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -705,8 +787,9 @@ class Mixing(nn.Module):
 
 @pytest.mark.parametrize("length", [4, 7])
 def test_a_sequence_is_not_cut_for_a_batch(wrap: Wrap, length: int) -> None:
-    """Where the first dimension of what a part is given is not the model's batch. For torch's own modules also where
-    it is as long (4 rows, 2 of them in a microbatch, as many as the recurrent layer has layers)."""
+    """Where the first dimension of what a part is given is not the model's batch. For torch's own
+    modules also where it is as long (4 rows, 2 of them in a microbatch, as many as the recurrent
+    layer has layers)."""
     torch.manual_seed(0)
     model = SequenceFirst()
     if length == 4:
@@ -714,13 +797,16 @@ def test_a_sequence_is_not_cut_for_a_batch(wrap: Wrap, length: int) -> None:
     x, y = torch.randn(4, length, WIDTH), torch.randn(4, WIDTH)
     batch = Batch((x,), {}, y, nn.functional.mse_loss)
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
-    engine = wrap(model, THREE, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=2))
+    engine = wrap(
+        model, THREE, lower_threshold=1, model_run_config=RoundPipeRunConfig(num_microbatch=2)
+    )
     THREE.check(train(engine, batch), expected.loss, bitwise=False)
     THREE.check(gradients(engine), expected.gradients, bitwise=False)
 
 
 def make_wrapped_decoder(*, hands_on: bool, asks: bool = False) -> Any:
-    """A model of transformers' whose forward does not say that there is a cache, around a decoder that makes one."""
+    """A model of transformers' whose forward does not say that there is a cache, around a decoder
+    that makes one."""
     from transformers import LlamaConfig, LlamaModel, PreTrainedModel
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -732,12 +818,20 @@ def make_wrapped_decoder(*, hands_on: bool, asks: bool = False) -> Any:
             self.decoder = LlamaModel(config)
 
         def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-            output = self.decoder(input_ids, **(kwargs if hands_on else {"use_cache": True} if asks else {}))
+            output = self.decoder(
+                input_ids, **(kwargs if hands_on else {"use_cache": True} if asks else {})
+            )
             return BaseModelOutput(last_hidden_state=output.last_hidden_state)
 
     torch.manual_seed(0)
     return Around(
-        LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+        )
     )
 
 
@@ -756,8 +850,8 @@ def test_caches_deep_inside_are_off(hands_on: bool, wrap: Wrap) -> None:
 
 
 class ClassifierAround(nn.Module):
-    """As users write heads of their own: a module around a model of transformers, which learns something about its
-    labels and notes that in its config."""
+    """As users write heads of their own: a module around a model of transformers, which learns
+    something about its labels and notes that in its config."""
 
     def __init__(self) -> None:
         from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -792,11 +886,15 @@ def test_what_a_forward_notes_in_a_config_with_its_cache_off_stays(wrap: Wrap) -
 
 
 class Extracting(nn.Module):
-    """Hooks of its stages hand the model itself what it goes on with, and add what another of its modules makes."""
+    """Hooks of its stages hand the model itself what it goes on with, and add what another of its
+    modules makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.trunk = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.stem, self.trunk = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+        )
         self.adapter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.stem.register_forward_hook(self.keep)
         self.trunk[0].register_forward_hook(lambda _, args, output: output + self.adapter(args[0]))
@@ -809,11 +907,15 @@ class Extracting(nn.Module):
 
 
 def test_modules_whose_hooks_reach_out_stay_on_the_cpu(wrap: Wrap) -> None:
-    """On a device the hook would find the user's module, in which this forward sets and trains nothing."""
+    """On a device the hook would find the user's module, in which this forward sets and trains
+    nothing."""
     torch.manual_seed(0)
     plain = Extracting()
     torch.manual_seed(0)
-    model, batch = Extracting(), branches_batch()._replace(kwargs={})  # no deepcopy: closures would refer to the first
+    model, batch = (
+        Extracting(),
+        branches_batch()._replace(kwargs={}),
+    )  # no deepcopy: closures would refer to the first
     expected = plain_call(plain, batch.whole(), batch.loss_fn)
     engine = wrap(model, THREE, lower_threshold=1)
     assert engine.statistics()["engines"].keys() == {"adapter", "head"}
@@ -837,7 +939,9 @@ def test_intermediate_outputs_are_given_back_merged(wrap: Wrap) -> None:
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
     plain = [tensor.detach() for tensor in seen]
     seen.clear()
-    engine = wrap(model, THREE, override_config={model.blocks[0]: RoundPipeRunConfig(merge_output=True)})
+    engine = wrap(
+        model, THREE, override_config={model.blocks[0]: RoundPipeRunConfig(merge_output=True)}
+    )
     THREE.check(train(engine, batch), expected.loss, bitwise=False)
     assert [type(tensor) is Tensor for tensor in seen] == [True, False, True]
     for ours, theirs in zip(seen, plain, strict=True):
@@ -846,7 +950,8 @@ def test_intermediate_outputs_are_given_back_merged(wrap: Wrap) -> None:
 
 
 def test_elements_that_are_cut_differently(wrap: Wrap) -> None:
-    """One element has a number of microbatches of its own; what is made of its output beside another's is merged."""
+    """One element has a number of microbatches of its own; what is made of its output beside
+    another's is merged."""
 
     class Skipping(nn.Module):
         def __init__(self) -> None:
@@ -861,10 +966,16 @@ def test_elements_that_are_cut_differently(wrap: Wrap) -> None:
     torch.manual_seed(0)
     model, batch = Skipping(), branches_batch()._replace(kwargs={})
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
-    engine = wrap(model, override_config={model.blocks[0]: RoundPipeRunConfig(num_microbatch=2)}, devices=THREE)
+    engine = wrap(
+        model,
+        override_config={model.blocks[0]: RoundPipeRunConfig(num_microbatch=2)},
+        devices=THREE,
+    )
     torch.testing.assert_close(train(engine, batch), expected.loss, rtol=1e-5, atol=0)
     for name, gradient in gradients(engine).items():
-        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradient, expected.gradients[name], rtol=1e-4, atol=1e-4, msg=name
+        )
 
 
 def test_what_it_refuses(wrap: Wrap) -> None:
@@ -883,7 +994,8 @@ def test_what_it_refuses(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("name", ["branches", "t5"])
 def test_no_wait_is_missing_between_parts(name: str) -> None:
-    """On devices that copy late and poison freed memory: every hand-over between parts and the CPU is waited for."""
+    """On devices that copy late and poison freed memory: every hand-over between parts and the CPU
+    is waited for."""
     case, devices = CASES[name], Adversaries(3)
     model, batches = case.make(), [case.batch(seed=seed) for seed in range(2)]
     reference = Reference(model, lambda params: torch.optim.SGD(params, lr=0.01), staleness=1)
@@ -901,7 +1013,8 @@ def test_no_wait_is_missing_between_parts(name: str) -> None:
 
 
 def test_a_forgotten_engine_leaves_no_thread() -> None:
-    """No part, shell or graph keeps it alive; its finalizer ends the threads that all parts share."""
+    """No part, shell or graph keeps it alive; its finalizer ends the threads that all parts
+    share."""
     before = set(threading.enumerate())
     engine = roundpipe.wrap_model_to_roundpipe(make_branches(), devices=2, upper_threshold=0)
     engine(*branches_batch().args).sum().backward()
@@ -918,7 +1031,10 @@ def test_closing_frees_everything(wrap: Wrap) -> None:
     before = set(threading.enumerate())
     engine = wrap(make_branches(), THREE)
     started = sorted(thread.name for thread in set(threading.enumerate()) - before)
-    assert started == ["roundpipe-optimizer", *(f"roundpipe-worker-virtual:{index}" for index in range(3))]
+    assert started == [
+        "roundpipe-optimizer",
+        *(f"roundpipe-worker-virtual:{index}" for index in range(3)),
+    ]
     train(engine, branches_batch())
     engine.close()
     assert set(threading.enumerate()) == before

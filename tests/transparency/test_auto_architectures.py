@@ -1,6 +1,8 @@
-"""Twelve architectures of transformers through `AutoRoundPipe`, from tiny random configs: gradients of the plain model.
+"""Twelve architectures of transformers through `AutoRoundPipe`, from tiny random configs: gradients
+of the plain model.
 
-Encoders, decoders, both, two towers, images, sound, a state space model. None by a preset, although some have one.
+Encoders, decoders, both, two towers, images, sound, a state space model. None by a preset, although
+some have one.
 """
 
 import copy
@@ -15,7 +17,12 @@ from roundpipe import AutoRoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 ROWS = 4
 pytestmark = pytest.mark.slow
 
-TEXT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 IMAGES = {**TEXT, "image_size": 32, "patch_size": 8}
 TWO_STACKS = {
     "vocab_size": 50,
@@ -40,7 +47,9 @@ SOUND = {
     "classifier_proj_size": 8,
     "mask_time_prob": 0.0,
     "layerdrop": 0.0,
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(
+        ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0
+    ),
 }
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -150,13 +159,16 @@ def inputs_of(names: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradients(name: str) -> None:
-    """Batches of four rows in three microbatches; batch statistics (of the ResNet) are those of evaluation."""
+    """Batches of four rows in three microbatches; batch statistics (of the ResNet) are those of
+    evaluation."""
     import transformers
 
     settings, names = ARCHITECTURES[name]
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**settings)).train(name != "ResNetForImageClassification")
+    model = model_class(model_class.config_class(**settings)).train(
+        name != "ResNetForImageClassification"
+    )
     plain, inputs = copy.deepcopy(model), inputs_of(names)
     expected = plain(**inputs).loss
     expected.backward()
@@ -175,4 +187,8 @@ def test_gradients(name: str) -> None:
         engine.synchronize()
         THREE.check(loss, expected, bitwise=False)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        THREE.check(found, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, bitwise=False)
+        THREE.check(
+            found,
+            {name: p.grad for name, p in plain.named_parameters() if p.grad is not None},
+            bitwise=False,
+        )

@@ -1,5 +1,5 @@
-"""Modules whose code has got hold of modules or weights: by methods, partials, closures, hooks. What runs on a device
-must use the weights there, or they would silently get no gradient."""
+"""Modules whose code has got hold of modules or weights: by methods, partials, closures, hooks.
+What runs on a device must use the weights there, or they would silently get no gradient."""
 
 import copy
 import functools
@@ -14,14 +14,21 @@ from torch.nn import functional as F
 from device_sets import TWO
 from engines import Engines, engine_gradients
 from preset_models import INPUTS, gradients_of, make_model, own_forward
-from roundpipe import ConfigError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe import (
+    ConfigError,
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipeRunConfig,
+    wrap_model_to_roundpipe,
+)
 
 WIDTH = 8
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(1, 2), range(1)])
 
 
 class Lambda(nn.Module):
-    """Attributes that are closures over the module and one of its weights, and a partial of a method."""
+    """Attributes that are closures over the module and one of its weights, and a partial of a
+    method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,13 +138,16 @@ def test_layers_use_the_weights_of_the_device(
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5, msg=name)
     assert [dict(module._forward_hooks) for module in model.modules()] == hooks
-    assert [getattr(layer, "count", 0) - 2 * count for layer, count in zip(layers, counts, strict=True)] == counts
+    assert [
+        getattr(layer, "count", 0) - 2 * count for layer, count in zip(layers, counts, strict=True)
+    ] == counts
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 @pytest.mark.parametrize("what", ["blocks", "model"])
 def test_models_compiled_in_place(engines: Engines, name: str, what: str) -> None:
-    """`Module.compile` leaves code that runs the user's own module; here it runs as if it had not been called."""
+    """`Module.compile` leaves code that runs the user's own module; here it runs as if it had not
+    been called."""
     from transformers import Phi3Config
 
     from preset_models import TINY
@@ -147,18 +157,25 @@ def test_models_compiled_in_place(engines: Engines, name: str, what: str) -> Non
     for module in model.model.layers if what == "blocks" else [model]:
         module.compile(backend="eager")
     engine = engines(model)
-    loss = engine.forward_backward(input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=1))
+    loss = engine.forward_backward(
+        input_kwargs=INPUTS["labels"](), run_config=RoundPipeRunConfig(num_microbatch=1)
+    )
     torch.testing.assert_close(loss, theirs.loss.detach(), rtol=1e-6, atol=1e-6)
     found = engine_gradients(engine)
     assert found.keys() == expected.keys()
     for parameter, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(
+            gradient, expected[parameter], rtol=1e-5, atol=1e-6, msg=parameter
+        )
 
 
 @pytest.mark.parametrize(
     ("wrapped", "match"),
     [
-        (lambda linear: torch.compile(linear, backend="eager"), r"1 is a OptimizedModule.*pass compile=True"),
+        (
+            lambda linear: torch.compile(linear, backend="eager"),
+            r"1 is a OptimizedModule.*pass compile=True",
+        ),
         (torch.jit.script, "1 is a RecursiveScriptModule.*given to torch.jit"),
         (nn.DataParallel, "1 is a DataParallel.*wrap its .module"),
     ],

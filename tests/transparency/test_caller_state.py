@@ -1,4 +1,5 @@
-"""What the caller's thread is set to, and what the caller does to what it got, changes nothing in the engine."""
+"""What the caller's thread is set to, and what the caller does to what it got, changes nothing in
+the engine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,8 @@ ONE_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(1,
 
 
 class UsedTwice(nn.Module):
-    """Uses a weight twice. ``is_left``: some other thread leaves autocast in between, and so empties its cache."""
+    """Uses a weight twice. ``is_left``: some other thread leaves autocast in between, and so
+    empties its cache."""
 
     is_left = False
 
@@ -53,7 +55,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def train(engines: Engines, state: Callable[[], AbstractContextManager[object]]) -> list[Tensor]:
-    """Both ways of making gradients, evaluation, and steps of both kinds, on the caller's thread in that state."""
+    """Both ways of making gradients, evaluation, and steps of both kinds, on the caller's thread in
+    that state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
     inputs = torch.randn(8, 4)
@@ -62,7 +65,9 @@ def train(engines: Engines, state: Callable[[], AbstractContextManager[object]])
     with state():
         optimizer = SGD(engine.optim_parameters(), lr=0.1, momentum=0.9)
         for is_async in (False, True):
-            loss = engine.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().sum())
+            loss = engine.forward_backward(
+                (inputs,), loss_fn=lambda outputs, _: outputs.square().sum()
+            )
             engine.step(optimizer.step, is_async=is_async)
             outputs = engine(inputs)
             outputs.sum().backward()
@@ -88,15 +93,20 @@ def test_the_engine_makes_its_own_tensors_where_they_belong(
         assert torch.equal(actual, expected)
 
 
-def test_what_forward_returned_may_be_written_before_backward(engines: Engines, devices: DeviceSet) -> None:
-    """Plain PyTorch would refuse the backward, because it reads what was written; the engine has handed out a copy.
+def test_what_forward_returned_may_be_written_before_backward(
+    engines: Engines, devices: DeviceSet
+) -> None:
+    """Plain PyTorch would refuse the backward, because it reads what was written; the engine has
+    handed out a copy.
 
     Twice, because the first call of a layer makes copies anyway.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), WithInput())
     inputs = torch.randn(4, 3)
-    engine = engines(model, devices, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH))
+    engine = engines(
+        model, devices, model_run_config=RoundPipeRunConfig(num_microbatch=2, execute_plan=ONE_EACH)
+    )
     for config in (RoundPipeRunConfig(), RoundPipeRunConfig(merge_output=False)):
         gradients = []
         for writes in (False, True, True):
@@ -113,8 +123,11 @@ def test_what_forward_returned_may_be_written_before_backward(engines: Engines, 
             devices.check(actual, gradients[0])
 
 
-def test_under_autocast_other_threads_change_no_bit(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether autocast casts a weight once or twice decides in which dtype the gradients of its uses add up."""
+def test_under_autocast_other_threads_change_no_bit(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether autocast casts a weight once or twice decides in which dtype the gradients of its
+    uses add up."""
     torch.manual_seed(0)
     model = nn.Sequential(UsedTwice(), UsedTwice(), nn.Linear(32, 1))
     inputs = torch.randn(16, 32)
@@ -123,7 +136,9 @@ def test_under_autocast_other_threads_change_no_bit(engines: Engines, monkeypatc
         monkeypatch.setattr(UsedTwice, "is_left", is_left)
         engine = engines(model, TWO)
         with torch.autocast("cpu", torch.bfloat16):
-            engine.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.float().square().sum())
+            engine.forward_backward(
+                (inputs,), loss_fn=lambda outputs, _: outputs.float().square().sum()
+            )
         gradients.append(engine_gradients(engine))
         engine.close()
     TWO.check(*gradients)

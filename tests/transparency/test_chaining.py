@@ -14,7 +14,13 @@ from device_sets import ONE, TWO, DeviceSet
 from engines import Engines, engine_gradients, run_batch
 from models import MLP_WIDTH, make_mlp, mlp_batch, squared_error_over
 from reference import Tensors, plain_call, weights_of
-from roundpipe import ConfigError, ModelExecutePlan, RoundPipe, RoundPipePackedData, RoundPipeRunConfig
+from roundpipe import (
+    ConfigError,
+    ModelExecutePlan,
+    RoundPipe,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+)
 
 BATCH = mlp_batch(rows=6)
 HALVES = [slice(0, 3), slice(3, 7)]
@@ -41,7 +47,9 @@ def unmerged(num_microbatch: int, **settings: object) -> RoundPipeRunConfig:
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 3])
-def test_the_values_are_those_of_the_microbatches(num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
+def test_the_values_are_those_of_the_microbatches(
+    num_microbatch: int, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp()
     engine = engines(copy.deepcopy(model), devices)
     pieces = BATCH.args[0].chunk(num_microbatch)
@@ -60,7 +68,11 @@ def test_outputs_of_forward_backward_can_be_unmerged(devices: DeviceSet, engines
     plain = [model(piece) for piece in BATCH.args[0].chunk(2)]
     engine = engines(copy.deepcopy(model), devices)
     _, packed = engine.forward_backward(
-        BATCH.args, label=BATCH.label, loss_fn=BATCH.loss_fn, return_outputs=True, run_config=unmerged(2)
+        BATCH.args,
+        label=BATCH.label,
+        loss_fn=BATCH.loss_fn,
+        return_outputs=True,
+        run_config=unmerged(2),
     )
     assert isinstance(packed, RoundPipePackedData)
     for value, expected in zip(packed, plain, strict=True):
@@ -69,13 +81,17 @@ def test_outputs_of_forward_backward_can_be_unmerged(devices: DeviceSet, engines
 
 @pytest.mark.parametrize("num_microbatch", [1, 3])
 @pytest.mark.parametrize("how", ["forward_backward", "backward"])
-def test_gradients_flow_through_both(how: str, num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_flow_through_both(
+    how: str, num_microbatch: int, devices: DeviceSet, engines: Engines
+) -> None:
     """Into the user's own layer before the first engine as well."""
     model, halves = make_halves()
     torch.manual_seed(3)
     before = nn.Linear(MLP_WIDTH, MLP_WIDTH)
     plain_before = copy.deepcopy(before)
-    plain = plain_call(nn.Sequential(plain_before, *model), BATCH.split(num_microbatch), BATCH.loss_fn)
+    plain = plain_call(
+        nn.Sequential(plain_before, *model), BATCH.split(num_microbatch), BATCH.loss_fn
+    )
     first, second = (engines(half, devices) for half in halves)
     hidden = first(before(BATCH.args[0]), roundpipe_run_config=unmerged(num_microbatch))
     if how == "forward_backward":
@@ -85,7 +101,10 @@ def test_gradients_flow_through_both(how: str, num_microbatch: int, devices: Dev
         loss = sum_of_losses(output, num_microbatch)
         loss.backward()
     devices.check(loss.detach(), plain.loss)
-    expected = {f"{int(name.split('.')[0]) - 1}.{name.split('.')[1]}": g for name, g in plain.gradients.items()}
+    expected = {
+        f"{int(name.split('.')[0]) - 1}.{name.split('.')[1]}": g
+        for name, g in plain.gradients.items()
+    }
     own = {f"-1.{name}": parameter.grad for name, parameter in before.named_parameters()}
     assert all(gradient is not None for gradient in own.values())
     devices.check(of_both(halves, [first, second]) | own, expected, bitwise=False)
@@ -104,8 +123,11 @@ def sum_of_losses(output: Tensor, num_microbatch: int) -> Tensor:
     return total
 
 
-def test_the_second_engine_takes_the_microbatches_as_they_are(devices: DeviceSet, engines: Engines) -> None:
-    """Whatever its own setting; beside other tensors, which are cut like them; in a container; as a label."""
+def test_the_second_engine_takes_the_microbatches_as_they_are(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """Whatever its own setting; beside other tensors, which are cut like them; in a container; as a
+    label."""
 
     class Joins(nn.Module):
         def __init__(self) -> None:
@@ -178,12 +200,19 @@ def test_wrong_numbers_of_microbatches_are_refused(engines: Engines) -> None:
     gradients, weights = engine_gradients(second), weights_of(second.model)
     with torch.no_grad():
         two, three = (first(*BATCH.args, roundpipe_run_config=unmerged(count)) for count in (2, 3))
-    with pytest.raises(ConfigError, match=r"args\[0\] has 2 microbatches of \[3, 3\].*kwargs\['other'\] has 3 of"):
+    with pytest.raises(
+        ConfigError, match=r"args\[0\] has 2 microbatches of \[3, 3\].*kwargs\['other'\] has 3 of"
+    ):
         second.forward_backward((two,), {"other": three}, loss_fn=BATCH.loss_fn)
     with pytest.raises(ConfigError, match="label has 3 of"):
         second.forward_backward((two,), label=three, loss_fn=BATCH.loss_fn)
     with pytest.raises(ConfigError, match="split_input"):
-        second(two, roundpipe_run_config=RoundPipeRunConfig(split_input=lambda args, kwargs, n: ([args], [kwargs])))
+        second(
+            two,
+            roundpipe_run_config=RoundPipeRunConfig(
+                split_input=lambda args, kwargs, n: ([args], [kwargs])
+            ),
+        )
     with pytest.raises(ConfigError, match="cut already"):
         second.forward_backward(microbatches=[((two,), {}, BATCH.label)], loss_fn=BATCH.loss_fn)
     TWO.check(engine_gradients(second), gradients)
@@ -205,7 +234,8 @@ def test_a_failure_in_the_second_leaves_both_as_they_were(engines: Engines) -> N
 
 
 class Failing(nn.Module):
-    """The identity, whose backward raises while ``fails`` is not empty. All copies of the module share that list."""
+    """The identity, whose backward raises while ``fails`` is not empty. All copies of the module
+    share that list."""
 
     def __init__(self, fails: list[str]) -> None:
         super().__init__()
@@ -226,10 +256,13 @@ class Failing(nn.Module):
 def test_a_failure_in_the_firsts_backward_leaves_all_as_they_were(
     how: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """By then the engines behind it have been through theirs. What all had before stays, and the next time works."""
+    """By then the engines behind it have been through theirs. What all had before stays, and the
+    next time works."""
     fails: list[str] = []
     failing = nn.Sequential(make_mlp(2, seed=0), Failing(fails))
-    chained = [engines(model, devices) for model in (failing, make_mlp(2, seed=1), make_mlp(2, seed=2))]
+    chained = [
+        engines(model, devices) for model in (failing, make_mlp(2, seed=1), make_mlp(2, seed=2))
+    ]
 
     def run() -> None:
         hidden = BATCH.args[0]
@@ -250,4 +283,6 @@ def test_a_failure_in_the_firsts_backward_leaves_all_as_they_were(
     fails.clear()
     run()
     for engine, gradients in zip(chained, before, strict=True):
-        devices.check(engine_gradients(engine), {name: 2 * gradient for name, gradient in gradients.items()})
+        devices.check(
+            engine_gradients(engine), {name: 2 * gradient for name, gradient in gradients.items()}
+        )

@@ -1,6 +1,6 @@
-"""A checkpoint is all there is to a run: training that goes on from it in another engine, with other devices, another
-plan and other pinning, gives to the bit what the uninterrupted run gives. Saving is a synchronisation point, so the
-uninterrupted run saves too.
+"""A checkpoint is all there is to a run: training that goes on from it in another engine, with
+other devices, another plan and other pinning, gives to the bit what the uninterrupted run gives.
+Saving is a synchronisation point, so the uninterrupted run saves too.
 """
 
 import copy
@@ -21,7 +21,14 @@ from device_sets import ONE, THREE, TWO, DeviceSet
 from engines import Engines, engine_weights, run_batch
 from models import TIED_LLAMA, Batch, make_mlp, mlp_batch
 from reference import Reference
-from roundpipe import ConfigError, GradScaler, ModelExecutePlan, RoundPipe, load_checkpoint, save_checkpoint
+from roundpipe import (
+    ConfigError,
+    GradScaler,
+    ModelExecutePlan,
+    RoundPipe,
+    load_checkpoint,
+    save_checkpoint,
+)
 from roundpipe.errors import RoundPipeError
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(8)]
@@ -39,7 +46,8 @@ def in_bf16() -> nn.Sequential:
 
 def as_bf16(batch: Batch) -> Batch:
     return batch._replace(
-        args=(batch.args[0].bfloat16(),), loss_fn=lambda out, target: batch.loss_fn(out.float(), target)
+        args=(batch.args[0].bfloat16(),),
+        loss_fn=lambda out, target: batch.loss_fn(out.float(), target),
     )
 
 
@@ -48,7 +56,11 @@ def two_groups(engine: RoundPipe) -> torch.optim.Optimizer:
     return roundpipe.optim.AdamW(
         [
             {"params": [p for name, p in named if name.endswith("weight")], "weight_decay": 0.1},
-            {"params": [p for name, p in named if not name.endswith("weight")], "lr": 0.02, "betas": (0.5, 0.9)},
+            {
+                "params": [p for name, p in named if not name.endswith("weight")],
+                "lr": 0.02,
+                "betas": (0.5, 0.9),
+            },
         ],
         lr=0.01,
     )
@@ -57,14 +69,22 @@ def two_groups(engine: RoundPipe) -> torch.optim.Optimizer:
 OPTIMIZERS: dict[str, Callable[[RoundPipe], torch.optim.Optimizer]] = {
     "ours, two groups": two_groups,
     "torch sgd": lambda engine: torch.optim.SGD(engine.optim_parameters(), lr=0.05, momentum=0.9),
-    "torch adam": lambda engine: torch.optim.Adam(engine.optim_parameters(), lr=torch.tensor(0.01), amsgrad=True),
+    "torch adam": lambda engine: torch.optim.Adam(
+        engine.optim_parameters(), lr=torch.tensor(0.01), amsgrad=True
+    ),
 }
 
 
 def train(
-    engine: RoundPipe, optimizer: torch.optim.Optimizer, batches: list[Batch], *, is_async: bool, scaler: Any = None
+    engine: RoundPipe,
+    optimizer: torch.optim.Optimizer,
+    batches: list[Batch],
+    *,
+    is_async: bool,
+    scaler: Any = None,
 ) -> list[Tensor]:
-    """Learning rates move with the batch's place, so that hyper-parameters have to come back too."""
+    """Learning rates move with the batch's place, so that hyper-parameters have to come back
+    too."""
 
     def step_fn() -> None:
         optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -72,7 +92,9 @@ def train(
     losses = []
     for batch in batches:
         if scaler is not None:
-            batch = batch._replace(loss_fn=lambda out, target, of=batch.loss_fn: scaler.scale(of(out, target)))
+            batch = batch._replace(
+                loss_fn=lambda out, target, of=batch.loss_fn: scaler.scale(of(out, target))
+            )
         losses.append(run_batch(engine, batch, 2))
         engine.step(step_fn, is_async=is_async)
         if scaler is not None:
@@ -94,7 +116,10 @@ def goes_on_alike(
     settings: dict[str, Any] | None = None,
     other: dict[str, Any] | None = None,
 ) -> None:
-    first, scaler = engines(make(), TWO, **(settings or {})), GradScaler(init_scale=64.0) if scaled else None
+    first, scaler = (
+        engines(make(), TWO, **(settings or {})),
+        GradScaler(init_scale=64.0) if scaled else None,
+    )
     optimizer = make_optimizer(first)
     train(first, optimizer, batches[:SAVED_AFTER], is_async=is_async, scaler=scaler)
     save_checkpoint(path, first, optimizer, scaler)
@@ -111,15 +136,26 @@ def goes_on_alike(
     losses = train(second, resumed, batches[SAVED_AFTER:], is_async=is_async, scaler=scaler)
     ONE.check(torch.stack(losses), torch.stack(expected))
     ONE.check(engine_weights(second), engine_weights(first))
-    for a, e in zip(resumed.state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
-        ONE.check({k: torch.as_tensor(v) for k, v in a.items()}, {k: torch.as_tensor(v) for k, v in e.items()})
+    for a, e in zip(
+        resumed.state_dict()["state"].values(),
+        optimizer.state_dict()["state"].values(),
+        strict=True,
+    ):
+        ONE.check(
+            {k: torch.as_tensor(v) for k, v in a.items()},
+            {k: torch.as_tensor(v) for k, v in e.items()},
+        )
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_goes_on_to_the_bit(optimizer: str, is_async: bool, tmp_path: Path, engines: Engines) -> None:
+def test_training_goes_on_to_the_bit(
+    optimizer: str, is_async: bool, tmp_path: Path, engines: Engines
+) -> None:
     """With dropout, other devices, another plan, and unpinned memory."""
-    plan = ModelExecutePlan(fwd_plan=[range(5), range(5, 9)], bwd_plan=[range(9, 14), range(4, 9), range(4)])
+    plan = ModelExecutePlan(
+        fwd_plan=[range(5), range(5, 9)], bwd_plan=[range(9, 14), range(4, 9), range(4)]
+    )
     goes_on_alike(
         with_dropout,
         OPTIMIZERS[optimizer],
@@ -127,12 +163,17 @@ def test_training_goes_on_to_the_bit(optimizer: str, is_async: bool, tmp_path: P
         tmp_path / "saved.safetensors",
         engines,
         is_async=is_async,
-        other={"pin_model": "off", "model_run_config": roundpipe.RoundPipeRunConfig(execute_plan=plan)},
+        other={
+            "pin_model": "off",
+            "model_run_config": roundpipe.RoundPipeRunConfig(execute_plan=plan),
+        },
     )
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_bf16_weights_go_on_from_their_fp32_masters(is_async: bool, tmp_path: Path, engines: Engines) -> None:
+def test_bf16_weights_go_on_from_their_fp32_masters(
+    is_async: bool, tmp_path: Path, engines: Engines
+) -> None:
     goes_on_alike(
         in_bf16,
         two_groups,
@@ -150,11 +191,19 @@ def test_the_loss_scale_goes_on(is_async: bool, tmp_path: Path, engines: Engines
     batches = [mlp_batch(rows=6, seed=seed) for seed in range(8)]
     batches[SAVED_AFTER - 1].label[0, 0] = float("inf")
     goes_on_alike(
-        make_mlp, two_groups, batches, tmp_path / "saved.safetensors", engines, is_async=is_async, scaled=True
+        make_mlp,
+        two_groups,
+        batches,
+        tmp_path / "saved.safetensors",
+        engines,
+        is_async=is_async,
+        scaled=True,
     )
 
 
-def test_the_file_has_the_models_own_names_and_tied_weights_once(tmp_path: Path, engines: Engines) -> None:
+def test_the_file_has_the_models_own_names_and_tied_weights_once(
+    tmp_path: Path, engines: Engines
+) -> None:
     engine = engines(TIED_LLAMA.make().to(torch.bfloat16), TWO, optim_dtype=torch.float32)
     optimizer = roundpipe.optim.AdamW(engine.optim_parameters())
     run_batch(engine, TIED_LLAMA.batch(4, 0), 2)
@@ -164,7 +213,8 @@ def test_the_file_has_the_models_own_names_and_tied_weights_once(tmp_path: Path,
     assert "lm_head.weight" not in names
     saved = safetensors.torch.load_file(tmp_path / "saved")
     of_kind = {
-        kind: sorted(key.removeprefix(kind) for key in saved if key.startswith(kind)) for kind in ("model/", "master/")
+        kind: sorted(key.removeprefix(kind) for key in saved if key.startswith(kind))
+        for kind in ("model/", "master/")
     }
     assert of_kind["model/"] == of_kind["master/"] == sorted(names)
     assert sorted(k for k in saved if k.startswith("optimizer/")) == sorted(
@@ -176,10 +226,14 @@ def test_the_file_has_the_models_own_names_and_tied_weights_once(tmp_path: Path,
     assert all(saved[f"master/{name}"].dtype is torch.float32 for name in names)
 
 
-def test_masters_that_hold_no_more_than_the_weights_are_not_written(tmp_path: Path, engines: Engines) -> None:
+def test_masters_that_hold_no_more_than_the_weights_are_not_written(
+    tmp_path: Path, engines: Engines
+) -> None:
     engine = engines(make_mlp(), ONE)
     save_checkpoint(tmp_path / "saved", engine, torch.optim.SGD(engine.optim_parameters(), lr=0.1))
-    assert not [key for key in safetensors.torch.load_file(tmp_path / "saved") if key.startswith("master/")]
+    assert not [
+        key for key in safetensors.torch.load_file(tmp_path / "saved") if key.startswith("master/")
+    ]
 
 
 def test_buffers_frozen_weights_and_several_optimizers(tmp_path: Path, engines: Engines) -> None:
@@ -191,7 +245,10 @@ def test_buffers_frozen_weights_and_several_optimizers(tmp_path: Path, engines: 
 
     def pair(engine: RoundPipe) -> list[torch.optim.Optimizer]:
         masters = engine.optim_parameters()
-        return [torch.optim.SGD(masters[:2], lr=0.1, momentum=0.5), torch.optim.Adagrad(masters[2:], lr=0.1)]
+        return [
+            torch.optim.SGD(masters[:2], lr=0.1, momentum=0.5),
+            torch.optim.Adagrad(masters[2:], lr=0.1),
+        ]
 
     first = engines(make(), TWO)
     optimizers = pair(first)
@@ -207,7 +264,9 @@ def test_buffers_frozen_weights_and_several_optimizers(tmp_path: Path, engines: 
     ONE.check(second.state_dict(), dict(first.state_dict()))
     for engine, stepped in ((first, optimizers), (second, others)):
         run_batch(engine, BATCHES[2], 1)
-        engine.step(lambda stepped=stepped: [optimizer.step() for optimizer in stepped], is_async=False)
+        engine.step(
+            lambda stepped=stepped: [optimizer.step() for optimizer in stepped], is_async=False
+        )
     ONE.check(second.state_dict(), dict(first.state_dict()))
 
 
@@ -227,7 +286,10 @@ def everything(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> dict[str,
         for place, entries in optimizer.state_dict()["state"].items()
         for key, value in entries.items()
     }
-    masters = {f"master {name}": master.detach().clone() for name, master in engine.optim_named_parameters()}
+    masters = {
+        f"master {name}": master.detach().clone()
+        for name, master in engine.optim_named_parameters()
+    }
     return {**engine_weights(engine), **masters, **state, "rng": torch.get_rng_state()}
 
 
@@ -246,11 +308,31 @@ def all_in_one(engine: RoundPipe) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("make", "make_optimizer", "scaled", "message"),
     [
-        (other_width, two_groups, False, r"'0.weight' in shape \(16, 16\), the model in shape \(8, 16\)"),
-        (one_more, two_groups, False, r"lacks 2 \(3.bias, 3.weight\) and has 0 unexpected \(none\)"),
-        (lambda: nn.Sequential(nn.Linear(16, 16)), two_groups, False, r"has 2 unexpected \(2.bias, 2.weight\)"),
+        (
+            other_width,
+            two_groups,
+            False,
+            r"'0.weight' in shape \(16, 16\), the model in shape \(8, 16\)",
+        ),
+        (
+            one_more,
+            two_groups,
+            False,
+            r"lacks 2 \(3.bias, 3.weight\) and has 0 unexpected \(none\)",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(16, 16)),
+            two_groups,
+            False,
+            r"has 2 unexpected \(2.bias, 2.weight\)",
+        ),
         (lambda: make_mlp(2), all_in_one, False, "2 param groups, this AdamW has 1"),
-        (lambda: make_mlp(2), OPTIMIZERS["torch sgd"], False, "state of AdamW, to be loaded into SGD"),
+        (
+            lambda: make_mlp(2),
+            OPTIMIZERS["torch sgd"],
+            False,
+            "state of AdamW, to be loaded into SGD",
+        ),
         (lambda: make_mlp(2), two_groups, True, "saved without an enabled GradScaler"),
     ],
     ids=["shape", "missing", "unexpected", "groups", "class", "scaler"],
@@ -280,7 +362,9 @@ def test_files_and_optimizers_of_others_are_refused(tmp_path: Path, engines: Eng
     with pytest.raises(ConfigError, match="is a folder"):
         save_checkpoint(tmp_path, engine, optimizer)
     with pytest.raises(ConfigError, match="not one of the engine's"):
-        save_checkpoint(tmp_path / "saved", engine, torch.optim.SGD(make_mlp().parameters(), lr=0.1))
+        save_checkpoint(
+            tmp_path / "saved", engine, torch.optim.SGD(make_mlp().parameters(), lr=0.1)
+        )
     optimizer.param_groups[0]["odd"] = object
     with pytest.raises(ConfigError, match="could not be loaded again"):
         save_checkpoint(tmp_path / "saved", engine, optimizer)
@@ -311,7 +395,13 @@ def test_saving_makes_no_second_copy_in_memory(tmp_path: Path, engines: Engines)
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])
     engine = engines(model, ONE)
     optimizer = torch.optim.Adam(engine.optim_parameters(), lr=0.1)
-    run_batch(engine, Batch((torch.ones(2, 1024),), {}, torch.zeros(2, 1024), lambda o, t: (o - t).square().sum()), 1)
+    run_batch(
+        engine,
+        Batch(
+            (torch.ones(2, 1024),), {}, torch.zeros(2, 1024), lambda o, t: (o - t).square().sum()
+        ),
+        1,
+    )
     engine.step(optimizer.step, is_async=False)
     engine.synchronize()
     num_bytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
@@ -324,7 +414,10 @@ def test_saving_makes_no_second_copy_in_memory(tmp_path: Path, engines: Engines)
 
 def peak_bytes() -> int:
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+        * 1024
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,14 +435,18 @@ def test_a_stock_torch_state_goes_on_in_our_optimizer(
 ) -> None:
     """Plain training for three steps, the engine from there on."""
     plain = make_mlp()
-    reference = Reference(plain, lambda params: getattr(torch.optim, kind)(params, lr=0.01, **options))
+    reference = Reference(
+        plain, lambda params: getattr(torch.optim, kind)(params, lr=0.01, **options)
+    )
     for batch in BATCHES[:3]:
         reference.forward_backward(batch.split(2), batch.loss_fn)
         reference.step()
     engine = engines(make_mlp(), devices)
     engine.load_state_dict(reference.weights)
     optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.01)
-    optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))  # which keeps the tensors it is given
+    optimizer.load_state_dict(
+        copy.deepcopy(reference.optimizer.state_dict())
+    )  # which keeps the tensors it is given
     assert optimizer.param_groups[0].get("fused", True), "torch's choice of a kernel is no state"
     for batch in BATCHES[3:]:
         reference.forward_backward(batch.split(2), batch.loss_fn)
@@ -360,12 +457,17 @@ def test_a_stock_torch_state_goes_on_in_our_optimizer(
 
 
 def test_a_model_that_is_no_sequence_goes_on_too(tmp_path: Path) -> None:
-    """Through `AutoRoundPipe`, whose parts are engines of their own and share one optimizer thread."""
+    """Through `AutoRoundPipe`, whose parts are engines of their own and share one optimizer
+    thread."""
 
     def wrapped(devices: int) -> roundpipe.AutoRoundPipe:
-        return roundpipe.wrap_model_to_roundpipe(make_branches(), upper_threshold=0, devices=devices)
+        return roundpipe.wrap_model_to_roundpipe(
+            make_branches(), upper_threshold=0, devices=devices
+        )
 
-    def steps(engine: roundpipe.AutoRoundPipe, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    def steps(
+        engine: roundpipe.AutoRoundPipe, optimizer: torch.optim.Optimizer, seeds: range
+    ) -> None:
         for seed in seeds:
             batch = branches_batch(4, seed)
             batch.loss_fn(engine(*batch.args, **batch.kwargs), batch.label).backward()
@@ -373,7 +475,9 @@ def test_a_model_that_is_no_sequence_goes_on_too(tmp_path: Path) -> None:
 
     with wrapped(2) as first, wrapped(2) as second:
         assert isinstance(first, roundpipe.AutoRoundPipe)
-        optimizer, resumed = (roundpipe.optim.AdamW(engine.optim_parameters()) for engine in (first, second))
+        optimizer, resumed = (
+            roundpipe.optim.AdamW(engine.optim_parameters()) for engine in (first, second)
+        )
         steps(first, optimizer, range(2))
         save_checkpoint(tmp_path / "saved", first, optimizer)
         steps(first, optimizer, range(2, 4))

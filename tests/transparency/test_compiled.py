@@ -1,5 +1,5 @@
-"""Compiled layers: what cannot be compiled runs all the same; hooks that come later; on several devices one compilation
-at a time, and calls wait for its end."""
+"""Compiled layers: what cannot be compiled runs all the same; hooks that come later; on several
+devices one compilation at a time, and calls wait for its end."""
 
 import threading
 from collections.abc import Iterator
@@ -60,9 +60,14 @@ def triggers() -> Iterator[list[CallbackTrigger]]:
 
 @pytest.mark.parametrize("on", [TWO, THREE], ids=str)
 def test_no_backward_is_compiled_beside_the_lock(
-    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, triggers: list[CallbackTrigger]
+    on: DeviceSet,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    triggers: list[CallbackTrigger],
 ) -> None:
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs)
+    )
     torch.manual_seed(0)
     model, batch = nn.Sequential(*(Inner() for _ in range(6))), mlp_batch(rows=8)
     expected = plain_call(model, batch.split(4), batch.loss_fn)
@@ -74,7 +79,10 @@ def test_no_backward_is_compiled_beside_the_lock(
 
 @pytest.mark.parametrize("on", [ONE, TWO], ids=str)
 def test_what_cannot_be_compiled_runs_as_it_is(
-    on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    on: DeviceSet,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("no space left")
@@ -89,11 +97,15 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         on.check(engine_gradients(engine), expected.gradients)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert all("Inner for" in line for line in lines)
-    assert len([line for line in lines if "compiling" in line]) == on.count  # one for each device, not for each graph
+    assert (
+        len([line for line in lines if "compiling" in line]) == on.count
+    )  # one for each device, not for each graph
     assert [line for line in lines if "without being compiled" in line and "no space left" in line]
 
 
-def test_code_in_cpp_is_not_needed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_in_cpp_is_not_needed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without a compiler for it what queues kernels is Python."""
     tried = []
 
@@ -107,7 +119,9 @@ def test_code_in_cpp_is_not_needed(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     double = torch.compile(lambda x: 2 * x, backend=compiler._Backend("double", in_cpp=True))
     assert double(torch.ones(2)).tolist() == [2.0, 2.0]
     assert tried == [{"cpp_wrapper": True}, {}]
-    assert not [record for record in caplog.records if "without being compiled" in record.getMessage()]
+    assert not [
+        record for record in caplog.records if "without being compiled" in record.getMessage()
+    ]
 
 
 def test_a_call_while_another_thread_compiles_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +166,9 @@ def double(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return 2 * output
 
 
-def test_compiled_layers_run_hooks_that_come_later(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_run_hooks_that_come_later(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler takes for granted that a module without hooks gets none."""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend="eager"))

@@ -1,4 +1,5 @@
-"""The process's default dtype and the caller's default device are for the user's tensors, not for the optimizer's."""
+"""The process's default dtype and the caller's default device are for the user's tensors, not for
+the optimizer's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +29,10 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW", "Lion", "LeanAdamW")
 
 def train(engines: Engines, name: str, state: AbstractContextManager[Any]) -> list[Tensor]:
     torch.manual_seed(0)
-    model, inputs = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)), torch.randn(8, 40)
+    model, inputs = (
+        nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)),
+        torch.randn(8, 40),
+    )
     engine = engines(model, ONE, optim_dtype=torch.float32)
     norms = []
     with state:
@@ -41,14 +45,18 @@ def train(engines: Engines, name: str, state: AbstractContextManager[Any]) -> li
             scaler.step(optimizer)
 
         for _ in range(2):
-            engine.forward_backward((inputs,), loss_fn=lambda outputs, _: scaler.scale(outputs.square().sum()))
+            engine.forward_backward(
+                (inputs,), loss_fn=lambda outputs, _: scaler.scale(outputs.square().sum())
+            )
             engine.step(update, is_async=False)
             scaler.update()
     return [*norms, *engine_weights(engine).values()]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("state", [default_dtype, lambda: torch.device("meta")], ids=["dtype", "device"])
+@pytest.mark.parametrize(
+    "state", [default_dtype, lambda: torch.device("meta")], ids=["dtype", "device"]
+)
 def test_a_default_changes_no_bit(
     name: str, state: Callable[[], AbstractContextManager[Any]], engines: Engines
 ) -> None:

@@ -1,8 +1,10 @@
-"""RoundPipe's own optimizers only decide in `step()`; the update is computed later, and nobody can tell.
+"""RoundPipe's own optimizers only decide in `step()`; the update is computed later, and nobody can
+tell.
 
-Each test looks at masters, state or gradients in some way between `optimizer.step()` and the end of `step_fn`, or right
-after a synchronous step, and must find what torch's optimizer gives on the plain model, to the bit. Layers are 16 wide:
-whole vectors, which torch's kernels and the engine's compute alike.
+Each test looks at masters, state or gradients in some way between `optimizer.step()` and the end of
+`step_fn`, or right after a synchronous step, and must find what torch's optimizer gives on the
+plain model, to the bit. Layers are 16 wide: whole vectors, which torch's kernels and the engine's
+compute alike.
 """
 
 import threading
@@ -76,7 +78,9 @@ def one_step(engine: RoundPipe, step_fn: Callable[[], Any], *, is_async: bool) -
     return engine.step(step_fn, is_async=is_async)
 
 
-def one_step_and_synchronize(engine: RoundPipe, step_fn: Callable[[], Any], *, is_async: bool) -> None:
+def one_step_and_synchronize(
+    engine: RoundPipe, step_fn: Callable[[], Any], *, is_async: bool
+) -> None:
     one_step(engine, step_fn, is_async=is_async)
     engine.synchronize()
 
@@ -86,7 +90,8 @@ both = pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 
 @both
 def test_the_update_is_pending_until_step_fn_is_over(is_async: bool, engines: Engines) -> None:
-    """So the tests below test something; `step` counters are the optimizer's own and up to date at once."""
+    """So the tests below test something; `step` counters are the optimizer's own and up to date at
+    once."""
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)
 
@@ -103,15 +108,21 @@ def test_the_update_is_pending_until_step_fn_is_over(is_async: bool, engines: En
 
 LOOKS: dict[str, Callable[[Optimizer], list[Tensor]]] = {
     "masters": lambda optimizer: [master.detach().clone() for master in masters_of(optimizer)],
-    "moments": lambda optimizer: [optimizer.state[master]["exp_avg_sq"] * 1 for master in masters_of(optimizer)],
-    "state_dict": lambda optimizer: [s["exp_avg"].clone() for s in optimizer.state_dict()["state"].values()],
+    "moments": lambda optimizer: [
+        optimizer.state[master]["exp_avg_sq"] * 1 for master in masters_of(optimizer)
+    ],
+    "state_dict": lambda optimizer: [
+        s["exp_avg"].clone() for s in optimizer.state_dict()["state"].values()
+    ],
     "gradients": lambda optimizer: [master.grad for master in masters_of(optimizer)],
 }
 
 
 @both
 @pytest.mark.parametrize("look", LOOKS)
-def test_step_fn_sees_its_update(look: str, is_async: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_step_fn_sees_its_update(
+    look: str, is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
     engine = engines(make_mlp(), devices)
     optimizer = adamw(engine)
 
@@ -150,7 +161,9 @@ def test_hooks_after_the_step_see_it(engines: Engines) -> None:
     optimizer = adamw(engine)
     seen = []
     optimizer.register_step_post_hook(
-        lambda optimizer, *_: seen.extend(master.detach().clone() for master in masters_of(optimizer))
+        lambda optimizer, *_: seen.extend(
+            master.detach().clone() for master in masters_of(optimizer)
+        )
     )
     one_step(engine, optimizer.step, is_async=False)
     assert_equal(seen, Plain().weights)
@@ -171,7 +184,9 @@ def test_two_steps_in_one_step_fn(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["ours", "torch's"])
-def test_another_optimizer_over_the_same_masters_builds_on_the_update(own: bool, engines: Engines) -> None:
+def test_another_optimizer_over_the_same_masters_builds_on_the_update(
+    own: bool, engines: Engines
+) -> None:
     engine = engines(make_mlp(), ONE)
     first = adamw(engine)
     second = (roundpipe.optim.SGD if own else torch.optim.SGD)(engine.optim_parameters(), lr=0.1)
@@ -216,7 +231,8 @@ def test_a_closure_runs_before_the_update(engines: Engines) -> None:
 
 @pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
 def test_gradients_zeroed_right_after_the_step_were_used(reads: bool, engines: Engines) -> None:
-    """`set_to_none=False` writes zeros where somebody has made `.grad`, which the update must have read by then."""
+    """`set_to_none=False` writes zeros where somebody has made `.grad`, which the update must have
+    read by then."""
     engine = engines(make_mlp(), ONE)
     optimizer = adamw(engine)
 
@@ -238,7 +254,8 @@ def test_gradients_zeroed_right_after_the_step_were_used(reads: bool, engines: E
 def test_after_an_error_the_masters_have_the_update_and_nothing_is_written_back(
     is_async: bool, engines: Engines
 ) -> None:
-    """As in torch: what `optimizer.step()` was asked to do is done, whatever is raised afterwards."""
+    """As in torch: what `optimizer.step()` was asked to do is done, whatever is raised
+    afterwards."""
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)
 
@@ -262,11 +279,17 @@ def test_the_caller_sees_a_synchronous_update_at_once(devices: DeviceSet, engine
     seen = [master.detach().clone() for master in masters]
     moments = [optimizer.state[master]["exp_avg"] + 0 for master in masters]
     devices.check(dict(zip(names, seen, strict=True)), dict(zip(names, plain.weights, strict=True)))
-    devices.check(dict(zip(names, moments, strict=True)), dict(zip(names, plain.state("exp_avg"), strict=True)))
+    devices.check(
+        dict(zip(names, moments, strict=True)),
+        dict(zip(names, plain.state("exp_avg"), strict=True)),
+    )
 
 
-def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The update of the last layer begins only when the first layer has been seen to run the next call."""
+def test_a_forward_overlaps_the_rest_of_a_synchronous_update(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update of the last layer begins only when the first layer has been seen to run the next
+    call."""
     from roundpipe.params.masters import Masters
 
     write_back, ran = Masters.write_back, threading.Event()
@@ -284,7 +307,9 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(engines: Engines, m
     expected = reference_steps(reference, BATCHES[:2], 2)
     engine = engines(model, ONE)
     optimizer = adamw(engine)
-    plan = roundpipe.ModelExecutePlan(fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)])
+    plan = roundpipe.ModelExecutePlan(
+        fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)]
+    )
     losses = [run_batch(engine, BATCHES[0], 2, execute_plan=plan)]
     is_stepped = True
     model[0].register_forward_hook(lambda *_: ran.set())
@@ -302,8 +327,12 @@ def test_overlap_changes_no_bit(kind: str, devices: DeviceSet, engines: Engines)
     """A flush after every step leaves nothing to overlap."""
 
     def train(flushes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-        config = RoundPipeRunConfig(execute_plan=ONE_STAGE)  # a GPU's plan may depend on what was measured
-        engine = engines(make_mlp().bfloat16(), devices, optim_dtype=torch.float32, model_run_config=config)
+        config = RoundPipeRunConfig(
+            execute_plan=ONE_STAGE
+        )  # a GPU's plan may depend on what was measured
+        engine = engines(
+            make_mlp().bfloat16(), devices, optim_dtype=torch.float32, model_run_config=config
+        )
         optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.01)
         losses = []
         for batch in BATCHES:
@@ -314,7 +343,9 @@ def test_overlap_changes_no_bit(kind: str, devices: DeviceSet, engines: Engines)
         engine.synchronize()
         with OptimizerCtx():
             masters = {name: master.detach().clone() for name, master in engine.named_parameters()}
-        return losses, masters | {f"working {name}": value for name, value in engine_weights(engine).items()}
+        return losses, masters | {
+            f"working {name}": value for name, value in engine_weights(engine).items()
+        }
 
     (losses, weights), (expected, expected_weights) = train(flushes=False), train(flushes=True)
     devices.check(torch.stack(losses), torch.stack(expected))
@@ -336,7 +367,8 @@ def test_a_shape_does_not_force_the_update(engines: Engines) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """How many operations torch is asked for: after each, the interpreter has to be waited for again."""
+    """How many operations torch is asked for: after each, the interpreter has to be waited for
+    again."""
 
     count = 0
 
@@ -363,7 +395,9 @@ def test_deciding_takes_no_more_operations_for_more_parameters(kind: str, engine
             return operations.count
 
         batch = BATCHES[0]
-        batch = batch._replace(loss_fn=lambda out, y, of=batch.loss_fn, scaler=scaler: scaler.scale(of(out, y)))
+        batch = batch._replace(
+            loss_fn=lambda out, y, of=batch.loss_fn, scaler=scaler: scaler.scale(of(out, y))
+        )
         for _ in range(2):  # the first makes the state
             run_batch(engine, batch, 1)
             counts.append(engine.step(step_fn, is_async=False).result())
@@ -381,7 +415,9 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", together)
     jobs: list[int] = []
     update = native.update
-    monkeypatch.setattr(native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1])
+    monkeypatch.setattr(
+        native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1]
+    )
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)
     for _ in range(2):  # the second has another working copy to write to
@@ -396,14 +432,19 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
 def test_an_update_that_cannot_be_computed_keeps_no_other_from_being_done(
     place: str, is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small layers are updated together. Hyper-parameters of a group of its own are checked by nobody."""
-    monkeypatch.setattr(Planner, "hides_update", lambda *_: False)  # because then there are no device states
+    """Small layers are updated together. Hyper-parameters of a group of its own are checked by
+    nobody."""
+    monkeypatch.setattr(
+        Planner, "hides_update", lambda *_: False
+    )  # because then there are no device states
     settings = {"max_gpu_memory": 1.0} if place == "device" else {}
 
     def make(**of_two_layers: Any) -> tuple[RoundPipe, Optimizer]:
         engine = engines(make_mlp(), ONE, **settings)
         named = engine.optim_named_parameters()
-        two, others = ([master for name, master in named if (name[0] in "24") is own] for own in (True, False))
+        two, others = (
+            [master for name, master in named if (name[0] in "24") is own] for own in (True, False)
+        )
         optimizer = roundpipe.optim.AdamW([{"params": two}, {"params": others}], **SETTINGS)
         for _ in range(3):
             one_step(engine, optimizer.step, is_async=is_async)

@@ -16,7 +16,9 @@ BATCH = mlp_batch(rows=12)
 
 
 def forward(engine: RoundPipe, *args: object, num_microbatch: int, **kwargs: object) -> object:
-    return engine(*args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch), **kwargs)
+    return engine(
+        *args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch), **kwargs
+    )
 
 
 def plain_outputs(model: nn.Module, inputs: Tensor, num_microbatch: int) -> Tensor:
@@ -24,7 +26,9 @@ def plain_outputs(model: nn.Module, inputs: Tensor, num_microbatch: int) -> Tens
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 3, 4])
-def test_no_grad_forward_equals_the_plain_model(num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
+def test_no_grad_forward_equals_the_plain_model(
+    num_microbatch: int, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp()
     expected = plain_outputs(copy.deepcopy(model), BATCH.args[0], num_microbatch)
     engine = engines(model, devices)
@@ -35,7 +39,9 @@ def test_no_grad_forward_equals_the_plain_model(num_microbatch: int, devices: De
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
-def test_no_grad_logits_equal_the_plain_model(case: ModelCase, devices: DeviceSet, engines: Engines) -> None:
+def test_no_grad_logits_equal_the_plain_model(
+    case: ModelCase, devices: DeviceSet, engines: Engines
+) -> None:
     model = case.make().eval()
     batch = case.batch(4, 0)
     with torch.no_grad():
@@ -51,7 +57,8 @@ def test_backward_through_the_outputs_equals_plain_autograd(
 ) -> None:
     """The user's own layers before and after the engine get their gradients too.
 
-    One microbatch is plain autograd to the bit; with more, gradients arrive in parts and are summed in another order.
+    One microbatch is plain autograd to the bit; with more, gradients arrive in parts and are summed
+    in another order.
     """
     model = make_mlp()
     torch.manual_seed(8)
@@ -65,7 +72,11 @@ def test_backward_through_the_outputs_equals_plain_autograd(
     loss.backward()
     exact = num_microbatch == 1
     devices.check(loss.detach(), plain_loss.detach(), bitwise=exact)
-    devices.check(engine_gradients(engine), {name: p.grad for name, p in plain_model.named_parameters()}, bitwise=exact)
+    devices.check(
+        engine_gradients(engine),
+        {name: p.grad for name, p in plain_model.named_parameters()},
+        bitwise=exact,
+    )
     for own, plain in ((before, plain_before), (after, plain_after)):
         devices.check(own.weight.grad, plain.weight.grad, bitwise=exact)
         devices.check(own.bias.grad, plain.bias.grad, bitwise=exact)
@@ -84,14 +95,19 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("num_stages", [1, 3])
-def test_outputs_that_are_not_used(used: int, num_stages: int, devices: DeviceSet, engines: Engines) -> None:
-    """Nor is all that another forward has made. What no gradient reaches has none, as in plain autograd."""
+def test_outputs_that_are_not_used(
+    used: int, num_stages: int, devices: DeviceSet, engines: Engines
+) -> None:
+    """Nor is all that another forward has made. What no gradient reaches has none, as in plain
+    autograd."""
     model = nn.Sequential(*make_mlp(2), TwoHeads())
     plain = copy.deepcopy(model)
     plain(BATCH.args[0])[used].square().mean().backward()
     engine = engines(model, devices)
     stages = {1: [range(4)], 3: [range(1), range(1, 3), range(3, 4)]}[num_stages]
-    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=ModelExecutePlan(stages, stages[::-1]))
+    config = RoundPipeRunConfig(
+        num_microbatch=1, execute_plan=ModelExecutePlan(stages, stages[::-1])
+    )
     engine(*BATCH.args, roundpipe_run_config=config)
     engine(*BATCH.args, roundpipe_run_config=config)[used].square().mean().backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
@@ -99,13 +115,17 @@ def test_outputs_that_are_not_used(used: int, num_stages: int, devices: DeviceSe
     devices.check(engine_gradients(engine), expected)
 
 
-def test_gradients_of_backward_add_to_those_of_forward_backward(devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_of_backward_add_to_those_of_forward_backward(
+    devices: DeviceSet, engines: Engines
+) -> None:
     model = make_mlp()
     expected = plain_call(copy.deepcopy(model), BATCH.whole(), BATCH.loss_fn).gradients
     engine = engines(model, devices)
     run_batch(engine, BATCH, 1)
     BATCH.loss_fn(forward(engine, *BATCH.args, num_microbatch=1), BATCH.label).backward()
-    devices.check(engine_gradients(engine), {name: gradient + gradient for name, gradient in expected.items()})
+    devices.check(
+        engine_gradients(engine), {name: gradient + gradient for name, gradient in expected.items()}
+    )
 
 
 def test_two_forwards_may_be_open_at_once(devices: DeviceSet, engines: Engines) -> None:
@@ -115,7 +135,9 @@ def test_two_forwards_may_be_open_at_once(devices: DeviceSet, engines: Engines) 
     first, second = BATCH.args[0], BATCH.label
     (plain(first) * plain(second)).sum().backward()
     engine = engines(model, devices)
-    (forward(engine, first, num_microbatch=2) * forward(engine, second, num_microbatch=3)).sum().backward()
+    (
+        forward(engine, first, num_microbatch=2) * forward(engine, second, num_microbatch=3)
+    ).sum().backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     devices.check(engine_gradients(engine), expected, bitwise=False)
 
@@ -123,7 +145,8 @@ def test_two_forwards_may_be_open_at_once(devices: DeviceSet, engines: Engines) 
 def test_a_step_between_forward_and_backward_is_refused_and_changes_nothing(
     devices: DeviceSet, engines: Engines
 ) -> None:
-    """The recompute would use other weights than the forward did: autograd raises for changed tensors, so does this."""
+    """The recompute would use other weights than the forward did: autograd raises for changed
+    tensors, so does this."""
     model = make_mlp()
     engine = engines(model, devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
@@ -136,7 +159,9 @@ def test_a_step_between_forward_and_backward_is_refused_and_changes_nothing(
     expected = make_mlp()
     expected.load_state_dict(after_step)
     run_batch(engine, BATCH, 2)
-    devices.check(engine_gradients(engine), plain_call(expected, BATCH.split(2), BATCH.loss_fn).gradients)
+    devices.check(
+        engine_gradients(engine), plain_call(expected, BATCH.split(2), BATCH.loss_fn).gradients
+    )
 
 
 def test_backward_on_the_returned_loss_says_it_has_already_run(engines: Engines) -> None:
@@ -148,7 +173,9 @@ def test_backward_on_the_returned_loss_says_it_has_already_run(engines: Engines)
     ONE.check(engine_gradients(engine), before)
 
 
-def test_forward_with_grad_uses_the_weights_forward_backward_would_use(devices: DeviceSet, engines: Engines) -> None:
+def test_forward_with_grad_uses_the_weights_forward_backward_would_use(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """One step old after an asynchronous step: not newer because it is a `forward`."""
     model = make_mlp()
     start = copy.deepcopy(model)
@@ -191,7 +218,8 @@ PARTIAL = {
 def test_gradients_of_inputs_alone_are_refused(
     num_microbatch: int, how: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """They would come with gradients of the weights, which nobody asked for and which the next step would apply."""
+    """They would come with gradients of the weights, which nobody asked for and which the next step
+    would apply."""
     engine = engines(make_mlp(), devices)
     run_batch(engine, BATCH, num_microbatch)
     before = engine_gradients(engine)
@@ -207,7 +235,9 @@ def test_gradients_of_inputs_alone_are_refused(
     assert sorted(engine_gradients(engine)) == sorted(before)
 
 
-def test_gradients_of_what_comes_after_the_engine_can_be_asked_for(devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_of_what_comes_after_the_engine_can_be_asked_for(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """`torch.autograd.grad` is fine where it does not pass through the engine."""
     engine = engines(make_mlp(), devices)
     after = nn.Linear(MLP_WIDTH, 1)
@@ -221,7 +251,9 @@ def test_gradients_of_what_comes_after_the_engine_can_be_asked_for(devices: Devi
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 3])
-def test_outputs_where_the_caller_wants_them(num_microbatch: int, devices: DeviceSet, engines: Engines) -> None:
+def test_outputs_where_the_caller_wants_them(
+    num_microbatch: int, devices: DeviceSet, engines: Engines
+) -> None:
     """On the device of the caller's choice, and part of the graph there; so are its gradients."""
     model = make_mlp()
     expected = plain_call(copy.deepcopy(model), BATCH.split(num_microbatch), BATCH.loss_fn)

@@ -1,4 +1,5 @@
-"""`forward_loss()`: the losses of `forward_backward` alone, at the newest weights, with nothing left behind."""
+"""`forward_loss()`: the losses of `forward_backward` alone, at the newest weights, with nothing
+left behind."""
 
 from typing import Any
 
@@ -21,11 +22,15 @@ def losses_of(engine: RoundPipe, batch: Any, loss_fn: Any, num_microbatch: int =
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_sum_equals_the_plain_loss(case: ModelCase, devices: DeviceSet, engines: Engines) -> None:
+def test_the_sum_equals_the_plain_loss(
+    case: ModelCase, devices: DeviceSet, engines: Engines
+) -> None:
     """Also called with autograd on it makes no graph, and accumulates no gradient."""
     batch = case.batch(4, 0)
     model = case.make().eval()
-    expected = sum(batch.loss_fn(model(*m.args, **m.kwargs), m.label) for m in batch.split(2)).detach()  # type: ignore[union-attr]
+    expected = sum(
+        batch.loss_fn(model(*m.args, **m.kwargs), m.label) for m in batch.split(2)
+    ).detach()  # type: ignore[union-attr]
     engine = engines(model, devices)
     loss = losses_of(engine, batch, batch.loss_fn)
     assert not loss.requires_grad
@@ -34,7 +39,8 @@ def test_the_sum_equals_the_plain_loss(case: ModelCase, devices: DeviceSet, engi
 
 
 def test_pending_updates_are_in(engines: Engines) -> None:
-    """It sees the weights after an asynchronous step, where `forward_backward` would still see those before."""
+    """It sees the weights after an asynchronous step, where `forward_backward` would still see
+    those before."""
     model = make_mlp()
     reference = Reference(make_mlp(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     engine = engines(model, ONE)

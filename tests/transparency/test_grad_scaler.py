@@ -1,5 +1,6 @@
-"""roundpipe.GradScaler gives the scales, skips and weights of torch's own on a plain model; asynchronous steps give
-those of a written reference in which a step's findings take effect one `update()` later.
+"""roundpipe.GradScaler gives the scales, skips and weights of torch's own on a plain model;
+asynchronous steps give those of a written reference in which a step's findings take effect one
+`update()` later.
 """
 
 import itertools
@@ -71,7 +72,11 @@ def plain_trace(make: Callable[[Any], torch.optim.Optimizer], max_norm: float | 
 
 
 def engine_trace(
-    engine: RoundPipe, optimizer: torch.optim.Optimizer, clip: Callable[[], object] | None, *, is_async: bool = False
+    engine: RoundPipe,
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[], object] | None,
+    *,
+    is_async: bool = False,
 ) -> list[Seen]:
     scaler = GradScaler(**SETTINGS)
 
@@ -86,12 +91,15 @@ def engine_trace(
         loss = run_batch(engine, scaled(batch, scaler.scale), 2)
         engine.step(step_fn, is_async=is_async)
         scaler.update()
-        # Reading weights would be a synchronisation point, which changes what asynchronous steps compute.
+        # Reading weights would be a synchronisation point, which changes what asynchronous steps
+        # compute.
         seen.append(Seen(scaler.get_scale(), loss, {} if is_async else engine_weights(engine)))
     return seen
 
 
-def clippers(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], object] | None]:
+def clippers(
+    engine: RoundPipe, optimizer: torch.optim.Optimizer
+) -> dict[str, Callable[[], object] | None]:
     return {
         "no clipping": None,
         "ours": lambda: roundpipe.clip_grad_norm_(optimizer, 0.05),
@@ -101,9 +109,14 @@ def clippers(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> dict[str, C
 
 @pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
 @pytest.mark.parametrize("clip", ["no clipping", "ours", "torch's"])
-@pytest.mark.parametrize("make", [sgd, adamw, roundpipe.optim.AdamW], ids=["sgd", "torch adamw", "our adamw"])
-def test_synchronous_steps_leave_torchs_trace(make: Any, clip: str, devices: DeviceSet, engines: Engines) -> None:
-    """Scales to the bit; losses and weights too, or to rounding where clipping multiplies once instead of twice."""
+@pytest.mark.parametrize(
+    "make", [sgd, adamw, roundpipe.optim.AdamW], ids=["sgd", "torch adamw", "our adamw"]
+)
+def test_synchronous_steps_leave_torchs_trace(
+    make: Any, clip: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """Scales to the bit; losses and weights too, or to rounding where clipping multiplies once
+    instead of twice."""
     expected = plain_trace(
         lambda params: make(params) if make is not roundpipe.optim.AdamW else adamw(params),
         None if clip == "no clipping" else 0.05,
@@ -116,7 +129,11 @@ def test_synchronous_steps_leave_torchs_trace(make: Any, clip: str, devices: Dev
     assert len({step.scale for step in expected}) > 2, "the scale has to move both ways"
     for actual, right in zip(seen, expected, strict=True):
         if torch.isfinite(right.loss):
-            devices.check(actual.loss, right.loss, bitwise=clip == "no clipping" and make is not roundpipe.optim.AdamW)
+            devices.check(
+                actual.loss,
+                right.loss,
+                bitwise=clip == "no clipping" and make is not roundpipe.optim.AdamW,
+            )
         devices.check(actual.weights, right.weights, bitwise=False)
 
 
@@ -147,7 +164,9 @@ class UnscalingSGD(torch.optim.SGD):
 
     def step(self, closure: None = None) -> None:
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        self._scaler.found.append(not all(bool(torch.isfinite(gradient).all()) for gradient in gradients))
+        self._scaler.found.append(
+            not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        )
         for gradient in gradients:
             gradient.mul_(1 / self._scaler.value)
         if not self._scaler.found[-1]:
@@ -162,7 +181,9 @@ PAUSES: dict[str, Callable[[], Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("pause", PAUSES)
-def test_asynchronous_findings_take_effect_at_the_next_update(pause: str, devices: DeviceSet, engines: Engines) -> None:
+def test_asynchronous_findings_take_effect_at_the_next_update(
+    pause: str, devices: DeviceSet, engines: Engines
+) -> None:
     """Whatever the timing, and every step is unscaled by the scale of its own losses."""
     model, scaler = make_mlp(), DelayedScaler()
     reference = Reference(model, lambda params: UnscalingSGD(params, scaler), staleness=1)
@@ -170,7 +191,8 @@ def test_asynchronous_findings_take_effect_at_the_next_update(pause: str, device
     for batch in batches():
         value = scaler.value
         loss = reference.forward_backward(
-            batch.split(2), lambda output, target, batch=batch, value=value: batch.loss_fn(output, target) * value
+            batch.split(2),
+            lambda output, target, batch=batch, value=value: batch.loss_fn(output, target) * value,
         )
         reference.step()
         scaler.update()
@@ -188,7 +210,9 @@ def test_asynchronous_findings_take_effect_at_the_next_update(pause: str, device
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_loaded_state_goes_on_as_if_nothing_had_happened(is_async: bool, engines: Engines) -> None:
+def test_a_loaded_state_goes_on_as_if_nothing_had_happened(
+    is_async: bool, engines: Engines
+) -> None:
     """Also when what the last step found is still to be taken up; and from torch's own state."""
     whole, resumed = GradScaler(**SETTINGS), GradScaler(**SETTINGS)
     traces: list[list[float]] = [[], []]
@@ -198,7 +222,10 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_happened(is_async: bool, engin
         current = scaler
         for index, batch in enumerate(batches()):
             run_batch(engine, scaled(batch, current.scale), 2)
-            engine.step(lambda current=current, optimizer=optimizer: current.step(optimizer), is_async=is_async)
+            engine.step(
+                lambda current=current, optimizer=optimizer: current.step(optimizer),
+                is_async=is_async,
+            )
             current.update()
             trace.append(current.get_scale())
             if scaler is resumed and index in (2, 4):
@@ -220,8 +247,13 @@ def test_settings_are_torchs() -> None:
         assert getattr(ours, f"get_{name}")() == value
     assert ours.is_enabled()
     nested = [torch.ones(2), (torch.ones(1), [torch.full((), 2.0)])]
-    flat = [tensor.tolist() for tensor in itertools.chain([ours.scale(nested)[0]], [ours.scale(nested)[1][0]])]
-    assert flat == [tensor.tolist() for tensor in (theirs.scale(nested)[0], theirs.scale(nested)[1][0])]
+    flat = [
+        tensor.tolist()
+        for tensor in itertools.chain([ours.scale(nested)[0]], [ours.scale(nested)[1][0]])
+    ]
+    assert flat == [
+        tensor.tolist() for tensor in (theirs.scale(nested)[0], theirs.scale(nested)[1][0])
+    ]
     with pytest.raises(ConfigError, match="growth_factor is 1.0"):
         GradScaler(growth_factor=1.0)
     with pytest.raises(ConfigError, match="backoff_factor is 1.5"):
@@ -278,7 +310,10 @@ def test_two_optimizers_skip_each_for_itself(engines: Engines) -> None:
 
     engine = engines(make(), TWO)
     masters = engine.optim_parameters()
-    ours, scaler = [torch.optim.SGD(part, lr=0.1) for part in (masters[:1], masters[1:])], GradScaler(**SETTINGS)
+    ours, scaler = (
+        [torch.optim.SGD(part, lr=0.1) for part in (masters[:1], masters[1:])],
+        GradScaler(**SETTINGS),
+    )
     run_batch(engine, scaled(batch, scaler.scale), 1)
     engine.step(lambda: [scaler.step(optimizer) for optimizer in ours], is_async=False)
     scaler.update()
@@ -340,7 +375,8 @@ def test_large_gradients_are_told_from_overflows(
 
 
 def test_sums_over_calls_and_over_the_uses_of_a_tied_weight_are_looked_at(engines: Engines) -> None:
-    """These are sums made on the host, which no device has looked at; torch's trace over two calls per step."""
+    """These are sums made on the host, which no device has looked at; torch's trace over two calls
+    per step."""
 
     def make() -> nn.Sequential:
         model = make_mlp(2)

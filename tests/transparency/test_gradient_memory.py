@@ -1,4 +1,5 @@
-"""Host memory for gradients: one set for synchronous steps, two for asynchronous ones, and nothing wider beside it."""
+"""Host memory for gradients: one set for synchronous steps, two for asynchronous ones, and nothing
+wider beside it."""
 
 from typing import Any
 

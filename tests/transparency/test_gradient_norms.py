@@ -1,6 +1,8 @@
-"""The gradient norm that clipping uses comes from the devices with the gradients, and equals the plain model's.
+"""The gradient norm that clipping uses comes from the devices with the gradients, and equals the
+plain model's.
 
-Only where several calls, or several uses of a tied weight, were added up is the gradient read again to tell.
+Only where several calls, or several uses of a tied weight, were added up is the gradient read again
+to tell.
 """
 
 import math
@@ -23,13 +25,17 @@ ONE_STAGE = ModelExecutePlan([], [range(7)])
 
 
 def norms_of(engine: RoundPipe, whose: Any, limit: float = math.inf) -> float:
-    return float(engine.step(lambda: roundpipe.clip_grad_norm_(whose, limit), is_async=False).result())
+    return float(
+        engine.step(lambda: roundpipe.clip_grad_norm_(whose, limit), is_async=False).result()
+    )
 
 
 def plain_norm(case: ModelCase, batches: list[Batch]) -> float:
     gradients: dict[str, torch.Tensor] = {}
     for batch in batches:
-        for name, gradient in plain_call(case.make(), batch.split(2), batch.loss_fn).gradients.items():
+        for name, gradient in plain_call(
+            case.make(), batch.split(2), batch.loss_fn
+        ).gradients.items():
             gradients[name] = gradients.get(name, 0) + gradient
     return float(torch.nn.utils.get_total_norm(list(gradients.values())))
 
@@ -39,7 +45,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per gradient that clipping has read."""
     read: list[int] = []
     square = clipping.sum_of_squares
-    monkeypatch.setattr(clipping, "sum_of_squares", lambda parts: (read.append(len(parts)), square(parts))[1])
+    monkeypatch.setattr(
+        clipping, "sum_of_squares", lambda parts: (read.append(len(parts)), square(parts))[1]
+    )
     return read
 
 
@@ -55,7 +63,9 @@ def test_the_norm_is_the_plain_models_and_no_gradient_is_read(
     assert reads == ([2] if case is TIED_LLAMA else [])
 
 
-def test_gradients_of_several_calls_are_read(reads: list[int], devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_of_several_calls_are_read(
+    reads: list[int], devices: DeviceSet, engines: Engines
+) -> None:
     engine = engines(make_mlp(), devices)
     batches = [MLP.batch(4, seed) for seed in range(3)]
     for batch in batches:
@@ -68,7 +78,9 @@ def test_the_next_step_has_norms_of_its_own(engines: Engines) -> None:
     engine = engines(make_mlp(), ONE)
     for seed in range(3):
         run_batch(engine, MLP.batch(4, seed), 2)
-        assert norms_of(engine, engine) == pytest.approx(plain_norm(MLP, [MLP.batch(4, seed)]), rel=1e-5)
+        assert norms_of(engine, engine) == pytest.approx(
+            plain_norm(MLP, [MLP.batch(4, seed)]), rel=1e-5
+        )
 
 
 def test_an_optimizer_over_some_masters_clips_those_only(engines: Engines) -> None:
@@ -96,18 +108,24 @@ def test_a_norm_after_clipping_is_the_clipped_one(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32, torch.float16])
-def test_the_norm_is_that_of_the_gradients_as_they_offloaded(grad_dtype: torch.dtype | None, engines: Engines) -> None:
+def test_the_norm_is_that_of_the_gradients_as_they_offloaded(
+    grad_dtype: torch.dtype | None, engines: Engines
+) -> None:
     """Rounded to 16 bits; fp16 overflows to inf, which must show."""
     model = make_mlp().bfloat16()
     batch = mlp_batch(rows=4)
     batch = batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16())
     for factor in (1.0, 1e6):
         loss_fn = scaled(batch.loss_fn, factor)
-        engine = engines(make_mlp().bfloat16(), ONE, optim_dtype=torch.float32, grad_dtype=grad_dtype)
+        engine = engines(
+            make_mlp().bfloat16(), ONE, optim_dtype=torch.float32, grad_dtype=grad_dtype
+        )
         run_batch(engine, batch._replace(loss_fn=loss_fn), 2)
         gradients = plain_call(model, batch.split(2), loss_fn).gradients.values()
         offloaded = [gradient.to(grad_dtype or torch.bfloat16).double() for gradient in gradients]
-        assert norms_of(engine, engine) == pytest.approx(float(torch.nn.utils.get_total_norm(offloaded)), rel=1e-6)
+        assert norms_of(engine, engine) == pytest.approx(
+            float(torch.nn.utils.get_total_norm(offloaded)), rel=1e-6
+        )
 
 
 def scaled(loss_fn: Any, factor: float) -> Any:
@@ -120,9 +138,13 @@ def test_the_norm_depends_on_nothing_but_the_gradients(count: int) -> None:
     seen = set()
     for devices in (1, count):
         for stages in (1, 2):
-            engine = RoundPipe(make_mlp(), devices=[VirtualDevice(index) for index in range(devices)])
+            engine = RoundPipe(
+                make_mlp(), devices=[VirtualDevice(index) for index in range(devices)]
+            )
             halves = [range(7)] if stages == 1 else [range(3, 7), range(3)]
-            plan = roundpipe.ModelExecutePlan(fwd_plan=[] if stages == 1 else [range(3)], bwd_plan=halves)
+            plan = roundpipe.ModelExecutePlan(
+                fwd_plan=[] if stages == 1 else [range(3)], bwd_plan=halves
+            )
             with engine:
                 run_batch(engine, MLP.batch(4, 0), 2, execute_plan=plan)
                 seen.add(norms_of(engine, engine))

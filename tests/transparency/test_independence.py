@@ -1,4 +1,5 @@
-"""Same numbers on any machine: devices, execution plan and recompute grain change nothing, to the bit on the CPU."""
+"""Same numbers on any machine: devices, execution plan and recompute grain change nothing, to the
+bit on the CPU."""
 
 import copy
 import itertools
@@ -16,11 +17,14 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
 GRAINS = ["stage", "layer"]
 MICROBATCHES = 4
-BATCH = mlp_batch(rows=10, seed=1)  # 10 rows in 4 microbatches: an uneven split is the same one everywhere
+BATCH = mlp_batch(
+    rows=10, seed=1
+)  # 10 rows in 4 microbatches: an uneven split is the same one everywhere
 
 
 def make_mixed(dropout: float) -> nn.Sequential:
-    """What a plan could get wrong: a weight used by two layers, a frozen layer, dropout, layers without weights."""
+    """What a plan could get wrong: a weight used by two layers, a frozen layer, dropout, layers
+    without weights."""
     torch.manual_seed(3)
     shared = nn.Linear(MLP_WIDTH, MLP_WIDTH)
     frozen = nn.Linear(MLP_WIDTH, MLP_WIDTH).requires_grad_(False)
@@ -50,7 +54,8 @@ def cut(draws: random.Random, start: int, stop: int) -> list[range]:
 
 
 def random_fused_plan(draws: random.Random, num_layers: int) -> ModelExecutePlan:
-    """Forward stages up to the fused stage, which is the first backward stage; backward stages complete."""
+    """Forward stages up to the fused stage, which is the first backward stage; backward stages
+    complete."""
     fused_start = draws.randint(0, num_layers - 1)
     backward = [range(fused_start, num_layers), *reversed(cut(draws, 0, fused_start))]
     return ModelExecutePlan(fwd_plan=cut(draws, 0, fused_start), bwd_plan=backward)
@@ -58,10 +63,14 @@ def random_fused_plan(draws: random.Random, num_layers: int) -> ModelExecutePlan
 
 def random_train_plan(draws: random.Random, num_layers: int) -> ModelExecutePlan:
     """Both directions complete, cut independently: what `forward` and a later `backward` run."""
-    return ModelExecutePlan(fwd_plan=cut(draws, 0, num_layers), bwd_plan=list(reversed(cut(draws, 0, num_layers))))
+    return ModelExecutePlan(
+        fwd_plan=cut(draws, 0, num_layers), bwd_plan=list(reversed(cut(draws, 0, num_layers)))
+    )
 
 
-def seeded_call(engine: RoundPipe, batch: Batch, **settings: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def seeded_call(
+    engine: RoundPipe, batch: Batch, **settings: object
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of one call that starts from a given seed and no gradients."""
     torch.manual_seed(42)
     engine.zero_grad()
@@ -70,7 +79,9 @@ def seeded_call(engine: RoundPipe, batch: Batch, **settings: object) -> tuple[to
 
 
 def forward_with(engine: RoundPipe, batch: Batch, **settings: object) -> torch.Tensor:
-    return engine.forward(*batch.args, roundpipe_run_config=RoundPipeRunConfig(**settings), **batch.kwargs)
+    return engine.forward(
+        *batch.args, roundpipe_run_config=RoundPipeRunConfig(**settings), **batch.kwargs
+    )
 
 
 def check_random_plans(engines: Engines, devices: DeviceSet, dropout: float, seeds: range) -> None:
@@ -90,7 +101,9 @@ def check_random_plans(engines: Engines, devices: DeviceSet, dropout: float, see
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_random_fused_plans_and_grains_give_the_same_bits(dropout: float, devices: DeviceSet, engines: Engines) -> None:
+def test_random_fused_plans_and_grains_give_the_same_bits(
+    dropout: float, devices: DeviceSet, engines: Engines
+) -> None:
     check_random_plans(engines, devices, dropout, range(15))
 
 
@@ -101,7 +114,9 @@ def test_two_hundred_random_plans(dropout: float, devices: DeviceSet, engines: E
     check_random_plans(engines, devices, dropout, range(100, 300))
 
 
-def test_the_common_numbers_are_those_of_the_plain_loop(devices: DeviceSet, engines: Engines) -> None:
+def test_the_common_numbers_are_those_of_the_plain_loop(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """Agreeing with each other is not enough."""
     model = make_mixed(0.0)
     expected = plain_call(
@@ -112,7 +127,9 @@ def test_the_common_numbers_are_those_of_the_plain_loop(devices: DeviceSet, engi
     engine = engines(model, devices)
     draws = random.Random(0)
     for _ in range(5):
-        loss, gradients = seeded_call(engine, mlp_batch(rows=12), execute_plan=random_fused_plan(draws, NUM_LAYERS))
+        loss, gradients = seeded_call(
+            engine, mlp_batch(rows=12), execute_plan=random_fused_plan(draws, NUM_LAYERS)
+        )
         devices.check(loss, expected.loss)
         devices.check(gradients, expected.gradients, bitwise=False)  # the shared weight
 
@@ -123,7 +140,8 @@ def test_forward_and_backward_apart_give_the_bits_of_the_fused_call(
 ) -> None:
     """`forward()` then `loss.backward()` under random train plans, dropout included.
 
-    The loss is cut as the batch was, so that every microbatch's gradient starts from the same numbers.
+    The loss is cut as the batch was, so that every microbatch's gradient starts from the same
+    numbers.
     """
     engine = engines(make_mixed(0.5), devices)
     batch = mlp_batch(rows=12)
@@ -135,15 +153,20 @@ def test_forward_and_backward_apart_give_the_bits_of_the_fused_call(
         engine.zero_grad()
         torch.manual_seed(42)
         config = {"num_microbatch": MICROBATCHES, "recompute_grain": grain}
-        output = forward_with(engine, batch, execute_plan=random_train_plan(draws, NUM_LAYERS), **config)
+        output = forward_with(
+            engine, batch, execute_plan=random_train_plan(draws, NUM_LAYERS), **config
+        )
         pieces = zip(output.chunk(MICROBATCHES), batch.label.chunk(MICROBATCHES), strict=True)
         torch.stack([batch.loss_fn(*piece) for piece in pieces]).sum().backward()
         devices.check(engine_gradients(engine), expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stage_count_and_device_count_do_not_change_training(case: ModelCase, engines: Engines) -> None:
-    """Two steps per machine, weights compared: from one fused stage to one layer per stage, tied weights too."""
+def test_stage_count_and_device_count_do_not_change_training(
+    case: ModelCase, engines: Engines
+) -> None:
+    """Two steps per machine, weights compared: from one fused stage to one layer per stage, tied
+    weights too."""
     batches = [case.batch(5, seed) for seed in range(2)]
     expected = None
     for devices in VIRTUAL:
@@ -172,7 +195,11 @@ def test_training_with_dropout_depends_on_the_seed_only(is_async: bool, engines:
         return engine_weights(engine)
 
     expected = train(ONE, 0)
-    assert all(torch.isfinite(weight).all() for weight in expected.values()), "diverged: nothing can be compared"
+    assert all(torch.isfinite(weight).all() for weight in expected.values()), (
+        "diverged: nothing can be compared"
+    )
     for devices in (TWO, THREE, ONE):
         devices.check(train(devices, 0), expected)
-    assert not torch.equal(train(ONE, 1)["0.weight"], expected["0.weight"]), "the seed changed nothing: no dropout ran"
+    assert not torch.equal(train(ONE, 1)["0.weight"], expected["0.weight"]), (
+        "the seed changed nothing: no dropout ran"
+    )

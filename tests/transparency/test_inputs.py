@@ -1,4 +1,5 @@
-"""What goes in and out of a call: keyword and non-tensor inputs, labels, losses, outputs, uneven microbatches."""
+"""What goes in and out of a call: keyword and non-tensor inputs, labels, losses, outputs, uneven
+microbatches."""
 
 import copy
 from typing import NamedTuple
@@ -38,23 +39,36 @@ class Picky(nn.Module):
         nothing: None = None,
     ) -> Tensor:
         assert len(rows) == len(per_row) == len(nested["inside"][0]), "rows were separated"
-        assert (vector.shape, scalar.shape, mode, nothing) == ((3,), (), "double", None), "something was cut"
+        assert (vector.shape, scalar.shape, mode, nothing) == ((3,), (), "double", None), (
+            "something was cut"
+        )
         hidden = self.linear(rows + nested["inside"][0]) * per_row * vector.sum() * scalar
         return 2 * hidden**power
 
 
-def test_rows_are_cut_and_all_else_goes_to_every_microbatch(devices: DeviceSet, engines: Engines) -> None:
-    """By keyword, inside containers, and next to tensors, scalars and values that are no rows of the batch."""
+def test_rows_are_cut_and_all_else_goes_to_every_microbatch(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """By keyword, inside containers, and next to tensors, scalars and values that are no rows of
+    the batch."""
     torch.manual_seed(0)
     model = Picky()
     rows, inside, target = torch.randn(3, 8, MLP_WIDTH).unbind()
     per_row = torch.rand(8, 1)
-    fixed = {"vector": torch.tensor([0.1, 0.2, 0.3]), "scalar": torch.tensor(0.5), "mode": "double", "power": 2}
+    fixed = {
+        "vector": torch.tensor([0.1, 0.2, 0.3]),
+        "scalar": torch.tensor(0.5),
+        "mode": "double",
+        "power": 2,
+    }
     loss_fn = squared_error_over(8)
     pieces = split_rows(4, (rows, inside), {"per_row": per_row}, target)
     expected = plain_call(
         copy.deepcopy(model),
-        [Microbatch((a[0], {"inside": [a[1]]}), {**k, **fixed, "nothing": None}, y) for a, k, y in pieces],
+        [
+            Microbatch((a[0], {"inside": [a[1]]}), {**k, **fixed, "nothing": None}, y)
+            for a, k, y in pieces
+        ],
         loss_fn,
     )
     engine = engines(model, devices)
@@ -99,7 +113,9 @@ class Unpack(nn.Module):
 
 
 @pytest.mark.parametrize("fused_start", [0, 1, 2])
-def test_layers_hand_on_one_value_as_in_nn_sequential(fused_start: int, devices: DeviceSet, engines: Engines) -> None:
+def test_layers_hand_on_one_value_as_in_nn_sequential(
+    fused_start: int, devices: DeviceSet, engines: Engines
+) -> None:
     """Named tuples and dictionaries cross stage borders whole."""
     torch.manual_seed(0)
     model = nn.Sequential(MakePair(), JoinPair(), Unpack())
@@ -126,7 +142,8 @@ def test_keyword_inputs_reach_the_first_layer(engines: Engines) -> None:
 
 
 def test_inputs_that_require_grad_get_theirs(devices: DeviceSet, engines: Engines) -> None:
-    """Also where nothing trainable stands in front, and added to what is there, as `backward` does."""
+    """Also where nothing trainable stands in front, and added to what is there, as `backward`
+    does."""
     model = nn.Sequential(nn.Tanh(), *make_mlp())
     batch = mlp_batch(rows=6)
     inputs = batch.args[0].clone().requires_grad_()
@@ -183,7 +200,8 @@ def test_without_loss_fn_the_outputs_are_the_loss(devices: DeviceSet, engines: E
 
 
 def test_losses_are_summed_never_averaged(devices: DeviceSet, engines: Engines) -> None:
-    """A mean inside `loss_fn` gives the sum of the microbatch means, for the loss and for the gradients."""
+    """A mean inside `loss_fn` gives the sum of the microbatch means, for the loss and for the
+    gradients."""
     model = make_mlp()
     batch = mlp_batch(rows=12)._replace(loss_fn=nn.functional.mse_loss)
     expected = plain_call(copy.deepcopy(model), batch.split(4), batch.loss_fn)
@@ -194,7 +212,9 @@ def test_losses_are_summed_never_averaged(devices: DeviceSet, engines: Engines) 
     devices.check(expected.loss / 4, whole.loss, bitwise=False)
 
 
-def test_a_sequence_of_losses_comes_back_as_a_list_of_sums(devices: DeviceSet, engines: Engines) -> None:
+def test_a_sequence_of_losses_comes_back_as_a_list_of_sums(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """All of them are trained on."""
     model = make_mlp()
     batch = mlp_batch(rows=6)
@@ -212,7 +232,11 @@ def test_a_sequence_of_losses_comes_back_as_a_list_of_sums(devices: DeviceSet, e
     returned = run_batch(engine, batch._replace(loss_fn=two_losses), 3)
     assert isinstance(returned, list)
     devices.check(torch.stack(returned), sums)
-    devices.check(engine_gradients(engine), {name: p.grad for name, p in plain.named_parameters()}, bitwise=False)
+    devices.check(
+        engine_gradients(engine),
+        {name: p.grad for name, p in plain.named_parameters()},
+        bitwise=False,
+    )
 
 
 def test_labels_may_be_nested_or_absent(devices: DeviceSet, engines: Engines) -> None:
@@ -236,7 +260,8 @@ def test_labels_may_be_nested_or_absent(devices: DeviceSet, engines: Engines) ->
 
 
 def test_given_microbatches_may_have_different_shapes(devices: DeviceSet, engines: Engines) -> None:
-    """Padding-free batches: other numbers of rows, even other ranks; each is run as it is, in order."""
+    """Padding-free batches: other numbers of rows, even other ranks; each is run as it is, in
+    order."""
     torch.manual_seed(0)
     shapes = [(5, MLP_WIDTH), (1, MLP_WIDTH), (2, 3, MLP_WIDTH), (7, MLP_WIDTH)]
     pieces = [Microbatch((torch.randn(shape),), {}, torch.randn(shape)) for shape in shapes]
@@ -271,11 +296,16 @@ def test_every_row_is_used_once_and_no_layer_sees_an_empty_microbatch(
     assert min(len(piece) for piece in seen) >= 1
     assert torch.equal(torch.cat(seen), batch.args[0])
     devices.check(loss, expected.loss, bitwise=False)
-    renamed = {f"{int(name.split('.')[0]) + 1}.{name.split('.')[1]}": g for name, g in expected.gradients.items()}
+    renamed = {
+        f"{int(name.split('.')[0]) + 1}.{name.split('.')[1]}": g
+        for name, g in expected.gradients.items()
+    }
     devices.check(gradients, renamed, bitwise=False)
 
 
-def test_the_default_number_of_microbatches_is_devices_plus_one(devices: DeviceSet, engines: Engines) -> None:
+def test_the_default_number_of_microbatches_is_devices_plus_one(
+    devices: DeviceSet, engines: Engines
+) -> None:
     calls = []
     engine = engines(make_mlp(), devices)
 
@@ -296,7 +326,9 @@ def test_a_calls_setting_beats_the_models(engines: Engines) -> None:
         return output.sum()
 
     engine.forward_backward((torch.randn(12, MLP_WIDTH),), loss_fn=loss_fn)
-    engine.forward_backward((torch.randn(12, MLP_WIDTH),), loss_fn=loss_fn, run_config=microbatches_of(2))
+    engine.forward_backward(
+        (torch.randn(12, MLP_WIDTH),), loss_fn=loss_fn, run_config=microbatches_of(2)
+    )
     assert calls == [3, 3, 3, 3, 6, 6]
 
 
@@ -309,8 +341,11 @@ def test_default_arguments_of_a_call_are_not_shared(engines: Engines) -> None:
     assert given == {}
 
 
-def test_the_caller_may_overwrite_its_tensors_once_the_call_has_returned(devices: DeviceSet, engines: Engines) -> None:
-    """Late backward stage runs recompute from the inputs; a loader that reuses its buffers must not reach into them."""
+def test_the_caller_may_overwrite_its_tensors_once_the_call_has_returned(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """Late backward stage runs recompute from the inputs; a loader that reuses its buffers must not
+    reach into them."""
     model = make_mlp()
     batch = mlp_batch(rows=6)
     expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
@@ -323,7 +358,9 @@ def test_the_caller_may_overwrite_its_tensors_once_the_call_has_returned(devices
     devices.check(engine_gradients(engine), expected.gradients)
 
 
-def test_gradients_flow_on_into_the_graph_the_input_came_from(devices: DeviceSet, engines: Engines) -> None:
+def test_gradients_flow_on_into_the_graph_the_input_came_from(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """A frozen feature extractor in front is common; a trained one must get its gradients."""
     torch.manual_seed(1)
     front, model = nn.Linear(MLP_WIDTH, MLP_WIDTH), make_mlp()

@@ -93,7 +93,9 @@ class Wave(nn.Module):
 
 
 @pytest.mark.parametrize("least", [1, ALL])
-def test_complex_gradients_offload_too(least: int, engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complex_gradients_offload_too(
+    least: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradients, "_LEAST_ALONE", least)
     torch.manual_seed(0)
     model, batch = nn.Sequential(Wave(), nn.Linear(MLP_WIDTH, MLP_WIDTH)), mlp_batch(rows=6)

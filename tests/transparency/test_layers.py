@@ -1,4 +1,5 @@
-"""Layers that are more than a stateless function of trained weights: frozen, buffered, shared, cast."""
+"""Layers that are more than a stateless function of trained weights: frozen, buffered, shared,
+cast."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from reference import Reference, buffers_of, plain_call, split_rows, weights_of
 from roundpipe import ModelExecutePlan, RoundPipe
 
 ONE_LAYER_EACH = ModelExecutePlan(
-    fwd_plan=[range(i, i + 1) for i in range(6)], bwd_plan=[range(i, i + 1) for i in range(6, -1, -1)]
+    fwd_plan=[range(i, i + 1) for i in range(6)],
+    bwd_plan=[range(i, i + 1) for i in range(6, -1, -1)],
 )
 WHOLE = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(7)])
 
@@ -67,11 +69,14 @@ def test_a_frozen_parameter_inside_a_trained_layer(devices: DeviceSet, engines: 
 def test_batch_norm_statistics_are_updated_once_per_microbatch(
     plan: ModelExecutePlan, devices: DeviceSet, engines: Engines
 ) -> None:
-    """In microbatch order, as the plain loop does; recompute must not count twice. Also in the calls that follow."""
+    """In microbatch order, as the plain loop does; recompute must not count twice. Also in the
+    calls that follow."""
     torch.manual_seed(0)
     linears = [nn.Linear(MLP_WIDTH, MLP_WIDTH) for _ in range(4)]
     norms = [nn.BatchNorm1d(MLP_WIDTH) for _ in range(3)]
-    model = nn.Sequential(*(layer for pair in zip(linears, norms, strict=False) for layer in pair), linears[3])
+    model = nn.Sequential(
+        *(layer for pair in zip(linears, norms, strict=False) for layer in pair), linears[3]
+    )
     plain = copy.deepcopy(model)
     engine = engines(model, devices)
     for seed in range(3):
@@ -85,7 +90,9 @@ def test_batch_norm_statistics_are_updated_once_per_microbatch(
         engine.zero_grad()
 
 
-def test_batch_norm_in_evaluation_leaves_its_statistics_alone(devices: DeviceSet, engines: Engines) -> None:
+def test_batch_norm_in_evaluation_leaves_its_statistics_alone(
+    devices: DeviceSet, engines: Engines
+) -> None:
     model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), nn.BatchNorm1d(MLP_WIDTH))
     engine = engines(model, devices)
     batch = mlp_batch(rows=12)
@@ -104,13 +111,16 @@ def test_batch_norm_in_evaluation_leaves_its_statistics_alone(devices: DeviceSet
 def test_one_linear_at_two_places_is_one_weight(
     plan: ModelExecutePlan | None, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Both uses count, once each: in different stages, in the same one; one optimizer entry, one update per step."""
+    """Both uses count, once each: in different stages, in the same one; one optimizer entry, one
+    update per step."""
     model = make_mlp()
     model[6] = model[0]
     batches = [mlp_batch(rows=6, seed=seed) for seed in range(5)]
     reference = Reference(model, sgd)
     engine = engines(model, devices)
-    assert [name for name, _ in engine.optim_named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in engine.optim_named_parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     optimizer = sgd(engine.optim_parameters())
     for batch in batches:
         reference.forward_backward(batch.split(2), batch.loss_fn)
@@ -137,7 +147,9 @@ def test_autocast_of_the_caller_holds_in_the_workers(dtype: torch.dtype, engines
     with torch.autocast("cpu", dtype):
         expected = plain_call(copy.deepcopy(model), batch.split(3), loss_fn)
     without = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
-    assert abs(expected.loss - without.loss) > 1e-5, "autocast made no difference, so nothing would be tested"
+    assert abs(expected.loss - without.loss) > 1e-5, (
+        "autocast made no difference, so nothing would be tested"
+    )
     for devices in (ONE, THREE):
         for plan in (ONE_LAYER_EACH, WHOLE):
             engine = engines(copy.deepcopy(model), devices)
@@ -205,11 +217,15 @@ def padded_batch() -> Batch:
         mask[row, length:] = 0
     labels = input_ids.masked_fill(mask == 0, -100)
     num_valid = int((labels[:, 1:] != -100).sum())
-    return Batch((), {"input_ids": input_ids, "attention_mask": mask}, labels, token_mean_over(num_valid))
+    return Batch(
+        (), {"input_ids": input_ids, "attention_mask": mask}, labels, token_mean_over(num_valid)
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_attention_masks_are_cut_with_their_rows(tied: bool, devices: DeviceSet, engines: Engines) -> None:
+def test_attention_masks_are_cut_with_their_rows(
+    tied: bool, devices: DeviceSet, engines: Engines
+) -> None:
     model = make_llama(tied=tied)
     batch = padded_batch()
     pieces = split_rows(2, (), batch.kwargs, batch.label)
@@ -246,7 +262,9 @@ def test_freezing_between_steps_takes_effect(engines: Engines) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        ModelExecutePlan([range(i, i + 1) for i in range(4)], [range(i, i + 1) for i in range(4, -1, -1)]),
+        ModelExecutePlan(
+            [range(i, i + 1) for i in range(4)], [range(i, i + 1) for i in range(4, -1, -1)]
+        ),
         ModelExecutePlan([range(3)], [range(3, 5), range(1, 3), range(1)]),
         ModelExecutePlan([range(1)], [range(1, 5), range(1)]),
         ModelExecutePlan([], [range(5)]),
@@ -256,7 +274,8 @@ def test_freezing_between_steps_takes_effect(engines: Engines) -> None:
 def test_layers_that_write_to_their_input(
     plan: ModelExecutePlan, grain: str, devices: DeviceSet, engines: Engines
 ) -> None:
-    """`inplace=True` must not spoil what recompute starts from, nor be handed a leaf that requires grad."""
+    """`inplace=True` must not spoil what recompute starts from, nor be handed a leaf that requires
+    grad."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(MLP_WIDTH, MLP_WIDTH),
@@ -270,7 +289,9 @@ def test_layers_that_write_to_their_input(
     engine = engines(model, devices)
     for _ in range(2):  # The second call knows what the first one learnt about the layers.
         engine.zero_grad()
-        devices.check(run_batch(engine, batch, 3, execute_plan=plan, recompute_grain=grain), expected.loss)
+        devices.check(
+            run_batch(engine, batch, 3, execute_plan=plan, recompute_grain=grain), expected.loss
+        )
         devices.check(engine_gradients(engine), expected.gradients)
 
 
@@ -308,7 +329,8 @@ def test_modules_that_reach_their_parameters_in_other_ways(
 
 
 class TwiceCheckpointed(nn.Module):
-    """Its backward runs two more backwards inside itself, each of which finishes a gradient of the same weight."""
+    """Its backward runs two more backwards inside itself, each of which finishes a gradient of the
+    same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,10 +342,15 @@ class TwiceCheckpointed(nn.Module):
 
 
 @pytest.mark.parametrize("fused_start", [0, 2])
-def test_gradients_that_come_in_several_parts_all_count(fused_start: int, devices: DeviceSet, engines: Engines) -> None:
-    """A layer sends its gradients down when it has them all; a part that comes later must not be left behind."""
+def test_gradients_that_come_in_several_parts_all_count(
+    fused_start: int, devices: DeviceSet, engines: Engines
+) -> None:
+    """A layer sends its gradients down when it has them all; a part that comes later must not be
+    left behind."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(MLP_WIDTH, MLP_WIDTH), TwiceCheckpointed(), nn.Linear(MLP_WIDTH, MLP_WIDTH))
+    model = nn.Sequential(
+        nn.Linear(MLP_WIDTH, MLP_WIDTH), TwiceCheckpointed(), nn.Linear(MLP_WIDTH, MLP_WIDTH)
+    )
     batch = mlp_batch(rows=6)
     expected = plain_call(copy.deepcopy(model), batch.split(2), batch.loss_fn)
     engine = engines(model, devices)
@@ -346,8 +373,11 @@ class Checkpointed(nn.Module):
         return hidden + checkpoint(self.inner, hidden, use_reentrant=False)
 
 
-def test_layers_that_checkpoint_themselves_draw_the_same_on_any_number_of_devices(engines: Engines) -> None:
-    """Virtual devices share the process's generator, which a checkpoint sets back in the middle of a backward."""
+def test_layers_that_checkpoint_themselves_draw_the_same_on_any_number_of_devices(
+    engines: Engines,
+) -> None:
+    """Virtual devices share the process's generator, which a checkpoint sets back in the middle of
+    a backward."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Checkpointed() for _ in range(6)))
     hidden = torch.randn(48, 64)

@@ -1,4 +1,5 @@
-"""Each (layer, microbatch) draws from its own stream; recompute repeats it; the caller's generator is left in order."""
+"""Each (layer, microbatch) draws from its own stream; recompute repeats it; the caller's generator
+is left in order."""
 
 import random
 from collections import defaultdict
@@ -47,8 +48,11 @@ def states_after_one_draw(before: Tensor) -> list[Tensor]:
     return states
 
 
-def test_the_callers_generator_advances_by_one_draw_per_call(devices: DeviceSet, engines: Engines) -> None:
-    """Whatever the number of layers that drew, microbatches and devices; backward takes no further draw."""
+def test_the_callers_generator_advances_by_one_draw_per_call(
+    devices: DeviceSet, engines: Engines
+) -> None:
+    """Whatever the number of layers that drew, microbatches and devices; backward takes no further
+    draw."""
     for num_dropouts, num_microbatch in ((1, 1), (3, 1), (3, 4)):
         engine = engines(make_dropout_mlp(num_dropouts), devices)
         torch.manual_seed(9)
@@ -56,12 +60,16 @@ def test_the_callers_generator_advances_by_one_draw_per_call(devices: DeviceSet,
         run_batch(engine, BATCH, num_microbatch)
         after = torch.get_rng_state()
         engine.synchronize()
-        assert torch.equal(torch.get_rng_state(), after), "the late part of the call touched the generator"
+        assert torch.equal(torch.get_rng_state(), after), (
+            "the late part of the call touched the generator"
+        )
         assert any(torch.equal(after, state) for state in states_after_one_draw(before))
         engine.close()
 
 
-def test_the_callers_generator_stays_where_no_layer_draws(devices: DeviceSet, engines: Engines) -> None:
+def test_the_callers_generator_stays_where_no_layer_draws(
+    devices: DeviceSet, engines: Engines
+) -> None:
     for model in (make_dropout_mlp(0), make_dropout_mlp(2).eval()):
         engine = engines(model, devices)
         before = torch.get_rng_state()
@@ -86,7 +94,8 @@ def test_the_same_seed_gives_the_same_masks_and_the_next_call_gives_others(
 
 
 def test_microbatches_and_layers_have_different_masks(devices: DeviceSet, engines: Engines) -> None:
-    """Equal rows in every microbatch come out differently, and two dropouts in a row zero different elements."""
+    """Equal rows in every microbatch come out differently, and two dropouts in a row zero different
+    elements."""
     engine = engines(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Dropout(0.5)), devices)
     _, outputs = engine.forward_backward(
         (torch.ones(4, 64),),
@@ -101,7 +110,8 @@ def test_microbatches_and_layers_have_different_masks(devices: DeviceSet, engine
 
 
 class MaskProbe(nn.Module):
-    """Dropout on ones that reports the mask for the input it was given. The log is global: modules may be copied."""
+    """Dropout on ones that reports the mask for the input it was given. The log is global: modules
+    may be copied."""
 
     log: ClassVar[defaultdict[tuple[str, bytes], list[Tensor]]] = defaultdict(list)
 
@@ -121,27 +131,37 @@ class MaskProbe(nn.Module):
 def test_recompute_draws_the_masks_of_the_forward(
     grain: str, num_microbatch: int, devices: DeviceSet, engines: Engines
 ) -> None:
-    """The probe knows its input: were any earlier mask another one in recompute, a new input would show up here.
+    """The probe knows its input: were any earlier mask another one in recompute, a new input would
+    show up here.
 
     Backward stages cross forward borders, where restoring a state once per stage goes wrong.
     """
     MaskProbe.log.clear()
     labels = ["a", "b", "c", "d"]
     torch.manual_seed(0)
-    layers = [layer for name in labels for layer in (nn.Linear(MLP_WIDTH, MLP_WIDTH), MaskProbe(name))]
+    layers = [
+        layer for name in labels for layer in (nn.Linear(MLP_WIDTH, MLP_WIDTH), MaskProbe(name))
+    ]
     engine = engines(nn.Sequential(*layers), devices)
-    plan = ModelExecutePlan(fwd_plan=[range(3), range(3, 6)], bwd_plan=[range(6, 8), range(1, 6), range(1)])
+    plan = ModelExecutePlan(
+        fwd_plan=[range(3), range(3, 6)], bwd_plan=[range(6, 8), range(1, 6), range(1)]
+    )
     run_batch(engine, BATCH, num_microbatch, execute_plan=plan, recompute_grain=grain)
     engine.synchronize()
     assert len(MaskProbe.log) == len(labels) * num_microbatch
     for (label, _), masks in MaskProbe.log.items():
-        assert len(masks) == 1 if label == "d" else len(masks) >= 2, f"{label} ran {len(masks)} times"
+        assert len(masks) == 1 if label == "d" else len(masks) >= 2, (
+            f"{label} ran {len(masks)} times"
+        )
         assert all(torch.equal(mask, masks[0]) for mask in masks)
-    assert len({mask.numpy().tobytes() for masks in MaskProbe.log.values() for mask in masks}) == len(MaskProbe.log)
+    assert len(
+        {mask.numpy().tobytes() for masks in MaskProbe.log.values() for mask in masks}
+    ) == len(MaskProbe.log)
 
 
 def test_draws_of_the_main_thread_between_calls_are_its_own(engines: Engines) -> None:
-    """Late backward stage runs recompute dropout while the caller goes on drawing: neither sees the other's numbers."""
+    """Late backward stage runs recompute dropout while the caller goes on drawing: neither sees the
+    other's numbers."""
     plan = ModelExecutePlan(fwd_plan=[range(5)], bwd_plan=[range(5, 7), range(3, 5), range(3)])
 
     def train(devices: DeviceSet) -> tuple[Tensor, dict[str, Tensor]]:
@@ -183,7 +203,9 @@ def test_restoring_the_usual_rng_state_restores_dropout(engines: Engines) -> Non
 class Drawing(nn.Module):
     """Scales by what it draws from ``source``, which it may tell its recompute."""
 
-    def __init__(self, source: Callable[[], Tensor], *, saves: bool = False, **attributes: object) -> None:
+    def __init__(
+        self, source: Callable[[], Tensor], *, saves: bool = False, **attributes: object
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
         self.source = source
@@ -205,7 +227,10 @@ def drawing(kind: str, *, saves: bool = False) -> Drawing:
     own, of_numpy, of_python = torch.Generator(), numpy.random.default_rng(0), random.Random(0)
     sources: dict[str, tuple[Callable[[], Tensor], dict[str, object]]] = {
         "its own": (lambda: torch.rand((), generator=own), {"dice": own}),
-        "its own of NumPy's": (lambda: torch.tensor(of_numpy.random(), dtype=torch.float32), {"dice": of_numpy}),
+        "its own of NumPy's": (
+            lambda: torch.tensor(of_numpy.random(), dtype=torch.float32),
+            {"dice": of_numpy},
+        ),
         "its own of Python's": (lambda: torch.tensor(of_python.random()), {"dice": of_python}),
         "Python's": (lambda: torch.tensor(random.random()), {}),
         "NumPy's": (lambda: torch.tensor(numpy.random.random(), dtype=torch.float32), {}),
@@ -223,8 +248,12 @@ def call_it(layer: Drawing, plan: ModelExecutePlan | None, engines: Engines) -> 
 
 
 @pytest.mark.parametrize("kind", ["its own", "its own of NumPy's", "its own of Python's"])
-def test_a_layer_with_a_generator_of_its_own_cannot_be_recomputed(kind: str, engines: Engines) -> None:
-    with pytest.raises(ConfigError, match=r"layer 0 draws random numbers from its dice, .*save_for_recompute"):
+def test_a_layer_with_a_generator_of_its_own_cannot_be_recomputed(
+    kind: str, engines: Engines
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"layer 0 draws random numbers from its dice, .*save_for_recompute"
+    ):
         call_it(drawing(kind), TWO_STAGES, engines)
 
 

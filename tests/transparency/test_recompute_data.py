@@ -1,8 +1,8 @@
 """Layers whose forward is not repeatable tell their recompute what it must not find out anew.
 
-The layer here sends each row to the expert that a counter of its own names, which goes on with every run: a recompute
-that routed again would send rows to other experts than the forward did. The plain model is the oracle, and so is the
-plan that recomputes nothing.
+The layer here sends each row to the expert that a counter of its own names, which goes on with
+every run: a recompute that routed again would send rows to other experts than the forward did. The
+plain model is the oracle, and so is the plan that recomputes nothing.
 """
 
 import copy
@@ -32,9 +32,12 @@ BATCH = mlp_batch(rows=6)
 FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(5)])
 PLANS = {
     "one layer each": ModelExecutePlan(
-        fwd_plan=[range(i, i + 1) for i in range(4)], bwd_plan=[range(i, i + 1) for i in range(4, -1, -1)]
+        fwd_plan=[range(i, i + 1) for i in range(4)],
+        bwd_plan=[range(i, i + 1) for i in range(4, -1, -1)],
     ),
-    "whole stages": ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]),
+    "whole stages": ModelExecutePlan(
+        fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
+    ),
     "fused": FUSED,
 }
 
@@ -69,7 +72,9 @@ class Routed(nn.Module):
         else:
             expert = (torch.arange(len(hidden)) + self.turns.next()) % EXPERTS
             save_for_recompute(expert, {"rows": len(hidden)})
-        output = torch.stack([self.experts[int(e)](row) for e, row in zip(expert, hidden, strict=True)])
+        output = torch.stack(
+            [self.experts[int(e)](row) for e, row in zip(expert, hidden, strict=True)]
+        )
         expert += 1  # what was saved, and what was got, is a copy
         return output
 
@@ -82,8 +87,11 @@ def make_routed(**settings: bool) -> nn.Sequential:
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_recompute_routes_as_the_forward_did(plan: str, grain: str, devices: DeviceSet, engines: Engines) -> None:
-    """The turn moves on once per forward: equal gradients over three calls say that no recompute took one."""
+def test_the_recompute_routes_as_the_forward_did(
+    plan: str, grain: str, devices: DeviceSet, engines: Engines
+) -> None:
+    """The turn moves on once per forward: equal gradients over three calls say that no recompute
+    took one."""
     model = make_routed()
     plain = copy.deepcopy(model)
     engine = engines(model, devices)
@@ -102,7 +110,9 @@ def test_a_layer_that_routes_again_would_be_noticed(engines: Engines) -> None:
     engine = engines(make_routed(saves=False), ONE)
     run_batch(engine, BATCH, 3, execute_plan=PLANS["whole stages"])
     gradients = engine_gradients(engine)
-    assert not torch.equal(gradients["1.experts.0.weight"], expected.gradients["1.experts.0.weight"])
+    assert not torch.equal(
+        gradients["1.experts.0.weight"], expected.gradients["1.experts.0.weight"]
+    )
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
@@ -117,7 +127,9 @@ def test_saved_data_waits_for_who_made_it(count: int, grain: str, engines: Engin
     assert adversaries.faults == []
 
 
-def test_a_backward_of_the_users_own_recomputes_with_it_too(devices: DeviceSet, engines: Engines) -> None:
+def test_a_backward_of_the_users_own_recomputes_with_it_too(
+    devices: DeviceSet, engines: Engines
+) -> None:
     model = make_routed()
     expected = plain_call(copy.deepcopy(model), BATCH.whole(), BATCH.loss_fn)
     engine = engines(model, devices)

@@ -1,7 +1,8 @@
-"""Layers whose output depends on what they remember: the recompute sees what the forward saw, and remembers nothing.
+"""Layers whose output depends on what they remember: the recompute sees what the forward saw, and
+remembers nothing.
 
-Each kind of memory is tried in the middle of three microbatches and three calls, so that it differs in every forward.
-The oracle is the plain model, run microbatch by microbatch.
+Each kind of memory is tried in the middle of three microbatches and three calls, so that it differs
+in every forward. The oracle is the plain model, run microbatch by microbatch.
 """
 
 import copy
@@ -29,7 +30,8 @@ from roundpipe import ModelExecutePlan, RoundPipeRunConfig, doing_recompute
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 PLANS = {
     "one layer each": ModelExecutePlan(
-        fwd_plan=[range(i, i + 1) for i in range(3)], bwd_plan=[range(i, i + 1) for i in range(3, -1, -1)]
+        fwd_plan=[range(i, i + 1) for i in range(3)],
+        bwd_plan=[range(i, i + 1) for i in range(3, -1, -1)],
     ),
     "whole stages": ModelExecutePlan(fwd_plan=[range(3)], bwd_plan=[range(3, 4), range(3)]),
 }
@@ -65,7 +67,9 @@ class Silent(Remembering):
     """Through a kernel that does not raise the buffer's version, and without a counter."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = nn.functional.batch_norm(hidden, self.mean, torch.ones_like(self.mean), self.weight, training=True)
+        hidden = nn.functional.batch_norm(
+            hidden, self.mean, torch.ones_like(self.mean), self.weight, training=True
+        )
         return hidden + hidden.square() * self.mean
 
 
@@ -172,7 +176,9 @@ def make_model(kind: Callable[[], nn.Module]) -> nn.Sequential:
     return nn.Sequential(first, kind(), nn.Tanh(), last)
 
 
-@pytest.mark.parametrize(("plan", "grain"), [("one layer each", "stage"), ("whole stages", "layer")])
+@pytest.mark.parametrize(
+    ("plan", "grain"), [("one layer each", "stage"), ("whole stages", "layer")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recompute_sees_what_the_forward_saw(
     kind: str, plan: str, grain: str, devices: DeviceSet, engines: Engines
@@ -240,7 +246,9 @@ class NewLists(Remembering):
 
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
-def test_lists_that_forwards_make_are_seen_by_recomputes(grain: str, devices: DeviceSet, engines: Engines) -> None:
+def test_lists_that_forwards_make_are_seen_by_recomputes(
+    grain: str, devices: DeviceSet, engines: Engines
+) -> None:
     """Though the next call does not see them."""
     model, batch = make_model(NewLists), BATCHES[0]
     expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
@@ -250,7 +258,8 @@ def test_lists_that_forwards_make_are_seen_by_recomputes(grain: str, devices: De
 
 
 class Overtaken(Remembering):
-    """Writes for the first time in its second forward, which ends only when the first one's recompute has read."""
+    """Writes for the first time in its second forward, which ends only when the first one's
+    recompute has read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,12 +276,17 @@ class Overtaken(Remembering):
         if self.count == 2 and not doing_recompute():
             self.mean.add_(hidden.detach().mean(0))
             self.has_written.set()
-            assert self.has_read.wait(PATIENCE_S), "the first microbatch was not recomputed meanwhile"
+            assert self.has_read.wait(PATIENCE_S), (
+                "the first microbatch was not recomputed meanwhile"
+            )
         return output
 
 
-def test_what_a_later_forward_writes_on_another_device_at_that_moment_is_not_seen(engines: Engines) -> None:
-    """On three devices the backward stage runs beside the forward stage, of which nobody knows yet that it writes."""
+def test_what_a_later_forward_writes_on_another_device_at_that_moment_is_not_seen(
+    engines: Engines,
+) -> None:
+    """On three devices the backward stage runs beside the forward stage, of which nobody knows yet
+    that it writes."""
     model, batch = make_model(Overtaken), BATCHES[0]
     plain = make_model(Overtaken)
     plain[1].has_read.set()
@@ -285,7 +299,8 @@ def test_what_a_later_forward_writes_on_another_device_at_that_moment_is_not_see
 
 
 def test_silent_writes_that_a_fused_stage_has_shown(devices: DeviceSet, engines: Engines) -> None:
-    """The next call's plan recomputes the layer that was known to write, though not by those who keep for recompute."""
+    """The next call's plan recomputes the layer that was known to write, though not by those who
+    keep for recompute."""
     model = make_model(Silent)
     plain = copy.deepcopy(model)
     engine = engines(model, devices)
@@ -297,7 +312,9 @@ def test_silent_writes_that_a_fused_stage_has_shown(devices: DeviceSet, engines:
         engine.zero_grad()
 
 
-def test_buffers_that_are_shared_only_from_the_second_call_on(devices: DeviceSet, engines: Engines) -> None:
+def test_buffers_that_are_shared_only_from_the_second_call_on(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """One of the two modules is known to write by then, the other is not."""
     model = make_model(Shared)
     plain = copy.deepcopy(model)
@@ -327,7 +344,9 @@ class Alias(nn.Module):
         return aliased
 
 
-def test_a_weight_that_is_also_a_plain_attribute_gets_all_its_gradient(devices: DeviceSet, engines: Engines) -> None:
+def test_a_weight_that_is_also_a_plain_attribute_gets_all_its_gradient(
+    devices: DeviceSet, engines: Engines
+) -> None:
     model, batch = make_model(Alias), BATCHES[0]
     expected = plain_call(make_model(Alias), batch.split(3), batch.loss_fn)
     engine = engines(model, devices)
@@ -336,17 +355,23 @@ def test_a_weight_that_is_also_a_plain_attribute_gets_all_its_gradient(devices: 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "carrying"])
-def test_a_backward_of_the_users_own_sees_it_too(kind: str, devices: DeviceSet, engines: Engines) -> None:
+def test_a_backward_of_the_users_own_sees_it_too(
+    kind: str, devices: DeviceSet, engines: Engines
+) -> None:
     """By then the user's modules have everything that the forward wrote."""
     model = make_model(KINDS.get(kind, Carrying))
     batch = BATCHES[0]
     expected = plain_call(copy.deepcopy(model), batch.split(3), batch.loss_fn)
     engine = engines(model, devices)
     plan = PLANS["whole stages"]
-    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=plan, recompute_grain="layer", merge_output=False)
+    config = RoundPipeRunConfig(
+        num_microbatch=3, execute_plan=plan, recompute_grain="layer", merge_output=False
+    )
     outputs = engine(*batch.args, roundpipe_run_config=config)
     labels = batch.label.chunk(3)
-    losses = [batch.loss_fn(o, label.to(o.device)) for o, label in zip(outputs, labels, strict=True)]
+    losses = [
+        batch.loss_fn(o, label.to(o.device)) for o, label in zip(outputs, labels, strict=True)
+    ]
     torch.stack([loss.cpu() for loss in losses]).sum().backward()
     devices.check(engine_gradients(engine), expected.gradients)
 
@@ -381,7 +406,8 @@ class Scaled(nn.Module):
 
 
 class Containing(nn.Module):
-    """Numbers in containers, and no buffer, so that stage runs leave each other all that they know of it."""
+    """Numbers in containers, and no buffer, so that stage runs leave each other all that they know
+    of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +479,8 @@ def test_what_the_user_changes_before_a_late_stage_run_the_next_call_sees_in_all
 
 
 class Unsettled(Remembering):
-    """Returns a float tensor that carries no gradient, so that it is looked at anew in every run."""
+    """Returns a float tensor that carries no gradient, so that it is looked at anew in every
+    run."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         self.mean += 0.5

@@ -1,4 +1,5 @@
-"""The oracles themselves, against loops written out by hand: a wrong oracle would make every other test worthless."""
+"""The oracles themselves, against loops written out by hand: a wrong oracle would make every other
+test worthless."""
 
 import copy
 
@@ -30,7 +31,9 @@ def hand_written_training(model: nn.Module, num_microbatch: int) -> list[dict[st
     return versions
 
 
-def reference_training(staleness: int, *, flush_after: frozenset[int] = frozenset()) -> dict[str, torch.Tensor]:
+def reference_training(
+    staleness: int, *, flush_after: frozenset[int] = frozenset()
+) -> dict[str, torch.Tensor]:
     reference = Reference(make_mlp(), sgd, staleness=staleness)
     for step in range(1, STEPS + 1):
         batch = mlp_batch(rows=6, seed=step - 1)
@@ -49,7 +52,9 @@ def test_r0_is_the_ordinary_loop_to_the_bit(num_microbatch: int) -> None:
         batch = mlp_batch(rows=6, seed=step)
         reference.forward_backward(batch.split(num_microbatch), batch.loss_fn)
         reference.step()
-        assert all(torch.equal(reference.weights[name], value) for name, value in by_hand[step + 1].items())
+        assert all(
+            torch.equal(reference.weights[name], value) for name, value in by_hand[step + 1].items()
+        )
 
 
 def test_r1_cannot_be_confused_with_r0() -> None:
@@ -67,8 +72,13 @@ def test_r1_is_the_recurrence_written_out() -> None:
                 parameter.copy_(versions[max(t - 2, 0)][name])
         batch = mlp_batch(rows=6, seed=t - 1)
         gradients = plain_call(model, batch.split(2), batch.loss_fn).gradients
-        velocity = {name: 0.9 * velocity[name] + g if name in velocity else g for name, g in gradients.items()}
-        versions.append({name: value - 0.1 * velocity[name] for name, value in versions[-1].items()})
+        velocity = {
+            name: 0.9 * velocity[name] + g if name in velocity else g
+            for name, g in gradients.items()
+        }
+        versions.append(
+            {name: value - 0.1 * velocity[name] for name, value in versions[-1].items()}
+        )
     stale = reference_training(1)
     for name, value in versions[-1].items():
         torch.testing.assert_close(stale[name], value, rtol=1e-5, atol=1e-6)
@@ -79,7 +89,10 @@ def test_r1_flushed_after_every_step_is_r0_and_a_single_flush_is_neither() -> No
     always = reference_training(1, flush_after=frozenset(range(STEPS + 1)))
     once = reference_training(1, flush_after=frozenset({3}))
     assert all(torch.equal(always[name], ordinary[name]) for name in ordinary)
-    assert not any(torch.equal(once[name], ordinary[name]) or torch.equal(once[name], stale[name]) for name in once)
+    assert not any(
+        torch.equal(once[name], ordinary[name]) or torch.equal(once[name], stale[name])
+        for name in once
+    )
 
 
 def test_microbatch_losses_add_up_to_the_batch() -> None:
@@ -104,4 +117,6 @@ def test_fixtures_are_the_same_each_time_and_survive_a_copy() -> None:
     twin = copy.deepcopy(model)
     assert twin.lm_head.weight is twin.model.embed_tokens.weight
     again = make_llama(tied=True)
-    assert all(torch.equal(value, again.get_parameter(name)) for name, value in weights_of(model).items())
+    assert all(
+        torch.equal(value, again.get_parameter(name)) for name, value in weights_of(model).items()
+    )

@@ -1,4 +1,5 @@
-"""A stage run goes on with the replica that the stage run before has left, and yet sees the user's modules as they are now."""
+"""A stage run goes on with the replica that the stage run before has left, and yet sees the user's
+modules as they are now."""
 
 import copy
 import gc
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, reference_steps, run_batch, train_steps
+from engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
 from models import LORA_LLAMA, MLP_WIDTH, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan
@@ -101,7 +109,10 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
     "a module put into a list": (Layer, lambda layer: layer.held.append(layer.linear)),
     "a module put deeper": (Layer, lambda layer: layer.named.update(more=[layer.other])),
     "a hook": (Layer, lambda layer: layer.linear.register_forward_hook(double)),
-    "a hook before": (Layer, lambda layer: layer.other.register_forward_pre_hook(lambda _, args: (2 * args[0],))),
+    "a hook before": (
+        Layer,
+        lambda layer: layer.other.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
+    ),
     "a mode": (Layer, lambda layer: layer.eval()),
     "a forward": (Layer, patch),
     "what a buffer holds": (Layer, lambda layer: layer.shift.add_(1)),
@@ -113,7 +124,9 @@ CHANGES: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("room", [pytest.param(None, marks=pytest.mark.slow), 1.0], ids=["no room", "resident"])
+@pytest.mark.parametrize(
+    "room", [pytest.param(None, marks=pytest.mark.slow), 1.0], ids=["no room", "resident"]
+)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_user_changes_between_calls_is_seen(
     change: str, room: float | None, plan: str, engines: Engines
@@ -149,7 +162,9 @@ def test_a_hook_that_is_removed_is_gone(room: float | None, plan: str, engines: 
     ONE.check(run_batch(engine, BATCH, 2, execute_plan=PLANS[plan]), expected.loss)
 
 
-@pytest.mark.parametrize("plan", [None, ModelExecutePlan([range(3)], [range(3, 6), range(3)])], ids=["fused", "staged"])
+@pytest.mark.parametrize(
+    "plan", [None, ModelExecutePlan([range(3)], [range(3, 6), range(3)])], ids=["fused", "staged"]
+)
 def test_modules_are_copied_once_for_all_stage_runs(
     plan: ModelExecutePlan | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,12 +185,15 @@ def test_modules_are_copied_once_for_all_stage_runs(
 
 
 class HooksItsWeight(nn.Module):
-    """Leaves a hook on its weight in every forward. On the same parameter they would become more and more."""
+    """Leaves a hook on its weight in every forward. On the same parameter they would become more
+    and more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
-        self.linear.bias.requires_grad_(requires_grad=False)  # so that the layer stays on the device
+        self.linear.bias.requires_grad_(
+            requires_grad=False
+        )  # so that the layer stays on the device
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.linear.weight.register_hook(lambda gradient: 2 * gradient)
@@ -252,7 +270,9 @@ def test_replicas_that_wait_hold_no_slots(room: float | None, engines: Engines) 
     engine.synchronize()
     own = set(map(id, [*model, *model.parameters()]))
     waiting = [
-        thing for thing in gc.get_objects() if isinstance(thing, replica.Replica) and id(thing.pairs[0][0]) in own
+        thing
+        for thing in gc.get_objects()
+        if isinstance(thing, replica.Replica) and id(thing.pairs[0][0]) in own
     ]
     assert len(waiting) == len(model)
     assert not any(list(waits.module.parameters()) for waits in waiting)
@@ -266,7 +286,9 @@ def test_replicas_that_wait_hold_no_slots(room: float | None, engines: Engines) 
 
 @pytest.mark.parametrize("room", [None, 1.0], ids=["no room", "resident"])
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_training_with_adapters(is_async: bool, room: float | None, devices: DeviceSet, engines: Engines) -> None:
+def test_training_with_adapters(
+    is_async: bool, room: float | None, devices: DeviceSet, engines: Engines
+) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.05)
 

@@ -1,4 +1,5 @@
-"""Weights that stay on a device between stage runs: they are not sent again, and never are old ones computed with.
+"""Weights that stay on a device between stage runs: they are not sent again, and never are old ones
+computed with.
 
 A virtual device keeps nothing unless it is told how much it may hold, so these tests say so.
 """
@@ -13,7 +14,14 @@ from torch import nn
 
 from adversaries import Adversaries
 from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, reference_steps, run_batch, train_steps
+from engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
 from models import LORA_LLAMA, MLP, make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
@@ -36,7 +44,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     counts: Counter[int] = Counter()
     send = DirectSender.send
 
-    def counted(self: DirectSender, layer: LayerParameters, uses: Sequence[ParameterUse], *more: Any) -> Any:
+    def counted(
+        self: DirectSender, layer: LayerParameters, uses: Sequence[ParameterUse], *more: Any
+    ) -> Any:
         counts[layer.layer] += len(uses)
         return send(self, layer, uses, *more)
 
@@ -57,13 +67,17 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def test_frozen_weights_go_up_once(sent: Counter[int], engines: Engines) -> None:
     engine = engines(frozen_but_the_last(), max_gpu_memory=ROOM_GB)
-    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.05)  # whose updates are made on the host
+    optimizer = torch.optim.SGD(
+        engine.optim_parameters(), lr=0.05
+    )  # whose updates are made on the host
     train_steps(engine, optimizer, BATCHES, 2, is_async=False)
     assert [sent[layer] for layer in (0, 2, 4)] == [2, 2, 2]
     assert sent[6] == 2 * len(BATCHES)
 
 
-def test_one_call_sends_a_layer_once_to_a_device_for_all_its_stage_runs(sent: Counter[int], engines: Engines) -> None:
+def test_one_call_sends_a_layer_once_to_a_device_for_all_its_stage_runs(
+    sent: Counter[int], engines: Engines
+) -> None:
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     run_batch(engine, BATCHES[0], 2, execute_plan=THREE_STAGES)
     engine.synchronize()
@@ -75,7 +89,9 @@ def test_outputs_take_the_room_only_of_calls_that_return_them(
 ) -> None:
     """An evaluation's logits are no reason to send frozen weights to training's calls again."""
     note_outputs = Planner.note_outputs
-    monkeypatch.setattr(Planner, "note_outputs", lambda self, num_bytes: note_outputs(self, 10**9 * num_bytes))
+    monkeypatch.setattr(
+        Planner, "note_outputs", lambda self, num_bytes: note_outputs(self, 10**9 * num_bytes)
+    )
     config = RoundPipeRunConfig(num_microbatch=2, execute_plan=THREE_STAGES)
     engine = engines(frozen_but_the_last(), max_gpu_memory=ROOM_GB, model_run_config=config)
     for _ in range(3):  # until it is known what there is room for
@@ -93,7 +109,9 @@ def test_outputs_take_the_room_only_of_calls_that_return_them(
     assert [sent[layer] for layer in (0, 2, 4)] == [2, 2, 2]
 
 
-def test_without_room_every_stage_run_sends_its_layers(sent: Counter[int], engines: Engines) -> None:
+def test_without_room_every_stage_run_sends_its_layers(
+    sent: Counter[int], engines: Engines
+) -> None:
     engine = engines(make_mlp())
     run_batch(engine, BATCHES[0], 2, execute_plan=THREE_STAGES)
     engine.synchronize()
@@ -134,7 +152,9 @@ def replace_data(engine: RoundPipe) -> None:
     engine.model[0].weight.data = 2 * engine.model[0].weight.data
 
 
-@pytest.mark.parametrize("change", [scale_in_place, scale_data_and_reload, load_scaled, replace_data])
+@pytest.mark.parametrize(
+    "change", [scale_in_place, scale_data_and_reload, load_scaled, replace_data]
+)
 def test_changed_frozen_weights_go_up_again(change: Any, engines: Engines) -> None:
     engine = engines(frozen_but_the_last(), max_gpu_memory=ROOM_GB)
     run_batch(engine, BATCHES[0], 2)
@@ -177,7 +197,8 @@ def room_for(count: int) -> Callable[[frozenset[int]], bool]:
 
 
 def test_only_what_there_is_room_for_stays() -> None:
-    """Frozen layers first, which save every upload; one that trains and is visited once saves none."""
+    """Frozen layers first, which save every upload; one that trains and is visited once saves
+    none."""
     fused = [(Pass.FORWARD, range(3)), (Pass.FUSED, range(3, 4)), (Pass.BACKWARD, range(1, 3))]
     trained = [0, 0, 10, 10]
     assert resident_layers([fused], [10] * 4, trained, room_for(10)) == {0, 1, 2}
@@ -188,21 +209,29 @@ def test_only_what_there_is_room_for_stays() -> None:
 
 def test_what_saves_less_stays_if_only_that_fits() -> None:
     passes = [(Pass.FORWARD, range(2)), (Pass.FUSED, range(2, 4)), (Pass.BACKWARD, range(2))]
-    assert resident_layers([passes], [10] * 4, [0] * 4, lambda kept: kept.isdisjoint({0, 1})) == {2, 3}
+    assert resident_layers([passes], [10] * 4, [0] * 4, lambda kept: kept.isdisjoint({0, 1})) == {
+        2,
+        3,
+    }
 
 
 def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     """Asked before anything was measured, and so at the same state of the measurements."""
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
-    assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
+    assert (
+        engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
+    )
     engine.model[0].requires_grad_(requires_grad=False)
     assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
 
 
 def test_one_stage_run_keeps_what_is_partly_frozen() -> None:
     """Its slots are held anyway; but one that is filled anew by every call had better go round."""
-    assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], room_for(0)) == {0, 1}
+    assert resident_layers([[(Pass.FUSED, range(4))]], [10] * 4, [0, 1, 10, 10], room_for(0)) == {
+        0,
+        1,
+    }
 
 
 def test_after_a_failure_nothing_is_taken_for_granted(sent: Counter[int], engines: Engines) -> None:
@@ -227,7 +256,9 @@ def test_every_layer_in_a_backward_is_done_before_its_stage_run_is_over(
     release = StageLoader.release
 
     def noted(self: StageLoader, stage: Stage) -> None:
-        done.update(layer for layer, departure in stage.departures.items() if departure.free is not None)
+        done.update(
+            layer for layer, departure in stage.departures.items() if departure.free is not None
+        )
         release(self, stage)
 
     monkeypatch.setattr(StageLoader, "release", noted)

@@ -1,4 +1,5 @@
-"""Layers whose optimizer state lives on the device ([Note: device states]): nobody can tell, but by the time and the memory."""
+"""Layers whose optimizer state lives on the device ([Note: device states]): nobody can tell, but by
+the time and the memory."""
 
 import copy
 import gc
@@ -82,7 +83,9 @@ class AddsNothing(nn.Module):
 
 def make_model(tied: type[nn.Module] | None = None) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(4)]
+    blocks = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(4)
+    ]
     weight = blocks[0][0].weight
     return nn.Sequential(*blocks, *([tied(weight)] if tied is not None else []))  # type: ignore[call-arg]
 
@@ -118,7 +121,9 @@ class Run:
         for number in range(STEPS):
             x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
             self.results.append(
-                engine.forward_backward((x,), label=y, loss_fn=lambda out, y: ((out - y) ** 2).sum() / ROWS)
+                engine.forward_backward(
+                    (x,), label=y, loss_fn=lambda out, y: ((out - y) ** 2).sum() / ROWS
+                )
             )
             if number == 0:
                 know_graphs(engine)
@@ -130,7 +135,11 @@ class Run:
             self.device_state_bytes.append(engine.statistics()["device_state_bytes"])
         masters = [master.detach().clone() for master in engine.optim_parameters()]
         engine.close()
-        self.results += norms + [parameter.detach().clone() for parameter in engine.model.parameters()] + masters
+        self.results += (
+            norms
+            + [parameter.detach().clone() for parameter in engine.model.parameters()]
+            + masters
+        )
         for state in optimizer.state.values():
             self.results += [value.clone() for value in state.values() if isinstance(value, Tensor)]
 
@@ -140,14 +149,18 @@ class Run:
 
 
 def know_graphs(engine: RoundPipe) -> None:
-    """Device states are taken only once graphs are measured, which the first look at the plan may come too early for."""
+    """Device states are taken only once graphs are measured, which the first look at the plan may
+    come too early for."""
     engine.synchronize()
     for _ in range(2):
         engine._planner.reconsider()
 
 
-def run(engines: Engines, room: float | None, *, tied: type[nn.Module] | None = None, **settings: Any) -> Run:
-    """On a device that leaves so much room; of no size, because counting what is on one takes time."""
+def run(
+    engines: Engines, room: float | None, *, tied: type[nn.Module] | None = None, **settings: Any
+) -> Run:
+    """On a device that leaves so much room; of no size, because counting what is on one takes
+    time."""
     engine = engines(make_model(tied), model_run_config=RoundPipeRunConfig(num_microbatch=3))
     if room is not None and FreeMemory.left_bytes is SPARE_BYTES:
         engine._free_memory.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
@@ -169,13 +182,18 @@ FAST = ("AdamW", "SGD momentum")
 @pytest.mark.parametrize("tied", [pytest.param(None, marks=pytest.mark.slow), TiedHead, Borrower])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MAKERS]
+    "kind",
+    [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in MAKERS],
 )
 def test_an_optimizer_on_the_device_changes_no_bit(
     kind: str, is_async: bool, tied: type[nn.Module] | None, engines: Engines
 ) -> None:
     expected = run(engines, None, tied=tied, make_optimizer=MAKERS[kind], is_async=is_async)
-    device = engines(make_model(tied), max_gpu_memory=PLENTY, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    device = engines(
+        make_model(tied),
+        max_gpu_memory=PLENTY,
+        model_run_config=RoundPipeRunConfig(num_microbatch=3),
+    )
     actual = Run(device, make_optimizer=MAKERS[kind], is_async=is_async)
     assert actual.device_state_bytes[-1] > 0
     assert not any(expected.device_state_bytes)
@@ -279,7 +297,9 @@ def test_whoever_looks_or_writes_finds_everything_on_the_host(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_evaluation_sees_weights_that_were_swapped_without_a_trace(is_async: bool, engines: Engines) -> None:
+def test_evaluation_sees_weights_that_were_swapped_without_a_trace(
+    is_async: bool, engines: Engines
+) -> None:
     """As averages of weights are: through ``.data``, for the time of an evaluation."""
 
     def losses(max_gpu_memory: float | None) -> list[Tensor]:
@@ -291,10 +311,16 @@ def test_evaluation_sees_weights_that_were_swapped_without_a_trace(is_async: boo
             for parameter in engine.model.parameters():
                 parameter.data.mul_(0.5)
             for _ in range(2):
-                found.append(engine.forward_loss((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum()))
+                found.append(
+                    engine.forward_loss(
+                        (torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum()
+                    )
+                )
             for parameter, own in zip(engine.model.parameters(), kept, strict=True):
                 parameter.data.copy_(own)
-            found.append(engine.forward_loss((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum()))
+            found.append(
+                engine.forward_loss((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum())
+            )
 
         done = run(engines, max_gpu_memory, is_async=is_async, touch=swap, every_step=True)
         assert (done.device_state_bytes[-1] > 0) == (max_gpu_memory is not None)
@@ -306,7 +332,9 @@ def test_evaluation_sees_weights_that_were_swapped_without_a_trace(is_async: boo
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_layer_whose_state_is_read_after_every_step_goes_back_to_the_host(is_async: bool, engines: Engines) -> None:
+def test_a_layer_whose_state_is_read_after_every_step_goes_back_to_the_host(
+    is_async: bool, engines: Engines
+) -> None:
     def read_first(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         engine.synchronize()
         optimizer.param_groups[0]["params"][0].norm()
@@ -336,11 +364,15 @@ def test_device_states_give_way_to_what_a_call_needs(
     with_all = run(engines, PLENTY, tied=tied, is_async=is_async, touch=wait, every_step=True)
     assert max(with_all.device_state_bytes) > 9e3 >= with_all.device_state_bytes[-1]
     monkeypatch.undo()
-    assert with_all.agrees_with(run(engines, None, tied=tied, is_async=is_async, touch=wait, every_step=True))
+    assert with_all.agrees_with(
+        run(engines, None, tied=tied, is_async=is_async, touch=wait, every_step=True)
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_no_wait_is_missing(seed: int, is_async: bool, engines: Engines) -> None:
     def train(devices: Any, max_gpu_memory: float | None) -> Run:
         engine = engines(make_model(TiedHead), devices, max_gpu_memory=max_gpu_memory)
@@ -369,7 +401,9 @@ def test_state_passes_through_slices_of_any_size(
     assert actual.agrees_with(expected)
 
 
-def test_slices_are_there_while_layers_have_device_states(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_are_there_while_layers_have_device_states(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Limits(monkeypatch, worth_from=3, none_from=6)
     engine = engines(make_model())
     held: list[int] = []
@@ -381,7 +415,9 @@ def test_slices_are_there_while_layers_have_device_states(engines: Engines, monk
         held.append(len(link.copies._slices))
 
     done = Run(engine, is_async=False, touch=count, every_step=True)
-    assert [num_bytes > 0 for num_bytes in done.device_state_bytes] == [num_slices > 0 for num_slices in held]
+    assert [num_bytes > 0 for num_bytes in done.device_state_bytes] == [
+        num_slices > 0 for num_slices in held
+    ]
     assert max(held) == NUM_SLICES
     assert held[0] == held[-1] == 0
 
@@ -394,7 +430,9 @@ def test_an_optimizer_state_can_be_used_when_the_engine_is_closed(engines: Engin
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_checkpoint_has_what_is_on_the_device(is_async: bool, engines: Engines, tmp_path: Path) -> None:
+def test_a_checkpoint_has_what_is_on_the_device(
+    is_async: bool, engines: Engines, tmp_path: Path
+) -> None:
     def save_and_load(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         roundpipe.save_checkpoint(tmp_path / "state", engine, optimizer)
         with torch.no_grad():
@@ -410,7 +448,8 @@ def test_a_checkpoint_has_what_is_on_the_device(is_async: bool, engines: Engines
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_step_that_fails_loses_nothing(is_async: bool, engines: Engines) -> None:
-    """Its update is computed and not written back, wherever the state is; the next step writes back."""
+    """Its update is computed and not written back, wherever the state is; the next step writes
+    back."""
 
     def fail(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
         def step() -> None:
@@ -440,8 +479,11 @@ def test_after_running_out_of_memory_no_layer_has_a_device_state(engines: Engine
     assert actual.agrees_with(run(engines, None, is_async=False))
 
 
-def test_running_out_of_memory_before_there_are_device_states_keeps_none_away(engines: Engines) -> None:
-    """It was not they that took the memory; a call that is made again is no reason to train slowly for good."""
+def test_running_out_of_memory_before_there_are_device_states_keeps_none_away(
+    engines: Engines,
+) -> None:
+    """It was not they that took the memory; a call that is made again is no reason to train slowly
+    for good."""
     engine = engines(make_model(), max_gpu_memory=PLENTY)
     optimizer = SGD(engine.optim_parameters(), lr=1e-2)
     times: list[int] = []
@@ -513,7 +555,8 @@ def wait(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
 
 
 class Limits:
-    """What calls leave of the device, by the number of the call, and from which on more device states are worth it."""
+    """What calls leave of the device, by the number of the call, and from which on more device
+    states are worth it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, worth_from: int, none_from: int) -> None:
         self.num_calls = 0
@@ -553,7 +596,9 @@ def test_the_memory_of_device_states_comes_back_without_a_collection(
             optimizer = AdamW(engine.optim_parameters(), lr=1e-2)
             used, held = [], []
             for _ in range(6):
-                engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.square().sum())
+                engine.forward_backward(
+                    (torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.square().sum()
+                )
                 engine.step(optimizer.step, is_async=is_async)
                 engine.synchronize()
                 used.append(capacity.used)
@@ -569,7 +614,11 @@ def test_the_memory_of_device_states_comes_back_without_a_collection(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("num_images", [0, 1, 5, 7])
 def test_a_device_without_room_for_an_image_is_no_error(
-    num_images: int, is_async: bool, tied: type[nn.Module] | None, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    num_images: int,
+    is_async: bool,
+    tied: type[nn.Module] | None,
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     add_image, added = DeviceState.add_image, [0]
 
@@ -604,7 +653,9 @@ def _run_out(_: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["autograd", "late"])
-def test_running_out_of_memory_in_a_backward_ends_device_states_too(is_late: bool, engines: Engines) -> None:
+def test_running_out_of_memory_in_a_backward_ends_device_states_too(
+    is_late: bool, engines: Engines
+) -> None:
     model = nn.Sequential(FailsInBackward(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     plan = ModelExecutePlan(fwd_plan=[range(1)], bwd_plan=[range(1, 3), range(1)])
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
@@ -623,7 +674,9 @@ def test_running_out_of_memory_in_a_backward_ends_device_states_too(is_late: boo
             engine.forward_backward((torch.ones(1, WIDTH),), loss_fn=total, run_config=config)
             engine.synchronize()
         else:
-            engine(torch.ones(1, WIDTH), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)).sum().backward()
+            engine(
+                torch.ones(1, WIDTH), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1)
+            ).sum().backward()
     engine.forward_backward((torch.ones(ROWS, WIDTH),), loss_fn=total, run_config=config)
     assert engine.statistics()["device_state_bytes"] == 0
 
@@ -643,11 +696,17 @@ class Shrinks(nn.Module):
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_layer_that_writes_to_its_weights_has_no_device_state(is_async: bool, engines: Engines) -> None:
+def test_a_layer_that_writes_to_its_weights_has_no_device_state(
+    is_async: bool, engines: Engines
+) -> None:
     def train(max_gpu_memory: float | None) -> Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shrinks())
-        engine = engines(model, max_gpu_memory=max_gpu_memory, model_run_config=RoundPipeRunConfig(num_microbatch=1))
+        engine = engines(
+            model,
+            max_gpu_memory=max_gpu_memory,
+            model_run_config=RoundPipeRunConfig(num_microbatch=1),
+        )
         return Run(engine, is_async=is_async, touch=accumulate, every_step=True)
 
     expected, actual = train(None), train(PLENTY)
@@ -663,7 +722,8 @@ def test_an_interrupt_while_device_states_are_left_waits_until_they_are(
     caught: list[None] = []
 
     def interrupted(masters: Masters, version: int) -> Iterator[int]:
-        """Behind the first layer that was told of; once, because a second interrupt does not wait."""
+        """Behind the first layer that was told of; once, because a second interrupt does not
+        wait."""
         behind = leave_devices(masters, version)
         yield from itertools.islice(behind, 1)
         signal.raise_signal(signal.SIGINT)
@@ -745,7 +805,9 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
                 engine.step(optimizer.step, is_async=False)
             engine.synchronize()
             master = engine.optim_parameters()[0]
-            state = [value for value in optimizer.state[master].values() if isinstance(value, Tensor)]
+            state = [
+                value for value in optimizer.state[master].values() if isinstance(value, Tensor)
+            ]
             yield [master, *state], master.norm
 
     pairs = zip(train(PLENTY), train(None), strict=True)
@@ -761,7 +823,9 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
             except KeyboardInterrupt:
                 num_interrupted += 1
         held = [isinstance(tensor, Held) for tensor in found]
-        assert all(map(torch.equal, found, expected)), f"interrupted at place {place} of {last}, held: {held}"
+        assert all(map(torch.equal, found, expected)), (
+            f"interrupted at place {place} of {last}, held: {held}"
+        )
         place += max(1, last // 60)
         if place > last:
             break
@@ -780,11 +844,13 @@ def test_an_error_while_device_states_are_left_loses_no_version(
     engines: Engines,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others have left or will; every call goes on to compute with what it would have computed with."""
+    """The others have left or will; every call goes on to compute with what it would have computed
+    with."""
     forward_backward = RoundPipe.forward_backward
 
     def train(room: float | None) -> Run:
-        """With another step before the fourth call: where that has failed, before the device states are asked to leave again"""
+        """With another step before the fourth call: where that has failed, before the device states
+        are asked to leave again"""
         num_calls = itertools.count(1)
 
         def call(engine: RoundPipe, *args: Any, **kwargs: Any) -> Any:
@@ -831,7 +897,9 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, what: str, place: int) -> None:
     monkeypatch.setattr(DeviceState, what, failing)
 
 
-def test_state_comes_home_also_if_a_worker_does_not_end_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_comes_home_also_if_a_worker_does_not_end_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     close = WorkerPool.close
 
     def failing(worker_pool: WorkerPool) -> None:
@@ -852,7 +920,8 @@ def test_state_comes_home_also_if_a_worker_does_not_end_well(monkeypatch: pytest
 
 
 def test_tensors_are_taken_back_all_at_once() -> None:
-    """Else whoever touches one of them meanwhile would fetch all, and find some held by the update still."""
+    """Else whoever touches one of them meanwhile would fetch all, and find some held by the update
+    still."""
     store: Any = type("Store", (), {"uses": ()})()
     device = VirtualDevice(0)
     link = Link(device, PinnedCopier(device.compute, PAGEABLE, 1))
@@ -862,7 +931,9 @@ def test_tensors_are_taken_back_all_at_once() -> None:
     class Watched:
         def __setattr__(self, name: str, value: Any) -> None:
             with ThreadPoolExecutor() as others:
-                could_fetch.append(others.submit(device_state.lock.acquire, blocking=False).result())
+                could_fetch.append(
+                    others.submit(device_state.lock.acquire, blocking=False).result()
+                )
 
     _Away(device_state, (), ()).take_back([Watched(), Watched()])
     assert could_fetch == [False, False]

@@ -1,8 +1,9 @@
-"""Stages visited in shares: several devices run one stage at a time, each for some of the microbatches.
+"""Stages visited in shares: several devices run one stage at a time, each for some of the
+microbatches.
 
-A sum of fp32 numbers depends on how it is grouped, so gradients are those of a loop that adds up each share by itself
-and then the shares, in the order of microbatches; to the bit, and whatever the number of devices. Losses, outputs and
-masks are those of any other plan.
+A sum of fp32 numbers depends on how it is grouped, so gradients are those of a loop that adds up
+each share by itself and then the shares, in the order of microbatches; to the bit, and whatever the
+number of devices. Losses, outputs and masks are those of any other plan.
 """
 
 import copy
@@ -31,13 +32,20 @@ IN_TWO = ModelExecutePlan(
 
 def shares_of(count: int) -> list[range]:
     """Five microbatches: the larger shares come first."""
-    return {1: [range(5)], 2: [range(3), range(3, 5)], 3: [range(2), range(2, 4), range(4, 5)]}[count]
+    return {1: [range(5)], 2: [range(3), range(3, 5)], 3: [range(2), range(2, 4), range(4, 5)]}[
+        count
+    ]
 
 
-def grouped_gradients(model: nn.Sequential, batches: Sequence[Batch], counts: Sequence[int]) -> Tensors:
+def grouped_gradients(
+    model: nn.Sequential, batches: Sequence[Batch], counts: Sequence[int]
+) -> Tensors:
     """``counts``: in how many shares each layer has its backward. Calls add up share by share."""
     calls = [
-        [plain_call(copy.deepcopy(model), [part], batch.loss_fn).gradients for part in batch.split(MICROBATCHES)]
+        [
+            plain_call(copy.deepcopy(model), [part], batch.loss_fn).gradients
+            for part in batch.split(MICROBATCHES)
+        ]
         for batch in batches
     ]
     gradients = {}
@@ -62,7 +70,11 @@ def random_shared_plan(draws: random.Random) -> ModelExecutePlan:
     """Every stage in one to three shares, for itself."""
 
     def cut(stop: int) -> list[range]:
-        borders = [0, *sorted(draws.sample(range(1, stop), draws.randint(0, stop - 1)) if stop else []), stop]
+        borders = [
+            0,
+            *sorted(draws.sample(range(1, stop), draws.randint(0, stop - 1)) if stop else []),
+            stop,
+        ]
         stages = [range(a, b) for a, b in itertools.pairwise(borders) if a < b]
         return [stage for stage in stages for _ in range(draws.randint(1, 3))]
 
@@ -73,7 +85,10 @@ def random_shared_plan(draws: random.Random) -> ModelExecutePlan:
 
 def check_random_plans(engines: Engines, devices: DeviceSet, seeds: range) -> None:
     model, batch = make_mlp(), mlp_batch(ROWS)
-    engine, plain = engines(make_mlp(), devices), plain_call(make_mlp(), batch.split(MICROBATCHES), batch.loss_fn)
+    engine, plain = (
+        engines(make_mlp(), devices),
+        plain_call(make_mlp(), batch.split(MICROBATCHES), batch.loss_fn),
+    )
     for seed in seeds:
         draws = random.Random(seed)
         plan, grain = random_shared_plan(draws), draws.choice(["stage", "layer"])
@@ -102,7 +117,9 @@ def test_two_hundred_random_shared_plans(devices: DeviceSet, engines: Engines) -
 def test_the_grouping_shows() -> None:
     """Else the tests above could not fail."""
     batch = mlp_batch(ROWS)
-    whole, in_two = (grouped_gradients(make_mlp(), [batch], [count] * NUM_LAYERS) for count in (1, 2))
+    whole, in_two = (
+        grouped_gradients(make_mlp(), [batch], [count] * NUM_LAYERS) for count in (1, 2)
+    )
     assert any(not torch.equal(whole[name], in_two[name]) for name in whole)
 
 

@@ -1,7 +1,7 @@
 """Kept inputs that a device has no room for wait on the host; where they wait changes nothing.
 
-The devices of these tests say that they hold next to nothing, so that every kept input is spilled, and they copy late
-and poison what is used again, so that a missing wait shows.
+The devices of these tests say that they hold next to nothing, so that every kept input is spilled,
+and they copy late and poison what is used again, so that a missing wait shows.
 """
 
 import copy
@@ -68,7 +68,9 @@ def test_forward_and_backward_apart(full: Adversaries, engines: Engines) -> None
     assert spill_bytes(engine) > 0
 
 
-def test_a_model_whose_layers_hand_on_more_than_activations(full: Adversaries, engines: Engines) -> None:
+def test_a_model_whose_layers_hand_on_more_than_activations(
+    full: Adversaries, engines: Engines
+) -> None:
     """Masks and positions pass through all layers as one tensor, so they stay."""
     batch = LLAMA.batch(8, 0)
     expected = plain_call(LLAMA.make(), batch.split(MICROBATCHES), batch.loss_fn)
@@ -113,7 +115,13 @@ def test_random_plans(full: Adversaries, engines: Engines) -> None:
         backward = [range(a, b) for a, b in ((border, fused), (0, border)) if a < b]
         plan = ModelExecutePlan([range(fused)], [range(fused, 7), *backward])
         engine.zero_grad()
-        run_batch(engine, batch, MICROBATCHES, execute_plan=plan, recompute_grain=draws.choice(["stage", "layer"]))
+        run_batch(
+            engine,
+            batch,
+            MICROBATCHES,
+            execute_plan=plan,
+            recompute_grain=draws.choice(["stage", "layer"]),
+        )
         ONE.check(engine_gradients(engine), expected.gradients)
 
 
@@ -126,7 +134,10 @@ def test_host_memory_is_used_again_from_call_to_call(engines: Engines) -> None:
     first = spill_bytes(engine)
     for _ in range(3):
         drop_a_failed_call(engine, batch)
-        engine(*batch.args, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=PLAN))
+        engine(
+            *batch.args,
+            roundpipe_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=PLAN),
+        )
         gc.collect()
         run_batch(engine, batch, MICROBATCHES, execute_plan=PLAN)
         engine.synchronize()
@@ -179,7 +190,8 @@ def test_without_one_of_its_waits_the_numbers_are_wrong(
 def test_a_copy_that_fails_leaves_nothing_behind(
     kind: str, full: Adversaries, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the way to the host the call fails; on the way back it may have returned, then the next call tells."""
+    """On the way to the host the call fails; on the way back it may have returned, then the next
+    call tells."""
     batch, copy_ = mlp_batch(ROWS), AdversarialLane.copy_
     expected = plain_call(make_mlp(), batch.split(MICROBATCHES), batch.loss_fn)
     engine = engines(make_mlp(), full)  # type: ignore[arg-type]

@@ -1,6 +1,8 @@
-"""With ``pin_model="off"`` weights stay where they are and go up through a ring, which changes no number.
+"""With ``pin_model="off"`` weights stay where they are and go up through a ring, which changes no
+number.
 
-Slices are made so small that every layer takes several, on devices whose copies are as late as they can be.
+Slices are made so small that every layer takes several, on devices whose copies are as late as they
+can be.
 """
 
 import gc
@@ -33,7 +35,13 @@ def sgd(parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("case", "count", "is_async"),
-    [(MLP, 1, False), (MLP, 2, True), (LORA_LLAMA, 2, False), (LORA_LLAMA, 1, True), (TIED_LLAMA, 2, True)],
+    [
+        (MLP, 1, False),
+        (MLP, 2, True),
+        (LORA_LLAMA, 2, False),
+        (LORA_LLAMA, 1, True),
+        (TIED_LLAMA, 2, True),
+    ],
     ids=str,
 )
 def test_staged_weights_train_as_plain_pytorch_does(
@@ -44,13 +52,17 @@ def test_staged_weights_train_as_plain_pytorch_does(
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     engine = engines(model, devices, pin_model="off")
     batches = [case.batch(4, seed) for seed in range(3)]
-    losses = train_steps(engine, sgd(engine.optim_parameters()), batches, NUM_MICROBATCH, is_async=is_async)
+    losses = train_steps(
+        engine, sgd(engine.optim_parameters()), batches, NUM_MICROBATCH, is_async=is_async
+    )
     reference = Reference(case.make(), sgd, staleness=int(is_async))
     expected = reference_steps(reference, batches, NUM_MICROBATCH)
     for loss, other in zip(losses, expected, strict=True):
         torch.testing.assert_close(loss, other, rtol=1e-6 if case.tied else 0, atol=0)
     for name, weight in engine_weights(engine).items():
-        tolerance = 1e-6 if case.tied else 0  # one weight, two uses: autograd adds them in another order
+        tolerance = (
+            1e-6 if case.tied else 0
+        )  # one weight, two uses: autograd adds them in another order
         torch.testing.assert_close(weight, reference.weights[name], rtol=tolerance, atol=tolerance)
     assert not devices.faults
     assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
@@ -68,7 +80,9 @@ def test_an_error_while_weights_are_read_reaches_the_caller_and_has_no_effect(
         patch.setattr(PinnedRing, "_send_slice", _unreadable)
         with pytest.raises(OSError, match="unreadable") as caught:
             run_batch(engine, batch, NUM_MICROBATCH)
-        assert any(str(devices.argument[0]) in note or "layer" in note for note in caught.value.__notes__)
+        assert any(
+            str(devices.argument[0]) in note or "layer" in note for note in caught.value.__notes__
+        )
     reference = Reference(make_mlp(), sgd)
     expected = reference.forward_backward(batch.split(NUM_MICROBATCH), batch.loss_fn)
     assert torch.equal(run_batch(engine, batch, NUM_MICROBATCH), expected)

@@ -1,4 +1,5 @@
-"""The engine computes what plain PyTorch computes: losses, gradients, and weights after training."""
+"""The engine computes what plain PyTorch computes: losses, gradients, and weights after
+training."""
 
 import copy
 
@@ -6,7 +7,14 @@ import pytest
 import torch
 
 from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, reference_steps, run_batch, train_steps
+from engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
 from models import CASES, ModelCase
 from reference import Reference, plain_call
 
@@ -22,7 +30,8 @@ def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
 def test_loss_and_every_gradient_equal_the_plain_loop(
     case: ModelCase, num_microbatch: int, devices: DeviceSet, engines: Engines
 ) -> None:
-    """Bitwise, except for tied weights: autograd adds their uses within a microbatch, the engine after all of them."""
+    """Bitwise, except for tied weights: autograd adds their uses within a microbatch, the engine
+    after all of them."""
     model = case.make()
     batch = case.batch(2 * num_microbatch, 0)
     expected = plain_call(copy.deepcopy(model), batch.split(num_microbatch), batch.loss_fn)
@@ -63,10 +72,14 @@ def test_losses_and_weights_of_six_asynchronous_steps_are_one_step_stale(
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_low_precision_weights_with_fp32_masters(is_async: bool, devices: DeviceSet, engines: Engines) -> None:
-    """bf16 gradients are summed in fp32 over the microbatches, rounded once, and applied to fp32 masters.
+def test_low_precision_weights_with_fp32_masters(
+    is_async: bool, devices: DeviceSet, engines: Engines
+) -> None:
+    """bf16 gradients are summed in fp32 over the microbatches, rounded once, and applied to fp32
+    masters.
 
-    On a GPU bf16 products round differently, more than fp32 tolerances cover: there only the dtypes are checked.
+    On a GPU bf16 products round differently, more than fp32 tolerances cover: there only the dtypes
+    are checked.
     """
     case = CASES[0]
     model = case.make().bfloat16()
@@ -74,7 +87,9 @@ def test_low_precision_weights_with_fp32_masters(is_async: bool, devices: Device
         batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16())
         for batch in (case.batch(12, seed) for seed in range(STEPS))
     ]
-    reference = Reference(model, sgd, staleness=int(is_async), optim_dtype=torch.float32, grad_dtype=torch.bfloat16)
+    reference = Reference(
+        model, sgd, staleness=int(is_async), optim_dtype=torch.float32, grad_dtype=torch.bfloat16
+    )
     reference_steps(reference, batches, 3)
     engine = engines(model, devices, optim_dtype=torch.float32)
     masters = dict(engine.optim_named_parameters())
@@ -84,4 +99,6 @@ def test_low_precision_weights_with_fp32_masters(is_async: bool, devices: Device
     assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
     if devices.kind == "virtual":
         devices.check(masters, reference.weights)
-        devices.check(weights, {name: master.bfloat16() for name, master in reference.weights.items()})
+        devices.check(
+            weights, {name: master.bfloat16() for name, master in reference.weights.items()}
+        )

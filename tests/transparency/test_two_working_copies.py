@@ -1,7 +1,8 @@
-"""Asynchronous training with one working copy per weight and with two: the same numbers, and reads that never lie.
+"""Asynchronous training with one working copy per weight and with two: the same numbers, and reads
+that never lie.
 
-With memory to spare an asynchronous update writes a second working copy, and the two take turns; without, the new
-weights are written back by the next step. See [Note: two working copies].
+With memory to spare an asynchronous update writes a second working copy, and the two take turns;
+without, the new weights are written back by the next step. See [Note: two working copies].
 """
 
 from collections.abc import Callable
@@ -38,7 +39,9 @@ def plain_adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, fused=True)
 
 
-MAKERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[Any], torch.optim.Optimizer]]] = {
+MAKERS: dict[
+    str, tuple[Callable[[Any], torch.optim.Optimizer], Callable[[Any], torch.optim.Optimizer]]
+] = {
     "deferred": (lambda params: roundpipe.optim.AdamW(params, lr=0.01), plain_adamw),
     "torch's": (sgd, sgd),
 }
@@ -77,7 +80,9 @@ def test_reads_in_between_see_the_newest_weights_in_the_users_own_parameters(
             TWO.check(held, reference.weights)
 
 
-def test_synchronous_and_asynchronous_steps_in_turn(copies: str, devices: DeviceSet, engines: Engines) -> None:
+def test_synchronous_and_asynchronous_steps_in_turn(
+    copies: str, devices: DeviceSet, engines: Engines
+) -> None:
     reference = Reference(make_mlp(), sgd, staleness=1)
     engine = engines(make_mlp(), devices)
     optimizer = sgd(engine.optim_parameters())
@@ -93,9 +98,11 @@ def test_synchronous_and_asynchronous_steps_in_turn(copies: str, devices: Device
 
 @pytest.mark.parametrize("case", [TIED_LLAMA, LORA_LLAMA], ids=str)
 def test_tied_and_frozen_weights(case: Any, copies: str, engines: Engines) -> None:
-    """A tied weight lies with its first layer; of a layer with frozen weights only the others are there twice.
+    """A tied weight lies with its first layer; of a layer with frozen weights only the others are
+    there twice.
 
-    The two ways agree to the bit with each other, which the other fixture value shows by agreeing with the reference.
+    The two ways agree to the bit with each other, which the other fixture value shows by agreeing
+    with the reference.
     """
     batches = [case.batch(4, seed) for seed in range(4)]
     reference = Reference(case.make(), sgd, staleness=1)
@@ -108,20 +115,29 @@ def test_tied_and_frozen_weights(case: Any, copies: str, engines: Engines) -> No
     TWO.check(engine_weights(engine), reference.weights, bitwise=False)
 
 
-def test_adapters_are_there_twice_and_the_next_call_waits_for_nothing(copies: str, engines: Engines) -> None:
-    """Else it would wait until the call before is over and its gradients are added up, and the device with it."""
+def test_adapters_are_there_twice_and_the_next_call_waits_for_nothing(
+    copies: str, engines: Engines
+) -> None:
+    """Else it would wait until the call before is over and its gradients are added up, and the
+    device with it."""
     engine = engines(LORA_LLAMA.make())
     optimizer = sgd(engine.optim_parameters())
     batches = [LORA_LLAMA.batch(4, seed) for seed in range(3)]
     train_steps(engine, optimizer, batches, 2, is_async=True)
     engine._steps.wait_idle()
     assert (engine._steps._write_back.version == len(batches)) == (copies == "two copies")
-    trained = sum(parameter.nbytes for parameter in engine.model.parameters() if parameter.requires_grad)
-    frozen = sum(parameter.nbytes for parameter in engine.model.parameters() if not parameter.requires_grad)
+    trained = sum(
+        parameter.nbytes for parameter in engine.model.parameters() if parameter.requires_grad
+    )
+    frozen = sum(
+        parameter.nbytes for parameter in engine.model.parameters() if not parameter.requires_grad
+    )
     assert engine.statistics()["second_buffer_bytes"] < trained + frozen / 4
 
 
-def test_a_step_that_fails_writes_back_nothing_and_training_goes_on(copies: str, engines: Engines) -> None:
+def test_a_step_that_fails_writes_back_nothing_and_training_goes_on(
+    copies: str, engines: Engines
+) -> None:
     """Its changes to the masters are written back with those of the next step that succeeds."""
     engine, twin = engines(make_mlp(), TWO), engines(make_mlp(), TWO)
     optimizers = [sgd(one.optim_parameters()) for one in (engine, twin)]
@@ -147,7 +163,10 @@ def test_loaded_weights_are_those_trained_on(copies: str, engines: Engines) -> N
     engine = engines(model, ONE)
     optimizer = sgd(engine.optim_parameters())
     other = {name: value.detach().clone() for name, value in make_mlp(seed=5).state_dict().items()}
-    for load in (lambda: engine.load_state_dict(other), lambda: change_in_place(engine, model, other)):
+    for load in (
+        lambda: engine.load_state_dict(other),
+        lambda: change_in_place(engine, model, other),
+    ):
         reference_steps(reference, BATCHES[:3], 2)
         train_steps(engine, optimizer, BATCHES[:3], 2, is_async=True)
         reference.load(other)
@@ -181,7 +200,9 @@ def test_nothing_is_taken_for_synchronous_training(copies: str, engines: Engines
     assert engine.statistics()["second_buffer_bytes"] == 0
 
 
-def test_an_adversarial_device_finds_no_copy_that_could_be_overwritten(copies: str, engines: Engines) -> None:
+def test_an_adversarial_device_finds_no_copy_that_could_be_overwritten(
+    copies: str, engines: Engines
+) -> None:
     from adversaries import Adversaries
 
     expected_engine = engines(make_mlp(), TWO)

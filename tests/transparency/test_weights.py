@@ -1,4 +1,5 @@
-"""Reading and writing weights: names are the original model's; an old master never overwrites a loaded weight."""
+"""Reading and writing weights: names are the original model's; an old master never overwrites a
+loaded weight."""
 
 import copy
 
@@ -7,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from device_sets import TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, reference_steps, run_batch, train_steps
+from engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
 from models import CASES, ModelCase, make_llama, make_mlp, mlp_batch
 from reference import Reference, weights_of
 
@@ -68,19 +76,25 @@ def test_a_partial_load_touches_only_the_loaded_keys(devices: DeviceSet, engines
     engine = engines(make_mlp(), devices)
     train_steps(engine, sgd(engine.optim_parameters()), BATCHES[:2], 2, is_async=True)
     trained = engine_weights(engine)
-    loaded = {name: value for name, value in weights_of(make_mlp(seed=5)).items() if name.startswith("2.")}
+    loaded = {
+        name: value for name, value in weights_of(make_mlp(seed=5)).items() if name.startswith("2.")
+    }
     engine.load_state_dict(loaded, strict=False)
     devices.check(engine_weights(engine), {**trained, **loaded})
     assert not torch.equal(trained["0.weight"], weights_of(make_mlp())["0.weight"])
 
 
-def test_a_load_reaches_low_precision_weights_at_the_incoming_precision(devices: DeviceSet, engines: Engines) -> None:
+def test_a_load_reaches_low_precision_weights_at_the_incoming_precision(
+    devices: DeviceSet, engines: Engines
+) -> None:
     """The master takes the fp32 value, not what bf16 left of it."""
     engine = engines(make_mlp().bfloat16(), devices, optim_dtype=torch.float32)
     incoming = weights_of(make_mlp(seed=5))
     engine.load_state_dict(incoming)
     devices.check(dict(engine.optim_named_parameters()), incoming)
-    devices.check(engine_weights(engine), {name: value.bfloat16() for name, value in incoming.items()})
+    devices.check(
+        engine_weights(engine), {name: value.bfloat16() for name, value in incoming.items()}
+    )
 
 
 def test_load_by_assignment_is_refused(engines: Engines) -> None:
@@ -95,7 +109,13 @@ def test_tied_weights_stay_one_tensor(devices: DeviceSet, engines: Engines) -> N
     model = make_llama(tied=True)
     engine = engines(model, devices)
     case = CASES[2]
-    train_steps(engine, sgd(engine.optim_parameters()), [case.batch(4, seed) for seed in range(2)], 2, is_async=True)
+    train_steps(
+        engine,
+        sgd(engine.optim_parameters()),
+        [case.batch(4, seed) for seed in range(2)],
+        2,
+        is_async=True,
+    )
     engine.synchronize()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     names = [name for name, _ in engine.optim_named_parameters()]
@@ -118,7 +138,8 @@ def test_reads_fall_through_and_writes_reach_the_model(engines: Engines) -> None
 
 
 def test_a_copy_of_the_trained_model_is_the_users(devices: DeviceSet, engines: Engines) -> None:
-    """After `synchronize()` the raw model can be copied; the copy does not follow later training."""
+    """After `synchronize()` the raw model can be copied; the copy does not follow later
+    training."""
     engine = engines(make_mlp(), devices)
     optimizer = sgd(engine.optim_parameters())
     train_steps(engine, optimizer, BATCHES[:2], 2, is_async=True)
@@ -130,7 +151,8 @@ def test_a_copy_of_the_trained_model_is_the_users(devices: DeviceSet, engines: E
 
 
 def test_parameters_stay_valid_after_close(devices: DeviceSet, engines: Engines) -> None:
-    """`close()` flushes: the model holds every update and works as an ordinary module, gradients included."""
+    """`close()` flushes: the model holds every update and works as an ordinary module, gradients
+    included."""
     model = make_mlp()
     reference = Reference(model, sgd, staleness=1)
     reference_steps(reference, BATCHES, 2)
@@ -160,7 +182,9 @@ def test_gradients_of_all_the_parameters_are_there_after_synchronize(engines: En
     model = make_mlp().bfloat16()
     engine = engines(model, TWO, optim_dtype=torch.float32)
     batch = BATCHES[0]
-    run_batch(engine, batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16()), 2)
+    run_batch(
+        engine, batch._replace(args=(batch.args[0].bfloat16(),), label=batch.label.bfloat16()), 2
+    )
     gradients = engine_gradients(engine)
     assert {name: gradient.dtype for name, gradient in gradients.items()} == {
         name: torch.bfloat16 for name, _ in model.named_parameters()

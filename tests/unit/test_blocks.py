@@ -1,4 +1,5 @@
-"""Host blocks: used again by size, and given back by whoever drops one last, at whatever moment that is."""
+"""Host blocks: used again by size, and given back by whoever drops one last, at whatever moment
+that is."""
 
 from roundpipe.memory.blocks import HostBlocks
 from roundpipe.memory.pinning import HostMemory
@@ -17,7 +18,8 @@ def test_a_block_that_nobody_holds_is_used_again() -> None:
 
 
 def test_a_collection_may_give_one_back_while_another_is_taken() -> None:
-    """Collections run at any allocation, so the one that finds a block may run inside the lock of its own thread."""
+    """Collections run at any allocation, so the one that finds a block may run inside the lock of
+    its own thread."""
     blocks = make_blocks()
     dropped = blocks.take(1)
     with blocks._lock:

@@ -1,4 +1,5 @@
-"""Masters and moments lie in large pages, of which forked processes get no copy, where the system has such."""
+"""Masters and moments lie in large pages, of which forked processes get no copy, where the system
+has such."""
 
 import mmap
 from pathlib import Path
@@ -16,11 +17,17 @@ from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
 from roundpipe.params.placement.pending import Held
 
 WIDTH = 1024  # 4 MiB of fp32, 2 of bf16
-BATCH = Batch((torch.ones(1, WIDTH),), {}, torch.zeros(1, WIDTH), lambda out, target: (out - target).square().sum())
+BATCH = Batch(
+    (torch.ones(1, WIDTH),),
+    {},
+    torch.zeros(1, WIDTH),
+    lambda out, target: (out - target).square().sum(),
+)
 
 
 def advice_for(tensor: torch.Tensor) -> set[str]:
-    """What the system was told of the memory in the tensor's middle: "hg" for large pages, "dc" for none in a fork."""
+    """What the system was told of the memory in the tensor's middle: "hg" for large pages, "dc" for
+    none in a fork."""
     middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -34,7 +41,10 @@ def advice_for(tensor: torch.Tensor) -> set[str]:
 
 @pytest.fixture
 def needs_linux() -> None:
-    if not hasattr(mmap, "MADV_DONTFORK") or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+    if (
+        not hasattr(mmap, "MADV_DONTFORK")
+        or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    ):
         pytest.skip("this system has no large pages to ask for")
 
 
@@ -48,12 +58,23 @@ def test_it_is_memory_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 @pytest.mark.usefixtures("needs_linux")
-def test_masters_and_moments_lie_there_also_after_a_resume(tmp_path: Path, engines: Engines) -> None:
+def test_masters_and_moments_lie_there_also_after_a_resume(
+    tmp_path: Path, engines: Engines
+) -> None:
     moments = ["exp_avg", "exp_avg_sq"]
-    for make, names in ((AdamW, moments), (LeanAdamW, moments), (Lion, ["exp_avg"]), (SGD, ["momentum_buffer"])):
+    for make, names in (
+        (AdamW, moments),
+        (LeanAdamW, moments),
+        (Lion, ["exp_avg"]),
+        (SGD, ["momentum_buffer"]),
+    ):
         settings = {"momentum": 0.9} if make is SGD else {}
-        first, second = (engines(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), ONE) for _ in range(2))
-        optimizer, resumed = (make(each.optim_parameters(), lr=0.1, **settings) for each in (first, second))
+        first, second = (
+            engines(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), ONE) for _ in range(2)
+        )
+        optimizer, resumed = (
+            make(each.optim_parameters(), lr=0.1, **settings) for each in (first, second)
+        )
         run_batch(first, BATCH, 1)
         first.step(optimizer.step, is_async=False)
         save_checkpoint(tmp_path / "saved", first, optimizer)
@@ -73,7 +94,9 @@ def test_updates_of_such_memory_are_deferred(engines: Engines) -> None:
     def step_fn() -> list[bool]:
         optimizer.step()
         state = optimizer.state[master]
-        return [isinstance(tensor, Held) for tensor in (master, state["exp_avg"], state["exp_avg_sq"])]
+        return [
+            isinstance(tensor, Held) for tensor in (master, state["exp_avg"], state["exp_avg_sq"])
+        ]
 
     run_batch(engine, BATCH, 1)
     assert engine.step(step_fn, is_async=False).result() == [True] * 3

@@ -27,7 +27,9 @@ def used(device: VirtualDevice) -> int:
 
 
 @of_both_kinds
-def test_what_is_made_in_work_counts_until_it_is_freed(make: Callable[[int], VirtualDevice]) -> None:
+def test_what_is_made_in_work_counts_until_it_is_freed(
+    make: Callable[[int], VirtualDevice],
+) -> None:
     device = make(64 * KIB)
     outside = torch.ones(KIB, dtype=torch.uint8)
     with device.compute.work():
@@ -53,7 +55,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_does_not_count(
     with device.up.work():
         made = torch.zeros(8 * KIB, dtype=torch.uint8)
         with pytest.raises(
-            torch.OutOfMemoryError, match="is out of memory.*allocate 4096 bytes; 8192 of its 10240 bytes"
+            torch.OutOfMemoryError,
+            match="is out of memory.*allocate 4096 bytes; 8192 of its 10240 bytes",
         ):
             made[: 4 * KIB].clone()
         assert used(device) == 8 * KIB

@@ -10,12 +10,20 @@ from roundpipe.errors import ConfigError
 
 
 def test_a_number_or_names_of_the_cpu_give_virtual_devices_of_their_own() -> None:
-    assert [device.name for device in choose_devices(3, None)] == ["virtual:0", "virtual:1", "virtual:2"]
-    assert [device.name for device in choose_devices(["cpu", torch.device("cpu")], None)] == ["virtual:0", "virtual:1"]
+    assert [device.name for device in choose_devices(3, None)] == [
+        "virtual:0",
+        "virtual:1",
+        "virtual:2",
+    ]
+    assert [device.name for device in choose_devices(["cpu", torch.device("cpu")], None)] == [
+        "virtual:0",
+        "virtual:1",
+    ]
 
 
 def test_a_device_given_twice_is_refused() -> None:
-    """Two workers on one device would draw from its generator in the middle of each other's layers."""
+    """Two workers on one device would draw from its generator in the middle of each other's
+    layers."""
     device = VirtualDevice(7)
     with pytest.raises(ConfigError, match="virtual:7 more than once"):
         choose_devices([device, VirtualDevice(0), device], None)

@@ -1,7 +1,7 @@
 """Linear head + cross-entropy in chunks: torch's numbers, a small part of its memory.
 
-The oracle is `cross_entropy(linear(...).float(), ...)` on the whole batch. Peaks are counted, not measured: every
-storage an operation makes is added up for as long as it lives.
+The oracle is `cross_entropy(linear(...).float(), ...)` on the whole batch. Peaks are counted, not
+measured: every storage an operation makes is added up for as long as it lives.
 """
 
 import weakref
@@ -34,7 +34,11 @@ class LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         self.operations.append(func.overloadpacket.__name__)
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -56,7 +60,9 @@ class LiveBytes(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def inputs(dtype: torch.dtype = torch.float32, *, with_bias: bool = True) -> tuple[Tensor, Tensor, Tensor, Any]:
+def inputs(
+    dtype: torch.dtype = torch.float32, *, with_bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Hidden states, head, labels (a third of them ignored), bias."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(ROWS, LENGTH, WIDTH, generator=generator).to(dtype).requires_grad_()
@@ -83,7 +89,9 @@ def full(
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **settings)
 
 
-def with_gradients(loss: Callable[..., Tensor], *given: Any, **settings: Any) -> list[Tensor | None]:
+def with_gradients(
+    loss: Callable[..., Tensor], *given: Any, **settings: Any
+) -> list[Tensor | None]:
     """The loss (tripled, so that backward scales) and the gradients of its floating inputs."""
     wanted = [tensor for tensor in given if tensor is not None and tensor.requires_grad]
     value = loss(*given, **settings)
@@ -108,7 +116,8 @@ def assert_all_close(actual: list[Any], expected: list[Any], atol: float = 1e-6)
     ids=lambda settings: "-".join(settings) or "plain",
 )
 def test_it_is_torchs_loss(settings: dict[str, Any], chunk_bytes: int) -> None:
-    """Loss and every gradient to 1e-6, from one token per chunk to all of them, with a bias and without."""
+    """Loss and every gradient to 1e-6, from one token per chunk to all of them, with a bias and
+    without."""
     for with_bias in (True, False):
         given = inputs(with_bias=with_bias)
         if "ignore_index" in settings:
@@ -133,7 +142,9 @@ def test_num_items_in_batch_divides_the_sum() -> None:
 def test_loss_of_one_chunk_is_torchs_to_the_bit(dtype: torch.dtype, reduction: Any) -> None:
     """Also in 16 bits, where the logits are widened behind the head as Hugging Face's loss does."""
     given = inputs(dtype)
-    assert torch.equal(linear_cross_entropy(*given, reduction=reduction), full(*given, reduction=reduction))
+    assert torch.equal(
+        linear_cross_entropy(*given, reduction=reduction), full(*given, reduction=reduction)
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -141,7 +152,12 @@ def test_nothing_counts(reduction: Any) -> None:
     """BC-11: a microbatch whose labels are all ignored has loss 0 and gradients 0, never nan."""
     hidden, weight, labels, bias = inputs()
     results = with_gradients(
-        linear_cross_entropy, hidden, weight, torch.full_like(labels, -100), bias, reduction=reduction
+        linear_cross_entropy,
+        hidden,
+        weight,
+        torch.full_like(labels, -100),
+        bias,
+        reduction=reduction,
     )
     for result in results:
         assert result is not None
@@ -161,26 +177,35 @@ def test_a_loss_over_no_items_is_nan_and_its_gradients_are_zeros(divisor: Any) -
 
 def test_positions_that_do_not_count_get_no_gradient_of_a_loss_that_overflowed() -> None:
     hidden, weight, labels, bias = inputs()
-    (gradient,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, bias) * torch.inf, hidden)
+    (gradient,) = torch.autograd.grad(
+        linear_cross_entropy(hidden, weight, labels, bias) * torch.inf, hidden
+    )
     assert torch.equal(gradient.isfinite(), (labels == -100).unsqueeze(-1).expand_as(gradient))
 
 
 def test_no_tokens_at_all() -> None:
     hidden, weight, labels, _ = inputs(with_bias=False)
     results = with_gradients(linear_cross_entropy, hidden[:0], weight, labels[:0])
-    assert [float(result.abs().sum()) for result in results if result is not None] == [0.0, 0.0, 0.0]
+    assert [float(result.abs().sum()) for result in results if result is not None] == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradients_are_summed_wide_and_rounded_once(dtype: torch.dtype) -> None:
-    """Many chunks of 16-bit weights are no worse than one: at most the last bit of the sum may differ."""
+    """Many chunks of 16-bit weights are no worse than one: at most the last bit of the sum may
+    differ."""
     generator = torch.Generator().manual_seed(1)
     tokens = 512
     hidden = torch.randn(tokens, WIDTH, generator=generator).add(1).to(dtype).requires_grad_()
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator).mul(0.1).to(dtype).requires_grad_()
     labels = torch.randint(VOCABULARY, (tokens,), generator=generator)
     one, many = (
-        with_gradients(linear_cross_entropy, hidden, weight, labels, reduction="sum", chunk_bytes=chunk_bytes)[2]
+        with_gradients(
+            linear_cross_entropy, hidden, weight, labels, reduction="sum", chunk_bytes=chunk_bytes
+        )[2]
         for chunk_bytes in (1 << 20, 1)
     )
     last_bit = torch.finfo(dtype).eps
@@ -190,7 +215,9 @@ def test_weight_gradients_are_summed_wide_and_rounded_once(dtype: torch.dtype) -
     bits = torch.zeros_like(weight)
     for token in range(tokens):
         d_logits = torch.autograd.functional.jacobian(
-            lambda logits, token=token: F.cross_entropy(logits.float(), labels[token], reduction="sum"),
+            lambda logits, token=token: F.cross_entropy(
+                logits.float(), labels[token], reduction="sum"
+            ),
             F.linear(hidden[token], weight).detach(),
         )
         bits += torch.outer(d_logits, hidden[token].detach())
@@ -198,7 +225,8 @@ def test_weight_gradients_are_summed_wide_and_rounded_once(dtype: torch.dtype) -
 
 
 def test_under_autocast() -> None:
-    """The product is made in autocast's dtype, as `linear` would; gradients come in the inputs' own."""
+    """The product is made in autocast's dtype, as `linear` would; gradients come in the inputs'
+    own."""
     given = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = with_gradients(linear_cross_entropy, *given, chunk_bytes=4 * ONE_ROW)
@@ -218,7 +246,8 @@ def test_double_precision() -> None:
 
 @pytest.mark.parametrize("frozen", [(0,), (1, 3), (0, 1)])
 def test_frozen_inputs(frozen: tuple[int, ...]) -> None:
-    """LoRA freezes the head, a linear probe everything below it: the rest gets its gradient all the same."""
+    """LoRA freezes the head, a linear probe everything below it: the rest gets its gradient all the
+    same."""
     given = inputs()
     for index in frozen:
         given[index].requires_grad_(False)
@@ -235,11 +264,14 @@ def test_tied_head() -> None:
     def tied(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda weight: loss(F.embedding(tokens, weight).tanh(), weight, labels)
 
-    assert_all_close(with_gradients(tied(linear_cross_entropy), weight), with_gradients(tied(full), weight))
+    assert_all_close(
+        with_gradients(tied(linear_cross_entropy), weight), with_gradients(tied(full), weight)
+    )
 
 
 def test_without_grad_no_gradient_is_made() -> None:
-    """Evaluation runs the head's product and the softmax, nothing else; a frozen head gets no product of its own."""
+    """Evaluation runs the head's product and the softmax, nothing else; a frozen head gets no
+    product of its own."""
 
     def products(*given: Any) -> int:
         with LiveBytes() as live:
@@ -255,9 +287,11 @@ def test_without_grad_no_gradient_is_made() -> None:
 
 @pytest.mark.parametrize("head_trains", [True, False])
 def test_a_tenth_of_the_memory(head_trains: bool) -> None:
-    """8K tokens, 152K vocabulary, width 2K and the default chunk, each sixteenth: the peak of forward and backward.
+    """8K tokens, 152K vocabulary, width 2K and the default chunk, each sixteenth: the peak of
+    forward and backward.
 
-    In fp32: a CPU multiplies 16-bit factors only after widening them, so that their peak is not the GPU's.
+    In fp32: a CPU multiplies 16-bit factors only after widening them, so that their peak is not the
+    GPU's.
     """
     sixteenth = 16
     tokens, vocabulary, width = 8192 // sixteenth, 151_936 // sixteenth, 2048 // sixteenth
@@ -266,10 +300,14 @@ def test_a_tenth_of_the_memory(head_trains: bool) -> None:
     labels = torch.randint(vocabulary, (tokens,))
 
     with LiveBytes() as ours:
-        linear_cross_entropy(hidden, weight, labels, chunk_bytes=DEFAULT_CHUNK_BYTES // sixteenth**2).backward()
+        linear_cross_entropy(
+            hidden, weight, labels, chunk_bytes=DEFAULT_CHUNK_BYTES // sixteenth**2
+        ).backward()
     hidden.grad = weight.grad = None
     with LiveBytes() as theirs:
-        logits = F.linear(hidden, weight)  # held until after backward, as a Hugging Face model's output holds them
+        logits = F.linear(
+            hidden, weight
+        )  # held until after backward, as a Hugging Face model's output holds them
         F.cross_entropy(logits.float(), labels).backward()
     assert ours.peak < theirs.peak / 10
 
@@ -288,7 +326,8 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
 
 
 def test_a_second_backward_is_refused() -> None:
-    """The gradients were scaled in place and handed over: computing on with them would be silently wrong."""
+    """The gradients were scaled in place and handed over: computing on with them would be silently
+    wrong."""
     loss = linear_cross_entropy(*inputs())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -310,13 +349,16 @@ class LossHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         labels = torch.arange(hidden.shape[0] * hidden.shape[1]).view(hidden.shape[:2]) % VOCABULARY
-        return linear_cross_entropy(hidden, self.weight, labels, reduction="sum", chunk_bytes=4 * ONE_ROW)
+        return linear_cross_entropy(
+            hidden, self.weight, labels, reduction="sum", chunk_bytes=4 * ONE_ROW
+        )
 
 
 @pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 def test_as_the_last_layer_of_a_pipeline(engines: Engines, devices: DeviceSet, grain: Any) -> None:
-    """Fused, recomputed, tied to the embedding at the other end: the numbers of the same modules without an engine."""
+    """Fused, recomputed, tied to the embedding at the other end: the numbers of the same modules
+    without an engine."""
     torch.manual_seed(0)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
     model = nn.Sequential(embedding, nn.Linear(WIDTH, WIDTH), nn.Tanh(), LossHead(embedding))
@@ -324,6 +366,8 @@ def test_as_the_last_layer_of_a_pipeline(engines: Engines, devices: DeviceSet, g
     losses = [model(row) for row in tokens.split(1)]
     expected = torch.autograd.grad(sum(losses), list(model.parameters()))
     engine = engines(model, devices)
-    loss = engine.forward_backward((tokens,), run_config=RoundPipeRunConfig(num_microbatch=4, recompute_grain=grain))
+    loss = engine.forward_backward(
+        (tokens,), run_config=RoundPipeRunConfig(num_microbatch=4, recompute_grain=grain)
+    )
     torch.testing.assert_close(loss, sum(losses).detach(), rtol=0, atol=1e-5)
     assert_all_close(list(engine_gradients(engine).values()), list(expected), atol=1e-5)

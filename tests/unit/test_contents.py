@@ -11,7 +11,12 @@ from roundpipe.layers.contents import Contents, has_tensors
 
 def test_copies_hold_what_was_in_all_levels() -> None:
     inner = [1]
-    outer: dict[str, Any] = {"list": inner, "pair": (inner, 2), "queue": deque([inner], maxlen=1), "names": {"a"}}
+    outer: dict[str, Any] = {
+        "list": inner,
+        "pair": (inner, 2),
+        "queue": deque([inner], maxlen=1),
+        "names": {"a"},
+    }
     contents = Contents([outer])
     inner.append(3)
     outer["names"].add("b")
@@ -44,7 +49,9 @@ def test_a_list_in_a_tuple_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "counts", [OrderedDict(a=1), Counter(a=1), defaultdict(int, a=1)], ids=lambda kind: type(kind).__name__
+    "counts",
+    [OrderedDict(a=1), Counter(a=1), defaultdict(int, a=1)],
+    ids=lambda kind: type(kind).__name__,
 )
 def test_dictionaries_of_the_standard_library(counts: Any) -> None:
     contents = Contents([counts])
@@ -62,7 +69,8 @@ def test_tuples_that_nothing_can_be_put_into_stay_what_they_are() -> None:
 
 
 class Meddling:
-    """Puts something into the dictionary that it is in when asked for its class, as another thread may at any time."""
+    """Puts something into the dictionary that it is in when asked for its class, as another thread
+    may at any time."""
 
     def __init__(self, inside: dict[Any, Any]) -> None:
         self.inside = inside

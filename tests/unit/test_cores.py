@@ -1,4 +1,5 @@
-"""How many cores there are for updates: those of the process, not those of the machine that its container is on."""
+"""How many cores there are for updates: those of the process, not those of the machine that its
+container is on."""
 
 import os
 from pathlib import Path
@@ -12,7 +13,11 @@ V2, V1 = "0::{}\n", "4:memory:/elsewhere\n3:cpu,cpuacct:{}\n"
 
 
 def usable(
-    monkeypatch: pytest.MonkeyPatch, root: Path, own_groups: str, files: dict[str, str], bound: int = 128
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    own_groups: str,
+    files: dict[str, str],
+    bound: int = 128,
 ) -> int:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(bound)), raising=False)
     monkeypatch.setattr(cgroups, "_ALL", root / "groups")
@@ -33,16 +38,36 @@ def usable(
         (V2.format("/"), {"cpu.max": "800000 100000\n"}, 8),
         (V2.format("/"), {"cpu.max": "25000 50000\n"}, 1),
         (V2.format("/"), {"cpu.max": "250000 100000\n"}, 3),
-        (V2.format("/pod/box"), {"pod/box/cpu.max": "max 100000\n", "pod/cpu.max": "600000 100000\n"}, 6),
-        (V2.format("/pod/box"), {"pod/box/cpu.max": "400000 100000\n", "pod/cpu.max": "600000 100000\n"}, 4),
+        (
+            V2.format("/pod/box"),
+            {"pod/box/cpu.max": "max 100000\n", "pod/cpu.max": "600000 100000\n"},
+            6,
+        ),
+        (
+            V2.format("/pod/box"),
+            {"pod/box/cpu.max": "400000 100000\n", "pod/cpu.max": "600000 100000\n"},
+            4,
+        ),
         (V2.format("/docker/of-the-host"), {"cpu.max": "400000 100000\n"}, 4),
         (V2.format("/../elsewhere"), {}, 128),
-        (V1.format("/"), {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 128),
-        (V1.format("/docker/x"), {"cpu/cpu.cfs_quota_us": "1600000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 16),
+        (
+            V1.format("/"),
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            128,
+        ),
+        (
+            V1.format("/docker/x"),
+            {"cpu/cpu.cfs_quota_us": "1600000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            16,
+        ),
     ],
 )
 def test_a_containers_quota_counts(
-    own_groups: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_groups: str,
+    files: dict[str, str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert usable(monkeypatch, tmp_path, own_groups, files) == expected
 
@@ -50,7 +75,9 @@ def test_a_containers_quota_counts(
 def test_a_quota_of_more_than_the_process_is_bound_to_gives_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert usable(monkeypatch, tmp_path, V2.format("/"), {"cpu.max": "800000 100000\n"}, bound=4) == 4
+    assert (
+        usable(monkeypatch, tmp_path, V2.format("/"), {"cpu.max": "800000 100000\n"}, bound=4) == 4
+    )
 
 
 def test_a_system_without_control_groups_has_the_cores_it_shows(

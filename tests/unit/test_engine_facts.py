@@ -55,7 +55,10 @@ def test_the_repr_names_the_engine_and_its_state(engines: Engines) -> None:
 
 def test_an_engine_without_a_name_is_called_after_its_place() -> None:
     """The user's line, however deep inside the package the name is asked for."""
-    for engine in (RoundPipe(make_mlp(), devices=1), wrap_model_to_roundpipe(make_mlp(), devices=1)):
+    for engine in (
+        RoundPipe(make_mlp(), devices=1),
+        wrap_model_to_roundpipe(make_mlp(), devices=1),
+    ):
         with engine:
             assert "test_engine_facts.py:" in repr(engine)
 
@@ -84,12 +87,19 @@ def test_an_engine_can_not_be_copied_but_its_model_can(how: str, engines: Engine
         assert isinstance(value, torch.Tensor)
 
 
-def test_compiled_blocks_have_code_of_their_own(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_have_code_of_their_own(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The compiler gives up on a code object after a few variants, whoever has asked for them."""
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compiled.append(function) or function
+    )
     for _ in range(2):
         run_batch(engines(make_mlp(), TWO, compile=True), mlp_batch(rows=8), 4)
     codes = [function.__code__ for function in compiled if function.__name__ == "forward"]
     assert len(codes) == len({id(code) for code in codes}) >= 4
-    assert not {id(code) for code in codes} & {id(nn.Linear.forward.__code__), id(nn.Tanh.forward.__code__)}
+    assert not {id(code) for code in codes} & {
+        id(nn.Linear.forward.__code__),
+        id(nn.Tanh.forward.__code__),
+    }

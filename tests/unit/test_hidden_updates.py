@@ -1,4 +1,5 @@
-"""Whether updates hide behind the rounds beside which they run: what decides if layers are worth a device state."""
+"""Whether updates hide behind the rounds beside which they run: what decides if layers are worth a
+device state."""
 
 import pytest
 from torch import nn
@@ -46,15 +47,21 @@ def test_an_update_hides_as_long_as_it_is_shorter_than_the_round() -> None:
     assert not planner.hides_update(planned)
     assert planner.hides_update(measured_call(planner, layer_ms=1000.0))
     planner.note_step(is_async=False)
-    assert not planner.hides_update(measured_call(planner, layer_ms=1000.0)), "nothing runs beside it"
+    assert not planner.hides_update(measured_call(planner, layer_ms=1000.0)), (
+        "nothing runs beside it"
+    )
 
 
-def test_a_round_is_predicted_once_while_nothing_new_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_is_predicted_once_while_nothing_new_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner, predicted = make_planner(), []
     planned = measured_call(planner, layer_ms=1.0)
     for _ in range(20):
         planner.rates.record_update(1.0)
-    monkeypatch.setattr(planning, "step_ms", lambda *given: predicted.append(given) or step_ms(*given))
+    monkeypatch.setattr(
+        planning, "step_ms", lambda *given: predicted.append(given) or step_ms(*given)
+    )
     for _ in range(3):
         planner.hides_update(planned)
     assert len(predicted) == 1

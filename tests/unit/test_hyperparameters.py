@@ -1,4 +1,5 @@
-"""Which optimizer is stepped, and where: what is known of one is not taken for another's, and none trains nothing."""
+"""Which optimizer is stepped, and where: what is known of one is not taken for another's, and none
+trains nothing."""
 
 import gc
 
@@ -20,7 +21,9 @@ def test_another_optimizer_does_not_step_with_the_learning_rate_of_one_that_is_g
     """Made in step_fn, say, after the one that was there at the call."""
     learnt, first, second = LearntOptimizers(), make_sgd(lr=0.5), make_sgd(lr=0.25)
     learnt.learn(first)
-    taken = {id(second): learnt.snapshot()[id(first)]}  # as if the second were where the first has been
+    taken = {
+        id(second): learnt.snapshot()[id(first)]
+    }  # as if the second were where the first has been
     del first
     step = StepOptimizers(learnt, taken, on_enter=lambda: None)
     assert step.stand_in(second).param_groups[0]["lr"] == 0.25
@@ -40,7 +43,8 @@ def test_what_one_that_is_gone_has_written_itself_is_not_known_of_another() -> N
 
 
 def test_the_optimizer_of_another_engine_is_refused(engines: Engines) -> None:
-    """A notebook cell that wraps, run again without the one that makes the optimizer: nothing was trained."""
+    """A notebook cell that wraps, run again without the one that makes the optimizer: nothing was
+    trained."""
     model = make_mlp()
     optimizer = torch.optim.SGD(engines(model).optim_parameters(), lr=0.1)
     second = engines(model)

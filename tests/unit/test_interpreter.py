@@ -1,4 +1,5 @@
-"""Short pauses while an engine with an accelerator is open, and the interpreter as it was before afterwards."""
+"""Short pauses while an engine with an accelerator is open, and the interpreter as it was before
+afterwards."""
 
 import gc
 import sys
@@ -38,7 +39,8 @@ def test_what_has_settled_is_not_collected_again_until_the_end() -> None:
 
 
 def test_optimizers_are_found_also_when_they_are_frozen() -> None:
-    """The first step after four calls of accumulation looks for all that will step, because schedulers go on."""
+    """The first step after four calls of accumulation looks for all that will step, because
+    schedulers go on."""
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     quiet = QuietInterpreter()
@@ -163,7 +165,8 @@ def test_the_last_one_open_restores_everything() -> None:
 
 
 def test_a_collection_may_end_one_while_another_begins() -> None:
-    """Collections run between any two instructions, so the finalizer may find its own thread inside the lock."""
+    """Collections run between any two instructions, so the finalizer may find its own thread inside
+    the lock."""
     quiet = QuietInterpreter()
     with interpreter._lock:
         del quiet

@@ -1,4 +1,5 @@
-"""Low-precision optimizer state: what is stored is right on average, repeats to the bit, and trains like fp32."""
+"""Low-precision optimizer state: what is stored is right on average, repeats to the bit, and trains
+like fp32."""
 
 import copy
 import threading
@@ -41,7 +42,9 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def values_like_moments(is_signed: bool) -> Tensor:
     """Over six orders of magnitude, in blocks of different sizes."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(COUNT, generator=generator) * 10 ** (torch.rand(COUNT, generator=generator) * 3 - 3)
+    values = torch.randn(COUNT, generator=generator) * 10 ** (
+        torch.rand(COUNT, generator=generator) * 3 - 3
+    )
     values *= torch.logspace(-3, 0, COUNT)
     return values if is_signed else values.square()
 
@@ -54,7 +57,8 @@ def stored_and_read(form: Format, values: Tensor, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_rounding_is_right_on_average_and_never_far_off(name: str) -> None:
-    """In each of ten orders of size the mean error over all draws is what chance leaves of a single draw's."""
+    """In each of ten orders of size the mean error over all draws is what chance leaves of a single
+    draw's."""
     form, is_signed = FORMATS[name]
     values = values_like_moments(is_signed)
     draws = torch.stack([stored_and_read(form, values, seed) for seed in range(400)])
@@ -71,7 +75,10 @@ def test_rounding_is_right_on_average_and_never_far_off(name: str) -> None:
 
 def test_an_average_that_moves_by_less_than_a_step_still_moves() -> None:
     """beta2 = 0.999 in bf16: rounded to nearest it would stand still for ever."""
-    decayed, nearest = torch.full((4096,), 1.0, dtype=torch.bfloat16), torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    decayed, nearest = (
+        torch.full((4096,), 1.0, dtype=torch.bfloat16),
+        torch.full((4096,), 1.0, dtype=torch.bfloat16),
+    )
     for step in range(500):
         round_to_bf16(decayed.float() * 0.999, decayed, Noise(step))
         nearest.copy_(nearest.float() * 0.999)
@@ -104,7 +111,8 @@ def train(engine: RoundPipe, optimizer: torch.optim.Optimizer, steps: list[Batch
 
 
 def curve(make: Any, dtype: torch.dtype) -> list[float]:
-    """A plain loop; the optimizer's masters are fed the gradients by hand, as the engine would offload them."""
+    """A plain loop; the optimizer's masters are fed the gradients by hand, as the engine would
+    offload them."""
     model = make_model().to(dtype)
     parameters = list(model.parameters())
     masters = [Master(parameter.detach().clone()) for parameter in parameters]
@@ -124,19 +132,29 @@ def curve(make: Any, dtype: torch.dtype) -> list[float]:
 
 @pytest.fixture(scope="module")
 def right_curve() -> list[float]:
-    return curve(lambda masters: torch.optim.AdamW(masters, lr=5e-3, foreach=False, fused=False), torch.float32)
+    return curve(
+        lambda masters: torch.optim.AdamW(masters, lr=5e-3, foreach=False, fused=False),
+        torch.float32,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16], ids=["fp32 masters", "bf16 masters"])
+@pytest.mark.parametrize(
+    "masters", [torch.float32, torch.bfloat16], ids=["fp32 masters", "bf16 masters"]
+)
 @pytest.mark.parametrize("moments", OPTIONS)
-def test_the_loss_curve_is_fp32s(moments: str, masters: torch.dtype, right_curve: list[float]) -> None:
-    """160 steps over 4 batches again and again. bf16 masters are bf16 weights too, which costs more than the moments.
+def test_the_loss_curve_is_fp32s(
+    moments: str, masters: torch.dtype, right_curve: list[float]
+) -> None:
+    """160 steps over 4 batches again and again. bf16 masters are bf16 weights too, which costs more
+    than the moments.
 
     The same without random rounding stays far behind, see the test of an average that moves.
     """
     losses = curve(lambda params: LeanAdamW(params, lr=5e-3, moments=OPTIONS[moments]), masters)
-    assert sum(right_curve[-4:]) < 0.2 * sum(right_curve[:4]), "nothing was learnt, so nothing was tested"
+    assert sum(right_curve[-4:]) < 0.2 * sum(right_curve[:4]), (
+        "nothing was learnt, so nothing was tested"
+    )
     for part in (slice(40, 60), slice(90, 110), slice(140, 160)):
         assert sum(losses[part]) == pytest.approx(sum(right_curve[part]), rel=0.02)
 
@@ -153,7 +171,9 @@ def test_fp32_moments_over_fp32_masters_are_exact(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_a_run_repeats_and_resumes_to_the_bit(moments: str, tmp_path: Path, engines: Engines) -> None:
+def test_a_run_repeats_and_resumes_to_the_bit(
+    moments: str, tmp_path: Path, engines: Engines
+) -> None:
     """Rounding draws from the step's number, not from a generator somebody else could move on."""
     whole = engines(make_model(), TWO)
     optimizer = LeanAdamW(whole.optim_parameters(), moments=OPTIONS[moments])
@@ -182,11 +202,18 @@ def test_a_run_repeats_and_resumes_to_the_bit(moments: str, tmp_path: Path, engi
 def test_state_takes_the_bytes_it_says(moments: str, engines: Engines) -> None:
     engine = engines(nn.Sequential(nn.Linear(512, 512, bias=False)), ONE, optim_dtype=torch.float32)
     optimizer = LeanAdamW(engine.optim_parameters(), moments=OPTIONS[moments])
-    batch = Batch((torch.ones(1, 512),), {}, torch.zeros(1, 512), lambda out, target: (out - target).square().sum())
+    batch = Batch(
+        (torch.ones(1, 512),),
+        {},
+        torch.zeros(1, 512),
+        lambda out, target: (out - target).square().sum(),
+    )
     train(engine, optimizer, [batch])
     (state,) = optimizer.state.values()
     num_bytes = sum(value.nbytes for key, value in state.items() if key != "step")
-    assert num_bytes / 512**2 == pytest.approx({"bf16": 4, "8bit": 2 + 8 / BLOCK, "fp32": 8}[moments])
+    assert num_bytes / 512**2 == pytest.approx(
+        {"bf16": 4, "8bit": 2 + 8 / BLOCK, "fp32": 8}[moments]
+    )
 
 
 @pytest.mark.parametrize("moments", OPTIONS)

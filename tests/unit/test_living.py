@@ -1,4 +1,5 @@
-"""Engines, and what listens to their steps, are found by any thread for as long as they are there."""
+"""Engines, and what listens to their steps, are found by any thread for as long as they are
+there."""
 
 import gc
 import os
@@ -29,7 +30,8 @@ def test_what_is_alive_is_found_in_the_order_in_which_it_came() -> None:
 
 
 def test_listeners_made_by_other_threads_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss scalers, say: they come and go while a step is told to all of them, which is no error."""
+    """Loss scalers, say: they come and go while a step is told to all of them, which is no
+    error."""
 
     class Listener:
         def step_called(self, *_: Any) -> None:
@@ -85,6 +87,9 @@ print(os.waitstatus_to_exitcode(status))
 def test_a_forked_process_does_not_wait_for_the_other_ones_engines() -> None:
     """None of their threads is there."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING], capture_output=True, text=True, timeout=6 * PATIENCE_S
+        [sys.executable, "-W", "ignore", "-c", FORKING],
+        capture_output=True,
+        text=True,
+        timeout=6 * PATIENCE_S,
     )
     assert done.stdout == "7\n", done.stderr

@@ -73,8 +73,11 @@ def test_batch_size_comes_from_the_named_kwargs_then_the_first_non_scalar_tensor
 
 @given(rows=st.integers(1, 40), num_microbatch=st.integers(1, 50), width=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_concatenating_the_split_gives_back_the_batch(rows: int, num_microbatch: int, width: int) -> None:
-    """Every row once and in order; never an empty microbatch; sizes as torch.tensor_split; fewer rows, fewer pieces."""
+def test_concatenating_the_split_gives_back_the_batch(
+    rows: int, num_microbatch: int, width: int
+) -> None:
+    """Every row once and in order; never an empty microbatch; sizes as torch.tensor_split; fewer
+    rows, fewer pieces."""
     x, y = batch(rows, width), torch.arange(rows)
     cut = split((x,), {"nested": [{"y": y}]}, y, num_microbatch)
     assert torch.equal(torch.cat(arg(cut)), x)
@@ -82,7 +85,11 @@ def test_concatenating_the_split_gives_back_the_batch(rows: int, num_microbatch:
     assert torch.equal(torch.cat(list(cut.labels)), y)
     count = min(rows, num_microbatch)
     assert len(cut.inputs) == len(cut.labels) == len(cut.rows) == count
-    assert cut.rows == tuple(len(piece) for piece in y.tensor_split(count)) == tuple(map(len, arg(cut)))
+    assert (
+        cut.rows
+        == tuple(len(piece) for piece in y.tensor_split(count))
+        == tuple(map(len, arg(cut)))
+    )
     assert min(cut.rows) >= 1
     assert max(cut.rows) - min(cut.rows) <= 1
     assert cut.batch_size == sum(cut.rows) == rows
@@ -94,7 +101,9 @@ def test_concatenating_the_split_gives_back_the_batch(rows: int, num_microbatch:
     num_microbatch=st.integers(2, 7),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_tensor_is_cut_only_if_its_dim_0_is_the_batch_size(sizes: list[int], rows: int, num_microbatch: int) -> None:
+def test_a_tensor_is_cut_only_if_its_dim_0_is_the_batch_size(
+    sizes: list[int], rows: int, num_microbatch: int
+) -> None:
     others = [batch(size, 2) for size in sizes]
     cut = split((batch(rows, 3), *others), {}, None, num_microbatch)
     for i, other in enumerate(others, start=1):
@@ -107,7 +116,12 @@ def test_a_tensor_is_cut_only_if_its_dim_0_is_the_batch_size(sizes: list[int], r
 @given(rows=st.integers(1, 12), num_microbatch=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
 def test_merging_what_split_gave_is_the_identity(rows: int, num_microbatch: int) -> None:
-    tree = {"x": batch(rows, 2), "flag": "a", "none": None, "pair": (torch.arange(rows), [torch.tensor(3)])}
+    tree = {
+        "x": batch(rows, 2),
+        "flag": "a",
+        "none": None,
+        "pair": (torch.arange(rows), [torch.tensor(3)]),
+    }
     cut = split((tree,), {}, None, num_microbatch)
     merged = merge(arg(cut), cut.rows)
     assert torch.equal(merged["x"], tree["x"])
@@ -115,9 +129,15 @@ def test_merging_what_split_gave_is_the_identity(rows: int, num_microbatch: int)
     assert (merged["flag"], merged["none"], merged["pair"][1]) == ("a", None, [torch.tensor(3)])
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(5, (2, 1, 1, 1)), (1, (1,)), (3, (1, 1, 1)), (4, (1, 1, 1, 1))])
-def test_bc11_rows_that_do_not_divide_by_four_microbatches(rows: int, expected: tuple[int, ...]) -> None:
-    assert split((), {"input_ids": torch.zeros(rows, 12)}, torch.zeros(rows, 12), 4).rows == expected
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(5, (2, 1, 1, 1)), (1, (1,)), (3, (1, 1, 1)), (4, (1, 1, 1, 1))]
+)
+def test_bc11_rows_that_do_not_divide_by_four_microbatches(
+    rows: int, expected: tuple[int, ...]
+) -> None:
+    assert (
+        split((), {"input_ids": torch.zeros(rows, 12)}, torch.zeros(rows, 12), 4).rows == expected
+    )
 
 
 def test_bc19_offsets_and_scalars_of_packed_rows_are_not_cut() -> None:
@@ -143,14 +163,19 @@ def test_bc19_offsets_and_scalars_of_packed_rows_are_not_cut() -> None:
 
 
 def test_bc19_one_packed_row_stays_whole_with_everything_that_comes_with_it() -> None:
-    kwargs = {"input_ids": batch(1, 12), "position_ids": batch(1, 12), "cu_seq_lens_q": torch.tensor([0, 5, 12])}
+    kwargs = {
+        "input_ids": batch(1, 12),
+        "position_ids": batch(1, 12),
+        "cu_seq_lens_q": torch.tensor([0, 5, 12]),
+    }
     cut = split((), kwargs, batch(1, 12), 4)
     assert cut.rows == (1,)
     assert cut.inputs[0][1] is kwargs
 
 
 def test_trees_keep_their_types() -> None:
-    """Lists, dicts, named tuples and registered pytrees come out as what they were, in every microbatch."""
+    """Lists, dicts, named tuples and registered pytrees come out as what they were, in every
+    microbatch."""
     tree = (OrderedDict(a=batch(4)), Point(batch(4), [None]), Pair(batch(4, 1), 7), [], {})
     cut = split(tree, {}, None, 2)
     for args, _ in cut.inputs:
@@ -176,7 +201,9 @@ def test_without_a_tensor_there_is_one_microbatch() -> None:
 def test_slices_are_views_and_keep_autograd() -> None:
     x = batch(5, 2).requires_grad_()
     pieces = arg(split((x,), {}, None, 3))
-    assert all(piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces)
+    assert all(
+        piece.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for piece in pieces
+    )
     weights = [1.0, 10.0, 100.0]
     sum((piece * w).sum() for piece, w in zip(pieces, weights, strict=True)).backward()
     assert x.grad is not None
@@ -232,7 +259,9 @@ def test_an_empty_label_tree_is_given_to_each() -> None:
 
 
 def test_a_function_splits_the_inputs_and_the_labels_follow_its_rows() -> None:
-    def uneven(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> tuple[list[Any], list[Any]]:
+    def uneven(
+        args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    ) -> tuple[list[Any], list[Any]]:
         assert n == 3
         return [(args[0][:1],), [args[0][1:]]], [{}, {"last": True}]
 
@@ -261,19 +290,31 @@ def test_what_a_split_function_returns_is_checked(returned: Any, message: str) -
 
 
 def test_a_label_that_cannot_follow_the_function_is_an_error_not_a_silent_broadcast() -> None:
-    """One packed row of 12 tokens, unpacked by the function into two rows: the (1, 12) label fits neither."""
+    """One packed row of 12 tokens, unpacked by the function into two rows: the (1, 12) label fits
+    neither."""
 
-    def unpack(args: tuple[Any, ...], kwargs: dict[str, Any], n: int) -> tuple[list[Any], list[Any]]:
+    def unpack(
+        args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    ) -> tuple[list[Any], list[Any]]:
         return [(args[0][:, :5],), (args[0][:, 5:],)], [{}, {}]
 
     with pytest.raises(ConfigError, match=r"2 rows of 1.*label.*\(1, 12\).*split_label"):
         split((batch(1, 12),), {}, batch(1, 12), 2, split_input=unpack)
-    cut = split((batch(1, 12),), {}, batch(1, 12), 2, split_input=unpack, split_label=lambda y, n: y.split([5, 7], 1))
+    cut = split(
+        (batch(1, 12),),
+        {},
+        batch(1, 12),
+        2,
+        split_input=unpack,
+        split_label=lambda y, n: y.split([5, 7], 1),
+    )
     assert [tuple(label.shape) for label in cut.labels] == [(1, 5), (1, 7)]
 
 
 def test_a_label_function_gets_the_number_of_microbatches_there_are() -> None:
-    cut = split((batch(2),), {}, "ab", 8, split_label=lambda label, n: list(label) if n == 2 else None)
+    cut = split(
+        (batch(2),), {}, "ab", 8, split_label=lambda label, n: list(label) if n == 2 else None
+    )
     assert cut.labels == ("a", "b")
 
 
@@ -308,7 +349,13 @@ def test_the_replicate_marker_counts_as_class_and_as_instance(marker: Any) -> No
 def test_one_marker_covers_everything_below_it() -> None:
     """Tensors that lack the dim, and non-tensors, stay with the rule."""
     lengths = torch.tensor([3, 4])
-    cut = split(({"x": batch(5, 2), "y": [batch(7, 2, 3), 1]}, lengths), {}, None, 2, split_input=TensorChunkSpec(1))
+    cut = split(
+        ({"x": batch(5, 2), "y": [batch(7, 2, 3), 1]}, lengths),
+        {},
+        None,
+        2,
+        split_input=TensorChunkSpec(1),
+    )
     assert [tuple(part["x"].shape) for part in arg(cut)] == [(5, 1)] * 2
     assert [tuple(part["y"][0].shape) for part in arg(cut)] == [(7, 1, 3)] * 2
     assert [part.tolist() for part in arg(cut, 1)] == [[3], [4]]
@@ -317,7 +364,13 @@ def test_one_marker_covers_everything_below_it() -> None:
 
 def test_a_dict_spec_may_name_only_some_keys() -> None:
     mask = batch(4, 4)
-    cut = split((), {"input_ids": batch(4, 3), "mask": mask}, None, 2, split_input=(None, {"mask": _Replicate()}))
+    cut = split(
+        (),
+        {"input_ids": batch(4, 3), "mask": mask},
+        None,
+        2,
+        split_input=(None, {"mask": _Replicate()}),
+    )
     assert cut.rows == (2, 2)
     assert same_everywhere(kwarg(cut, "mask"), mask)
 
@@ -329,7 +382,9 @@ def test_tensors_with_specs_may_differ_in_size_and_the_smallest_bounds_the_micro
 
 
 def test_an_optional_input_left_out_is_no_mistake_of_the_spec() -> None:
-    cut = split((batch(2),), {"mask": None}, None, 2, split_input=(None, {"mask": TensorChunkSpec(0)}))
+    cut = split(
+        (batch(2),), {"mask": None}, None, 2, split_input=(None, {"mask": TensorChunkSpec(0)})
+    )
     assert kwarg(cut, "mask") == [None, None]
 
 
@@ -341,8 +396,14 @@ def test_label_specs_cut_along_their_dim() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (((TensorChunkSpec(0),), None), r"does not fit args: it has \[0\] where the value has \[0\], \[1\]"),
-        ((None, {"y": TensorChunkSpec(0)}), r"does not fit kwargs: it has \['y'\] where the value has \['x'\]"),
+        (
+            ((TensorChunkSpec(0),), None),
+            r"does not fit args: it has \[0\] where the value has \[0\], \[1\]",
+        ),
+        (
+            (None, {"y": TensorChunkSpec(0)}),
+            r"does not fit kwargs: it has \['y'\] where the value has \['x'\]",
+        ),
         (((TensorChunkSpec(2), None), None), r"TensorChunkSpec\(2\) for args\[0\] .*no such dim"),
         ((None, {"x": TensorChunkSpec(0)}), r"TensorChunkSpec\(0\) for kwargs\['x'\] \(3\)"),
         (((0, None), None), r"has 0 for args\[0\]; use TensorChunkSpec"),
@@ -397,8 +458,12 @@ def test_scalars_average_weighted_by_rows_and_keep_autograd() -> None:
 
 @given(rows=st.lists(st.integers(1, 9), min_size=2, max_size=6), data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_average_of_microbatch_means_is_the_mean_over_all_rows(rows: list[int], data: st.DataObject) -> None:
-    x = torch.tensor(data.draw(st.lists(st.integers(-9, 9), min_size=sum(rows), max_size=sum(rows)))).double()
+def test_the_average_of_microbatch_means_is_the_mean_over_all_rows(
+    rows: list[int], data: st.DataObject
+) -> None:
+    x = torch.tensor(
+        data.draw(st.lists(st.integers(-9, 9), min_size=sum(rows), max_size=sum(rows)))
+    ).double()
     torch.testing.assert_close(merge([piece.mean() for piece in x.split(rows)], rows), x.mean())
 
 
@@ -413,7 +478,9 @@ def test_scalars_without_rows_average_plainly() -> None:
     assert merge([torch.tensor(1.0), torch.tensor(2.0)], (0, 0)).item() == 1.5
 
 
-@pytest.mark.parametrize("make", [lambda n: torch.tensor(n), lambda n: torch.tensor(n > 3), lambda n: n, str, float])
+@pytest.mark.parametrize(
+    "make", [lambda n: torch.tensor(n), lambda n: torch.tensor(n > 3), lambda n: n, str, float]
+)
 def test_integers_booleans_and_non_tensors_must_agree(make: Callable[[int], Any]) -> None:
     assert merge([make(3), make(3)], (1, 1)) == make(3)
     with pytest.raises(ConfigError, match=r"output\['n'\].*merge_output"):
@@ -443,9 +510,17 @@ def test_with_one_row_each_a_tensor_of_one_row_concatenates_unless_marked() -> N
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(batch(1, 3), batch(1, 4)), (batch(1, 3), batch(1, 3, 1)), (None, batch(1)), (batch(1), 3), (batch(1), None)],
+    [
+        (batch(1, 3), batch(1, 4)),
+        (batch(1, 3), batch(1, 3, 1)),
+        (None, batch(1)),
+        (batch(1), 3),
+        (batch(1), None),
+    ],
 )
-def test_what_neither_concatenates_nor_agrees_is_an_error_that_names_the_leaf(first: Any, second: Any) -> None:
+def test_what_neither_concatenates_nor_agrees_is_an_error_that_names_the_leaf(
+    first: Any, second: Any
+) -> None:
     with pytest.raises(ConfigError, match=r"output\[0\]\.y: .*merge_output") as caught:
         merge([[Point(0, first)], [Point(0, second)]], (1, 1))
     assert "microbatch 1" in str(caught.value)
@@ -481,7 +556,11 @@ def test_model_outputs_stay_model_outputs() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     make = outputs.CausalLMOutputWithPast
     merged = merge(
-        [make(loss=torch.tensor(1.0), logits=batch(1, 2)), make(loss=torch.tensor(3.0), logits=batch(1, 2))], (1, 1)
+        [
+            make(loss=torch.tensor(1.0), logits=batch(1, 2)),
+            make(loss=torch.tensor(3.0), logits=batch(1, 2)),
+        ],
+        (1, 1),
     )
     assert type(merged) is make
     assert merged.loss.item() == 2.0

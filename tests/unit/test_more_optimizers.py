@@ -1,6 +1,8 @@
-"""Adafactor, Lion and Muon over masters: after 50 synchronous steps the weights of the optimizer they are named after.
+"""Adafactor, Lion and Muon over masters: after 50 synchronous steps the weights of the optimizer
+they are named after.
 
-The oracle is torch's class on the plain model; for Lion, which torch has not got, the published algorithm in six lines.
+The oracle is torch's class on the plain model; for Lion, which torch has not got, the published
+algorithm in six lines.
 """
 
 import copy
@@ -36,15 +38,26 @@ class WrittenLion(torch.optim.Optimizer):
     """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2."""
 
     def __init__(
-        self, params: Any, lr: float, b1: float = 0.9, b2: float = 0.99, decay: float = 0.0, maximize: bool = False
+        self,
+        params: Any,
+        lr: float,
+        b1: float = 0.9,
+        b2: float = 0.99,
+        decay: float = 0.0,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "b1": b1, "b2": b2, "decay": decay, "sign": -1 if maximize else 1})
+        super().__init__(
+            params, {"lr": lr, "b1": b1, "b2": b2, "decay": decay, "sign": -1 if maximize else 1}
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for theta in group["params"]:
-                g, m = group["sign"] * theta.grad, self.state[theta].get("m", torch.zeros_like(theta))
+                g, m = (
+                    group["sign"] * theta.grad,
+                    self.state[theta].get("m", torch.zeros_like(theta)),
+                )
                 c = group["b1"] * m + (1 - group["b1"]) * g
                 theta.copy_(theta - group["lr"] * (c.sign() + group["decay"] * theta))
                 self.state[theta]["m"] = group["b2"] * m + (1 - group["b2"]) * g
@@ -64,8 +77,12 @@ PAIRS: dict[str, tuple[Make, Make]] = {
     ),
     "muon": (lambda p: Muon(p, lr=0.02), lambda p: torch.optim.Muon(p, lr=0.02)),
     "muon, matched": (
-        lambda p: Muon(p, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False, weight_decay=0.0),
-        lambda p: torch.optim.Muon(p, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False, weight_decay=0.0),
+        lambda p: Muon(
+            p, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False, weight_decay=0.0
+        ),
+        lambda p: torch.optim.Muon(
+            p, lr=0.02, adjust_lr_fn="match_rms_adamw", nesterov=False, weight_decay=0.0
+        ),
     ),
 }
 
@@ -117,16 +134,25 @@ def test_clipping_and_loss_scaling_work_with_each(name: str, engines: Engines) -
         reference.step(expected)
         reference.update()
         expected.zero_grad()
-        run_batch(engine, batch._replace(loss_fn=lambda out, t, of=batch.loss_fn: scaler.scale(of(out, t))), 1)
+        run_batch(
+            engine,
+            batch._replace(loss_fn=lambda out, t, of=batch.loss_fn: scaler.scale(of(out, t))),
+            1,
+        )
         engine.step(step_fn, is_async=False)
         scaler.update()
-    TWO.check(engine_weights(engine), {n: p.detach() for n, p in plain.named_parameters()}, bitwise=False)
+    TWO.check(
+        engine_weights(engine), {n: p.detach() for n, p in plain.named_parameters()}, bitwise=False
+    )
 
 
 def test_lion_on_bf16_masters_and_outside_of_an_engine_steps_as_written() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parameters = [[Tensor([1.0, -2.0, 3.0]).to(dtype).requires_grad_()] for _ in range(2)]
-        optimizers = [Lion(parameters[0], lr=0.125, weight_decay=0.5), WrittenLion(parameters[1], 0.125, decay=0.5)]
+        optimizers = [
+            Lion(parameters[0], lr=0.125, weight_decay=0.5),
+            WrittenLion(parameters[1], 0.125, decay=0.5),
+        ]
         for (parameter,), optimizer in zip(parameters, optimizers, strict=True):
             parameter.grad = Tensor([0.5, 0.0, -1.0]).to(dtype)
             optimizer.step()

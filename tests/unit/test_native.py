@@ -1,7 +1,8 @@
-"""The one-pass kernel against torch's kernels: the same bits, on any number of threads, or none at all.
+"""The one-pass kernel against torch's kernels: the same bits, on any number of threads, or none at
+all.
 
-torch handles the last elements of an array one by one, without contracting products and sums, and so may differ there
-by a rounding; arrays here are whole vectors.
+torch handles the last elements of an array one by one, without contracting products and sums, and
+so may differ there by a rounding; arrays here are whole vectors.
 """
 
 import logging
@@ -89,7 +90,10 @@ def by_kernel(update: RuleUpdate, working: torch.dtype) -> list[Tensor]:
 
 def by_torch(update: RuleUpdate, working: torch.dtype) -> list[Tensor]:
     """The gradient made whole in fp32, torch's fused kernel, a copy."""
-    gradient = sum((part.float() for part in update.parts[1:]), start=update.parts[0].float()) * update.scale
+    gradient = (
+        sum((part.float() for part in update.parts[1:]), start=update.parts[0].float())
+        * update.scale
+    )
     update.rule.apply([update.weight], [gradient], [update.moments])
     return [update.weight, *update.moments, update.weight.to(working)]
 
@@ -102,19 +106,24 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_every_rule_gives_torchs_bits(rule: AdamRule | SGDRule) -> None:
     given = 2, torch.bfloat16, 0.37
-    assert_equal(by_kernel(make(rule, *given), torch.bfloat16), by_torch(make(rule, *given), torch.bfloat16))
+    assert_equal(
+        by_kernel(make(rule, *given), torch.bfloat16), by_torch(make(rule, *given), torch.bfloat16)
+    )
 
 
 @pytest.mark.parametrize("working", WIDTHS)
 @pytest.mark.parametrize("offloaded", WIDTHS)
-def test_every_pair_of_dtypes_gives_torchs_bits(offloaded: torch.dtype, working: torch.dtype) -> None:
+def test_every_pair_of_dtypes_gives_torchs_bits(
+    offloaded: torch.dtype, working: torch.dtype
+) -> None:
     given = RULES["adamw"], 1, offloaded, 1.0
     assert_equal(by_kernel(make(*given), working), by_torch(make(*given), working))
 
 
 @pytest.mark.parametrize("working", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_is_read_and_written_as_torch_does(working: torch.dtype) -> None:
-    """One step of SGD from 0 with lr -1 makes the weight the gradient. Half way between two it rounds to even."""
+    """One step of SGD from 0 with lr -1 makes the weight the gradient. Half way between two it
+    rounds to even."""
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(working)
     numbers = every.float()
     halfway = (numbers.view(torch.int32) + 0x8000).view(torch.float32)
@@ -122,7 +131,9 @@ def test_every_16_bit_number_is_read_and_written_as_torch_does(working: torch.dt
         weight, target = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=working)
         rule = SGDRule(**SGD | {"lr": -1.0, "momentum": 0.0, "weight_decay": 0.0})
         updates.compute([UpdateInto(RuleUpdate(weight, (), (gradient,), 1.0, False, rule), target)])
-        torch.testing.assert_close(target, gradient.float().to(working), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            target, gradient.float().to(working), rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("offloaded", WIDTHS)
@@ -162,7 +173,9 @@ def test_threads_change_nothing(threads: Any) -> None:
                 ),
             )
         targets = [torch.zeros(update.weight.shape, dtype=torch.bfloat16) for update in many]
-        updates.compute([UpdateInto(update, target) for update, target in zip(many, targets, strict=True)])
+        updates.compute(
+            [UpdateInto(update, target) for update, target in zip(many, targets, strict=True)]
+        )
         results.append([*(update.weight for update in many), *targets])
     assert_equal(results[1], results[0])
     assert_equal(results[2], results[0])
@@ -170,10 +183,18 @@ def test_threads_change_nothing(threads: Any) -> None:
 
 def test_memory_that_is_not_contiguous_takes_the_other_way() -> None:
     """A working copy may be a transposed view of the user's."""
-    update, other = make(RULES["adamw"], 1, torch.bfloat16, 1.0), make(RULES["adamw"], 1, torch.bfloat16, 1.0)
+    update, other = (
+        make(RULES["adamw"], 1, torch.bfloat16, 1.0),
+        make(RULES["adamw"], 1, torch.bfloat16, 1.0),
+    )
     target = torch.zeros(2, COUNT // 2, dtype=torch.bfloat16).t()
     shaped = RuleUpdate(
-        update.weight.view(target.shape), update.moments, update.parts, update.scale, update.seen, update.rule
+        update.weight.view(target.shape),
+        update.moments,
+        update.parts,
+        update.scale,
+        update.seen,
+        update.rule,
     )
     updates.compute([UpdateInto(shaped, target)])
     expected = by_torch(other, torch.bfloat16)
@@ -188,14 +209,18 @@ def test_without_a_compiler_there_is_a_word_and_no_kernel(
     failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.shutil, "which", lambda name: str(failing) if problem == "it fails" else None)
+    monkeypatch.setattr(
+        native.shutil, "which", lambda name: str(failing) if problem == "it fails" else None
+    )
     with caplog.at_level(logging.WARNING, "roundpipe"):
         assert native.library.__wrapped__() is None
     assert "update.c was not compiled" in caplog.text
     assert ("no such option" if problem == "it fails" else "no cc, gcc or clang") in caplog.text
 
 
-def test_a_kernel_is_compiled_once_per_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_compiled_once_per_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = native._compiled(native._cache_folder())
     monkeypatch.setattr(native.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))

@@ -47,8 +47,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
     ],
 }
-# The same of those that run as torch wrote them. Two are missing: LBFGS evaluates the model several times in
-# a step, SparseAdam wants sparse gradients.
+# The same of those that run as torch wrote them. Two are missing: LBFGS evaluates the model several
+# times in a step, SparseAdam wants sparse gradients.
 PLAIN: dict[str, list[dict[str, Any]]] = {
     "Adadelta": [
         {},
@@ -126,9 +126,19 @@ PLAIN: dict[str, list[dict[str, Any]]] = {
         {"weight_decay": 0.1, "centered": True, "momentum": 0.1},
         {"weight_decay": 0.1, "centered": True, "momentum": 0.1, "maximize": True},
     ],
-    "Rprop": [{}, {"lr": 2e-4}, {"etas": (0.5, 1.5)}, {"step_sizes": (2e-6, 100)}, {"maximize": True}],
+    "Rprop": [
+        {},
+        {"lr": 2e-4},
+        {"etas": (0.5, 1.5)},
+        {"step_sizes": (2e-6, 100)},
+        {"maximize": True},
+    ],
 }
-GRID = [pytest.param(kind, options, id=f"{kind}-{options}") for kind, sets in OPTIONS.items() for options in sets]
+GRID = [
+    pytest.param(kind, options, id=f"{kind}-{options}")
+    for kind, sets in OPTIONS.items()
+    for options in sets
+]
 
 
 def make_model() -> nn.Sequential:
@@ -158,7 +168,9 @@ def train(
             optimizer.step()
 
         for x, y in batches()[:steps]:
-            engine.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1))
+            engine.forward_backward(
+                (x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1)
+            )
             engine.step(update, is_async=False)
     return model, norms
 
@@ -183,12 +195,17 @@ def train_plain(
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator)) for _ in range(STEPS)]
+    return [
+        (torch.randn(8, 16, generator=generator), torch.randn(8, 8, generator=generator))
+        for _ in range(STEPS)
+    ]
 
 
 def assert_same_weights(actual: nn.Module, expected: nn.Module) -> None:
     for (name, a), e in zip(actual.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, e, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(("kind", "options"), GRID)
@@ -200,20 +217,25 @@ def test_optimizers_equal_torchs(kind: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_torchs_other_optimizers_step_as_on_the_plain_model(kind: str) -> None:
-    """All option sets at once, each for a layer of its own. Of those that are not ours a few steps tell."""
+    """All option sets at once, each for a layer of its own. Of those that are not ours a few steps
+    tell."""
     is_ours, sets = hasattr(roundpipe.optim, kind), PLAIN[kind]
     steps = STEPS if is_ours else 8
     torch.manual_seed(0)
     # Muon takes matrices only.
     model = nn.Sequential(
-        *(nn.Linear(16, 16, bias=kind != "Muon") for _ in sets), nn.Linear(16, 8).requires_grad_(False)
+        *(nn.Linear(16, 16, bias=kind != "Muon") for _ in sets),
+        nn.Linear(16, 8).requires_grad_(False),
     )
     per_layer = len(list(model[0].parameters()))
 
     def made_by(module: Any) -> Callable[[Any], torch.optim.Optimizer]:
         def make(params: Any) -> torch.optim.Optimizer:
             params = [parameter for parameter in params if parameter.requires_grad]
-            groups = [{"params": params[at * per_layer :][:per_layer], **options} for at, options in enumerate(sets)]
+            groups = [
+                {"params": params[at * per_layer :][:per_layer], **options}
+                for at, options in enumerate(sets)
+            ]
             return getattr(module, kind)(groups)
 
         return make
@@ -241,7 +263,9 @@ def test_the_grid_has_every_option_that_torch_tests() -> None:
     ours = OPTIONS | PLAIN
     assert {entry.optim_cls.__name__ for entry in optim_db} == {*ours, "LBFGS", "SparseAdam"}
     for entry in optim_db:
-        for inputs in entry.optim_inputs_func(device="cpu") if entry.optim_cls.__name__ in ours else ():
+        for inputs in (
+            entry.optim_inputs_func(device="cpu") if entry.optim_cls.__name__ in ours else ()
+        ):
             assert inputs.kwargs in ours[entry.optim_cls.__name__], (entry.optim_cls, inputs.desc)
 
 
@@ -252,7 +276,9 @@ def test_masters_that_are_not_fp32_are_updated_by_torch(kind: str, dtype: torch.
     x, y = (tensor.to(dtype) for tensor in batches()[0])
     with RoundPipe(model, devices=1) as engine:
         optimizer = getattr(roundpipe.optim, kind)(engine.optim_parameters(), lr=0.1)
-        engine.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1))
+        engine.forward_backward(
+            (x,), label=y, loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=1)
+        )
         engine.step(optimizer.step, is_async=False)
     loss_fn(plain(x), y).backward()
     getattr(torch.optim, kind)(plain.parameters(), lr=0.1, fused=True).step()
@@ -264,7 +290,8 @@ def test_masters_that_are_not_fp32_are_updated_by_torch(kind: str, dtype: torch.
 def test_clipping_equals_torch(make: Any) -> None:
     """The factor is applied when the gradient is read, by whichever optimizer."""
     model, norms = train(
-        lambda params: make(params, lr=1e-2), lambda optimizer: roundpipe.clip_grad_norm_(optimizer, 0.05)
+        lambda params: make(params, lr=1e-2),
+        lambda optimizer: roundpipe.clip_grad_norm_(optimizer, 0.05),
     )
     expected, expected_norms = train_plain(lambda params: torch.optim.AdamW(params, lr=1e-2), 0.05)
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
@@ -325,7 +352,8 @@ def test_state_dict_is_torchs() -> None:
 
 
 def test_the_callers_zero_grad_does_not_reach_into_a_step_under_way() -> None:
-    """A habit from plain loops: the step is still running on the optimizer thread when the caller zeroes gradients."""
+    """A habit from plain loops: the step is still running on the optimizer thread when the caller
+    zeroes gradients."""
     import threading
 
     entered, go_on = threading.Event(), threading.Event()

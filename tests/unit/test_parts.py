@@ -1,4 +1,5 @@
-"""Which modules become engines. The rules are those of api.md, section 5; sizes are bytes of fp32 parameters."""
+"""Which modules become engines. The rules are those of api.md, section 5; sizes are bytes of fp32
+parameters."""
 
 from typing import Any
 
@@ -35,13 +36,19 @@ def linear(num_bytes: int) -> nn.Linear:
 
 
 def found(model: nn.Module, lower: int = 1000, upper: int = 0, skip: Any = ()) -> list[str]:
-    return [part.path for part in find_parts(model, lower_threshold=lower, upper_threshold=upper, skip=skip)]
+    return [
+        part.path
+        for part in find_parts(model, lower_threshold=lower, upper_threshold=upper, skip=skip)
+    ]
 
 
 def test_sequences_become_engines_of_their_children() -> None:
     model = Two(nn.Sequential(linear(40), nn.Tanh()), linear(2000))
     parts = find_parts(model, lower_threshold=1000, upper_threshold=0)
-    assert [(part.path, len(layers_of(part.module))) for part in parts] == [("first", 2), ("second", 1)]
+    assert [(part.path, len(layers_of(part.module))) for part in parts] == [
+        ("first", 2),
+        ("second", 1),
+    ]
 
 
 def test_own_parameters_from_the_lower_threshold_on() -> None:
@@ -82,28 +89,43 @@ def test_modules_with_the_batch_in_the_second_dimension_are_not_cut() -> None:
     batch_first = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     second = [nn.GRU(4, 4, batch_first=True), nn.MultiheadAttention(4, 2), layer, encoder]
-    first = [nn.MultiheadAttention(4, 2, batch_first=True), batch_first, Turning(), nn.Conv1d(4, 4, 1)]
-    assert [has_batch_second(module) for module in (*second, nn.Sequential(nn.Tanh(), layer))] == [True] * 5
+    first = [
+        nn.MultiheadAttention(4, 2, batch_first=True),
+        batch_first,
+        Turning(),
+        nn.Conv1d(4, 4, 1),
+    ]
+    assert [has_batch_second(module) for module in (*second, nn.Sequential(nn.Tanh(), layer))] == [
+        True
+    ] * 5
     assert [has_batch_second(module) for module in first] == [False] * 4
     (part,) = find_parts(second[0], lower_threshold=1, upper_threshold=10**9)
     assert part.config.num_microbatch == 1
 
 
 def test_elements_of_a_module_list() -> None:
-    """Whatever their size, also containers within; all but the last leave their output on the devices."""
-    model = Two(nn.ModuleList([linear(40), nn.Sequential(linear(40)), Two(linear(40), linear(2000))]), linear(40))
+    """Whatever their size, also containers within; all but the last leave their output on the
+    devices."""
+    model = Two(
+        nn.ModuleList([linear(40), nn.Sequential(linear(40)), Two(linear(40), linear(2000))]),
+        linear(40),
+    )
     parts = find_parts(model, lower_threshold=1000, upper_threshold=0)
     assert [(part.path, part.config.merge_output) for part in parts] == [
         ("first.0", False),
         ("first.1", False),
         ("first.2", None),
     ]
-    nested = nn.ModuleList([nn.ModuleList([linear(40), linear(40)]), nn.ModuleDict({"a": linear(2000)})])
+    nested = nn.ModuleList(
+        [nn.ModuleList([linear(40), linear(40)]), nn.ModuleDict({"a": linear(2000)})]
+    )
     assert found(Two(nested, linear(40))) == ["first.0.0", "first.0.1", "first.1.a"]
 
 
 def test_skipped_modules_stay_out_of_every_part() -> None:
-    model = Two(nn.Sequential(linear(2000), linear(2000)), Two(linear(2000), linear(2000), own=1000))
+    model = Two(
+        nn.Sequential(linear(2000), linear(2000)), Two(linear(2000), linear(2000), own=1000)
+    )
     assert found(model, skip=[model.first]) == ["second"]
     assert found(model, skip=[model.first[0], model.second.first]) == ["first.1", "second.second"]
 

@@ -1,4 +1,5 @@
-"""An update that is decided and not computed yet shows nowhere: whoever looks first has it computed, or waits."""
+"""An update that is decided and not computed yet shows nowhere: whoever looks first has it
+computed, or waits."""
 
 import copy
 import gc
@@ -84,7 +85,9 @@ def test_whoever_looks_sees_the_update(which: str, look: Callable[[Tensor], Any]
     assert master in pending
     with torch.no_grad():
         seen = look(master if which == "master" else moment)
-    torch.testing.assert_close(torch.as_tensor(seen).float().detach(), torch.ones(torch.as_tensor(seen).shape))
+    torch.testing.assert_close(
+        torch.as_tensor(seen).float().detach(), torch.ones(torch.as_tensor(seen).shape)
+    )
     assert master not in pending
     assert (type(master), type(moment)) == (Master, Tensor)
     assert not isinstance(seen, Held)
@@ -103,8 +106,17 @@ def test_what_an_update_leaves_alone_can_be_read_without_it() -> None:
     master, moment = zeros()
     pending = PendingUpdates(add_one)
     pending.add([AddOne(master, (moment,))])
-    assert (master.shape, master.dtype, master.device.type) == (torch.Size([2, 3]), torch.float32, "cpu")
-    assert (master.requires_grad, moment.requires_grad, master.numel(), moment.nbytes) == (True, False, 6, 24)
+    assert (master.shape, master.dtype, master.device.type) == (
+        torch.Size([2, 3]),
+        torch.float32,
+        "cpu",
+    )
+    assert (master.requires_grad, moment.requires_grad, master.numel(), moment.nbytes) == (
+        True,
+        False,
+        6,
+        24,
+    )
     assert isinstance(master, Master)
     assert isinstance(master, nn.Parameter)
     assert {master: 1, moment: 2}[master] == 1
@@ -124,14 +136,20 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
 @pytest.mark.parametrize("which", ["master", "moment"])
-def test_memory_that_somebody_else_holds_is_updated_at_once(which: str, alias: Callable[[Tensor], Any]) -> None:
+def test_memory_that_somebody_else_holds_is_updated_at_once(
+    which: str, alias: Callable[[Tensor], Any]
+) -> None:
     """Through a view taken before, nobody can be made to wait."""
     master, moment = zeros()
     held = alias(master if which == "master" else moment)
     pending = PendingUpdates(add_one)
     pending.add([AddOne(master, (moment,))])
     assert master not in pending
-    as_tensor = torch.empty(0).set_(held) if isinstance(held, torch.UntypedStorage) else torch.as_tensor(held)
+    as_tensor = (
+        torch.empty(0).set_(held)
+        if isinstance(held, torch.UntypedStorage)
+        else torch.as_tensor(held)
+    )
     assert torch.equal(as_tensor.detach().reshape(-1)[:3], torch.ones(3))
     del held, as_tensor
     gc.collect()
@@ -196,7 +214,8 @@ def test_another_thread_waits_until_the_update_is_computed() -> None:
 
 
 def test_an_update_may_be_computed_at_any_moment_of_another_threads_look() -> None:
-    """A look takes several lines of Python, and the optimizer thread may finish between any two of them."""
+    """A look takes several lines of Python, and the optimizer thread may finish between any two of
+    them."""
     looks = [look_interrupted_at(0)]
     while not looks[-1].is_last:
         looks.append(look_interrupted_at(len(looks)))
@@ -210,7 +229,8 @@ class Look(NamedTuple):
 
 
 def look_interrupted_at(moment: int) -> Look:
-    """The update is computed before the line of pending.py with that number, as the look comes past them."""
+    """The update is computed before the line of pending.py with that number, as the look comes past
+    them."""
     master, looked_at = zeros()
     pending = made_elsewhere(add_one)
     pending.add([AddOne(master, (looked_at,))])
@@ -320,7 +340,8 @@ class There:
 
 
 def test_gradients_are_brought_to_a_device_as_part_of_the_work_there() -> None:
-    """Their memory may be used again as soon as they are dropped, so it must belong to the lane that reads them."""
+    """Their memory may be used again as soon as they are dropped, so it must belong to the lane
+    that reads them."""
     master, moment = zeros()
     pending, there = PendingUpdates(add_one), There()
     pending.add([AddOne(master, (moment,))])

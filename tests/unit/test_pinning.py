@@ -1,4 +1,5 @@
-"""Page-locking in place, as CUDA is told of it: pages of a weight alone, unlocked before others can have them."""
+"""Page-locking in place, as CUDA is told of it: pages of a weight alone, unlocked before others can
+have them."""
 
 import gc
 import random
@@ -13,7 +14,9 @@ from roundpipe.memory import pinning
 from roundpipe.memory.pinning import HostMemory
 
 PAGE = pinning._PAGE
-ENOUGH = pinning._LEAST_BYTES + PAGE  # bytes of a tensor that has pages of its own wherever it begins
+ENOUGH = (
+    pinning._LEAST_BYTES + PAGE
+)  # bytes of a tensor that has pages of its own wherever it begins
 LOCKED_ALREADY, REFUSED = 712, 801
 
 
@@ -45,9 +48,14 @@ class Cuda:
         return any(start <= address < start + num_bytes for start, num_bytes in self.locked.items())
 
     def copies(self, source: torch.Tensor) -> bool:
-        """Whether it would copy this from the host: not what begins in locked pages and ends outside of them."""
+        """Whether it would copy this from the host: not what begins in locked pages and ends
+        outside of them."""
         start, end = source.data_ptr(), source.data_ptr() + source.nbytes
-        holders = [first + num_bytes for first, num_bytes in self.locked.items() if first <= start < first + num_bytes]
+        holders = [
+            first + num_bytes
+            for first, num_bytes in self.locked.items()
+            if first <= start < first + num_bytes
+        ]
         return not holders or end <= holders[0]
 
 
@@ -78,9 +86,9 @@ def test_weights_and_what_lies_between_them_can_still_be_copied(cuda: Cuda, seed
         target = torch.zeros_like(weight)
         for there, here in memory.copies(target, weight):
             assert cuda.copies(here)
-            assert {cuda.is_locked(here.data_ptr() + byte) for byte in range(0, here.nbytes, PAGE // 2)} <= (
-                {cuda.is_locked(here.data_ptr())}
-            )
+            assert {
+                cuda.is_locked(here.data_ptr() + byte) for byte in range(0, here.nbytes, PAGE // 2)
+            } <= ({cuda.is_locked(here.data_ptr())})
             there.copy_(here)
         assert torch.equal(target, weight)
         locked = sum(cuda.is_locked(weight.data_ptr() + byte) for byte in range(weight.nbytes))
@@ -95,7 +103,9 @@ def test_what_is_not_locked_in_place_is_copied_at_once(cuda: Cuda, mode: pinning
     weight = torch.ones(ENOUGH)
     memory.lock_in_place([weight])
     assert not cuda.locked
-    assert [here.data_ptr() for _, here in memory.copies(torch.zeros_like(weight), weight)] == [weight.data_ptr()]
+    assert [here.data_ptr() for _, here in memory.copies(torch.zeros_like(weight), weight)] == [
+        weight.data_ptr()
+    ]
 
 
 def test_weights_that_do_not_lie_in_one_piece_are_not_locked(cuda: Cuda) -> None:
@@ -109,7 +119,9 @@ def test_weights_that_do_not_lie_in_one_piece_are_not_locked(cuda: Cuda) -> None
     assert torch.equal(target, weight)
 
 
-def test_an_engine_that_is_never_closed_unlocks_too_and_before_the_memory_is_freed(cuda: Cuda) -> None:
+def test_an_engine_that_is_never_closed_unlocks_too_and_before_the_memory_is_freed(
+    cuda: Cuda,
+) -> None:
     """CUDA takes an address that is locked for the pages that were there, whoever has it now."""
     memory = HostMemory("register", accelerated=True)
     block = torch.empty(ENOUGH, dtype=torch.uint8)
@@ -137,7 +149,9 @@ def test_pages_locked_by_somebody_else_stay_his_and_are_no_refusal(
     assert not cuda.errors_left
 
 
-def test_a_refusal_is_said_once_and_is_the_last_thing_asked(cuda: Cuda, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refusal_is_said_once_and_is_the_last_thing_asked(
+    cuda: Cuda, caplog: pytest.LogCaptureFixture
+) -> None:
     cuda.answer = REFUSED
     memory = HostMemory("register", accelerated=True)
     for _ in range(2):

@@ -13,11 +13,20 @@ from roundpipe.errors import PlanError
 from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
-from roundpipe.plan.execute_plan import RunType, plan_for, plan_peak, plans_for, smallest_plan, step_ms
+from roundpipe.plan.execute_plan import (
+    RunType,
+    plan_for,
+    plan_peak,
+    plans_for,
+    smallest_plan,
+    step_ms,
+)
 from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
 
-PLAN = ModelExecutePlan(fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)])
+PLAN = ModelExecutePlan(
+    fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)]
+)
 
 
 def test_repr_is_one_line_and_str_a_table() -> None:
@@ -99,7 +108,9 @@ def test_auto_keeps_within_the_memory_limit(engines: Engines) -> None:
         ({"model_memory_limit": 0}, "model_memory_limit is 0; it must be positive"),
     ],
 )
-def test_plan_keys_that_make_no_sense_are_refused(arguments: dict[str, Any], fault: str, engines: Engines) -> None:
+def test_plan_keys_that_make_no_sense_are_refused(
+    arguments: dict[str, Any], fault: str, engines: Engines
+) -> None:
     with pytest.raises(PlanError, match=fault):
         ModelExecutePlan.auto(arguments.pop("run_type", "fused"), engines(make_mlp()), **arguments)
     with pytest.raises(PlanError, match="was given no model"):
@@ -113,7 +124,9 @@ def test_stages_have_to_be_ranges() -> None:
 
 
 def equal_layers(count: int, ms: float) -> LayerCosts:
-    return LayerCosts(forward=(ms,) * count, backward=(2 * ms,) * count, weight_bytes=(100,) * count)
+    return LayerCosts(
+        forward=(ms,) * count, backward=(2 * ms,) * count, weight_bytes=(100,) * count
+    )
 
 
 def slowest(plan: ModelExecutePlan, costs: LayerCosts) -> float:
@@ -140,7 +153,10 @@ def test_every_device_runs_a_model_that_fits_for_its_share(run_type: Any) -> Non
     alone = plan_for(run_type, costs, replace(SHARING, num_devices=1))
     shared = plan_for(run_type, costs, SHARING)
     assert shared == alone.shared(2)
-    one, two = (step_ms(plan, run_type, costs, workload) for plan, workload in ((alone, ALONE), (shared, SHARING)))
+    one, two = (
+        step_ms(plan, run_type, costs, workload)
+        for plan, workload in ((alone, ALONE), (shared, SHARING))
+    )
     assert two == pytest.approx(one / 2)
     assert num_groups(plan_for(run_type, costs, replace(SHARING, may_share=False)), SHARING) == 1
 
@@ -168,7 +184,10 @@ def test_where_copies_are_slow_weights_go_up_once() -> None:
 def frozen_layers(count: int) -> LayerCosts:
     """Whose weights take longer to go up than to compute with."""
     return replace(
-        equal_layers(count, 1.0), weight_bytes=(100,) * count, saved_bytes=(200,) * count, up_ms_per_byte=0.05
+        equal_layers(count, 1.0),
+        weight_bytes=(100,) * count,
+        saved_bytes=(200,) * count,
+        up_ms_per_byte=0.05,
     )
 
 
@@ -178,10 +197,15 @@ KEEPING = Workload(num_devices=1, num_microbatches=2, keeps_layers=True, limit_b
 def test_layers_that_can_stay_on_a_device_are_planned_to() -> None:
     """More is recomputed, so that there is room for weights that would go up twice."""
     costs = frozen_layers(12)
-    plan, other = plan_for("fused", costs, KEEPING), plan_for("fused", costs, replace(KEEPING, keeps_layers=False))
+    plan, other = (
+        plan_for("fused", costs, KEEPING),
+        plan_for("fused", costs, replace(KEEPING, keeps_layers=False)),
+    )
     assert len(plan.bwd_plan[0]) < len(other.bwd_plan[0])
     compute = 2 * 12 * (1.0 + 2.0)
-    assert compute < step_ms(plan, "fused", costs, KEEPING) < step_ms(other, "fused", costs, KEEPING)
+    assert (
+        compute < step_ms(plan, "fused", costs, KEEPING) < step_ms(other, "fused", costs, KEEPING)
+    )
     peak = plan_peak(plan, "fused", costs, KEEPING)
     (passes,) = plan.rounds("fused")
     everything = frozenset(range(12))
@@ -205,8 +229,14 @@ def test_no_share_is_empty() -> None:
 
 
 def test_shares_that_the_optimizer_would_only_wait_longer_for_are_not_made() -> None:
-    """Overlapping rounds that are all shorter than an update; an update reads a gradient for every share."""
-    assert num_groups(plan_for("fused", equal_layers(12, 1.0), replace(SHARING, optimizer_ms=1e4)), SHARING) == 1
+    """Overlapping rounds that are all shorter than an update; an update reads a gradient for every
+    share."""
+    assert (
+        num_groups(
+            plan_for("fused", equal_layers(12, 1.0), replace(SHARING, optimizer_ms=1e4)), SHARING
+        )
+        == 1
+    )
 
 
 def test_a_step_is_the_longer_of_round_and_update_or_both_in_turn() -> None:
@@ -214,8 +244,13 @@ def test_a_step_is_the_longer_of_round_and_update_or_both_in_turn() -> None:
     workload = Workload(num_devices=1, num_microbatches=5)
     assert step_ms(whole, "fused", costs, workload) == 60
     assert step_ms(whole, "fused", costs, replace(workload, optimizer_ms=90.0)) == 90
-    assert step_ms(whole, "fused", costs, replace(workload, optimizer_ms=90.0, overlaps=False)) == 150
-    assert step_ms(ModelExecutePlan([range(4)]), "infer", costs, replace(workload, optimizer_ms=90.0)) == 20
+    assert (
+        step_ms(whole, "fused", costs, replace(workload, optimizer_ms=90.0, overlaps=False)) == 150
+    )
+    assert (
+        step_ms(ModelExecutePlan([range(4)]), "infer", costs, replace(workload, optimizer_ms=90.0))
+        == 20
+    )
 
 
 def test_several_models_share_the_target_for_their_slowest_stage() -> None:
@@ -241,8 +276,13 @@ def test_plans_for_several_models_are_valid(run_type: Any, min_stages: int) -> N
 
 def test_the_threshold_saves_a_stage_that_would_be_nearly_empty() -> None:
     """Eleven layers at a target of ten: two stages, or one that is a tenth slower."""
-    parts = [(equal_layers(11, 1.0), ROUND), (LayerCosts(forward=(10.0,) * 12, backward=(0.0,) * 12), ROUND)]
-    strict, loose = (plans_for("infer", parts, min_stages=1, upper_threshold=factor)[0] for factor in (1.0, 1.1))
+    parts = [
+        (equal_layers(11, 1.0), ROUND),
+        (LayerCosts(forward=(10.0,) * 12, backward=(0.0,) * 12), ROUND),
+    ]
+    strict, loose = (
+        plans_for("infer", parts, min_stages=1, upper_threshold=factor)[0] for factor in (1.0, 1.1)
+    )
     assert [len(strict.fwd_plan), len(loose.fwd_plan)] == [2, 1]
 
 
@@ -255,7 +295,8 @@ def test_several_models_under_a_limit() -> None:
         assert max(map(len, [*plan.fwd_plan, *plan.bwd_plan])) <= 4
     tight = replace(ROUND, limit_bytes=15 * ALIGNMENT)
     with pytest.raises(
-        PlanError, match=r"model 1 of 2: the smallest plan tried needs 5 KiB .*3.75 KiB is allowed; layer 0"
+        PlanError,
+        match=r"model 1 of 2: the smallest plan tried needs 5 KiB .*3.75 KiB is allowed; layer 0",
     ):
         plans_for("fused", [(model, tight)] * 2, min_stages=1, upper_threshold=1)
 
@@ -274,7 +315,9 @@ def test_what_fits_layer_by_layer_is_not_refused(run_type: RunType) -> None:
     workload = replace(ROUND, num_devices=1, num_microbatches=4)
     smallest = smallest_plan(run_type, 100)
     least = least_peak(
-        [stage_run for stage_runs in smallest.rounds(run_type) for stage_run in stage_runs], StageSums(costs), workload
+        [stage_run for stage_runs in smallest.rounds(run_type) for stage_run in stage_runs],
+        StageSums(costs),
+        workload,
     )
     for share in (1.0, 1.01, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 8.0):
         tight = replace(workload, limit_bytes=share * least.total)
@@ -286,7 +329,9 @@ def test_frozen_layers_leave_complete_plans() -> None:
     workload = replace(ROUND, first_trained=5)
     for run_type in ("train", "fused"):
         plan_for(run_type, equal_layers(8, 1.0), workload).check(run_type, 8)
-        for plan in plans_for(run_type, [(equal_layers(8, 1.0), workload)] * 2, min_stages=1, upper_threshold=1.1):
+        for plan in plans_for(
+            run_type, [(equal_layers(8, 1.0), workload)] * 2, min_stages=1, upper_threshold=1.1
+        ):
             plan.check(run_type, 8)
 
 

@@ -49,8 +49,11 @@ def measurements(*sizes: int) -> ShapeMeasurements:
 
 
 def test_estimate_counts_two_operations_per_weight_and_as_many_for_each_gradient() -> None:
-    """An embedding is looked up and costs next to nothing; a frozen layer passes a gradient on and makes none."""
-    costs = estimate_costs([size(100 * MIB, multiplied=False), size(100 * MIB), size(100 * MIB, trains=False)], 0)
+    """An embedding is looked up and costs next to nothing; a frozen layer passes a gradient on and
+    makes none."""
+    costs = estimate_costs(
+        [size(100 * MIB, multiplied=False), size(100 * MIB), size(100 * MIB, trains=False)], 0
+    )
     embedding, block, frozen = range(3)
     assert costs.forward[embedding] < costs.forward[block] / 100
     assert costs.backward[block] == 2 * costs.forward[block]
@@ -73,7 +76,8 @@ def test_guessed_graphs_are_those_of_a_transformer_block_of_that_size() -> None:
 def test_guessed_graphs_grow_with_a_microbatch_and_shrink_with_none() -> None:
     layers = [size(24 * 2048**2)]
     guesses = [
-        with_guessed_graphs(estimate_costs(layers, 0), layers, tokens).saved_bytes[0] for tokens in (100, 90_000)
+        with_guessed_graphs(estimate_costs(layers, 0), layers, tokens).saved_bytes[0]
+        for tokens in (100, 90_000)
     ]
     assert guesses == [34 * 8192 * 2048, 34 * 90_000 * 2048]
 
@@ -247,7 +251,9 @@ def test_measurements_are_kept_by_shapes_and_shared_between_threads() -> None:
     for thread in threads:
         thread.join()
     costs = measured.costs()
-    assert [r + b for r, b in zip(costs.recompute, costs.backward, strict=True)] == pytest.approx([3.0] * 4)
+    assert [r + b for r, b in zip(costs.recompute, costs.backward, strict=True)] == pytest.approx(
+        [3.0] * 4
+    )
 
 
 # Plans.
@@ -258,7 +264,9 @@ def make_planner(num_devices: int = 1, num_bytes: int | None = None, frozen: int
     for layer in layers[:frozen]:
         layer.requires_grad_(False)
     store = ParameterStore(layers, HostMemory("off", accelerated=False))
-    return Planner(store, [VirtualDevice(index, num_bytes) for index in range(num_devices)], layers=layers)
+    return Planner(
+        store, [VirtualDevice(index, num_bytes) for index in range(num_devices)], layers=layers
+    )
 
 
 def fused_layers(plan: ModelExecutePlan) -> int:
@@ -274,7 +282,8 @@ def test_a_plan_is_made_once_while_nothing_new_is_measured() -> None:
 
 
 def test_measured_graphs_change_the_fused_stage() -> None:
-    """Before they are known half the device is left free; then they decide, and the plan changes at the next call."""
+    """Before they are known half the device is left free; then they decide, and the plan changes at
+    the next call."""
     planner = make_planner(num_bytes=100_000)
     assert fused_layers(planner.plan("fused", 2, None).plan) == 1
     for layer in range(8):
@@ -287,7 +296,8 @@ def test_measured_graphs_change_the_fused_stage() -> None:
 
 
 def test_the_first_plan_leaves_room_for_activations_nobody_has_seen() -> None:
-    """A guess makes it careful; a guess that leaves nothing possible refuses nothing, but every layer goes alone."""
+    """A guess makes it careful; a guess that leaves nothing possible refuses nothing, but every
+    layer goes alone."""
     careful, ample = make_planner(num_bytes=10_000_000), make_planner(num_bytes=1_000_000_000)
     assert 1 <= fused_layers(careful.plan("fused", 2, None).plan) < 8
     assert fused_layers(ample.plan("fused", 2, None).plan) == 8
@@ -298,13 +308,15 @@ def test_the_first_plan_leaves_room_for_activations_nobody_has_seen() -> None:
 
 def test_the_first_plan_of_longer_sequences_leaves_more_room() -> None:
     few, many = (
-        make_planner(num_bytes=40_000_000).plan("fused", 2, None, tokens=tokens).plan for tokens in (1000, 60_000)
+        make_planner(num_bytes=40_000_000).plan("fused", 2, None, tokens=tokens).plan
+        for tokens in (1000, 60_000)
     )
     assert fused_layers(many) < fused_layers(few)
 
 
 def call(planner: Planner, *, times: dict[int, float] | None = None) -> ModelExecutePlan:
-    """What an engine does: plans, and while devices work looks for a better plan for the next call."""
+    """What an engine does: plans, and while devices work looks for a better plan for the next
+    call."""
     planned = planner.plan("fused", 4, None)
     for layer, ms in (times or {}).items():
         planned.measured.record_time("forward", layer, ms)
@@ -314,11 +326,14 @@ def call(planner: Planner, *, times: dict[int, float] | None = None) -> ModelExe
 
 
 def test_small_gains_do_not_change_a_plan() -> None:
-    """Times that waver by some percent; then one layer that is really slower, which the balance has to follow."""
+    """Times that waver by some percent; then one layer that is really slower, which the balance has
+    to follow."""
     planner = make_planner(2)
     first = call(planner)
     for number in range(9):
-        steady = call(planner, times={layer: 1 + 0.02 * ((layer + number) % 2) for layer in range(8)})
+        steady = call(
+            planner, times={layer: 1 + 0.02 * ((layer + number) % 2) for layer in range(8)}
+        )
     for _ in range(16):
         rebalanced = call(planner, times={0: 20.0})
     assert first.fwd_plan
@@ -326,7 +341,8 @@ def test_small_gains_do_not_change_a_plan() -> None:
 
 
 def test_plans_are_looked_at_again_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 1, 2, 4, ... calls in which measurements changed; and never while a call waits for its plan."""
+    """After 1, 2, 4, ... calls in which measurements changed; and never while a call waits for its
+    plan."""
     planner, looks = make_planner(), []
     monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", counting(plan_for, looks))
     for number in range(32):
@@ -365,7 +381,15 @@ def test_few_calls_are_timed_and_never_the_first_of_a_plan() -> None:
             for layer in range(8):
                 planned.measured.record_saved_bytes(layer, 10_000)
         planner.reconsider()
-    assert [number for number, is_timed in enumerate(timed, 1) if is_timed] == [2, 3, 4, 16, 23, 24, 25]
+    assert [number for number, is_timed in enumerate(timed, 1) if is_timed] == [
+        2,
+        3,
+        4,
+        16,
+        23,
+        24,
+        25,
+    ]
 
 
 def test_a_plan_is_asked_for_without_there_being_a_call() -> None:
@@ -386,9 +410,12 @@ class Filling(VirtualDevice):
 
 
 def test_the_limit_is_what_is_free_when_a_plan_is_made_and_what_the_engine_holds_itself() -> None:
-    """While the engine does something its own use cannot be told apart, so the last answer stands."""
+    """While the engine does something its own use cannot be told apart, so the last answer
+    stands."""
     device, held = Filling(0), {}
-    store = ParameterStore([nn.Linear(16, 16) for _ in range(4)], HostMemory("off", accelerated=False))
+    store = ParameterStore(
+        [nn.Linear(16, 16) for _ in range(4)], HostMemory("off", accelerated=False)
+    )
     planner = Planner(store, [device], held_bytes=lambda: held)
     budgets = []
     for taken, holds in ((0, {}), (30_000, {"virtual:0": 10_000}), (90_000, None)):
@@ -420,7 +447,9 @@ def test_stages_are_shared_on_accelerators_once_a_call_has_shown_that_no_forward
             planner.note_writes(writes)
             planner.reconsider()
         _, workload = planner.problem("fused", 4)
-        groups[kind, writes] = [group_of(plan.rounds("fused"), workload).num_groups for plan in plans]
+        groups[kind, writes] = [
+            group_of(plan.rounds("fused"), workload).num_groups for plan in plans
+        ]
     assert groups == {
         (Accelerated, False): [1, 2, 2],
         (Accelerated, True): [1, 1, 1],
@@ -429,14 +458,19 @@ def test_stages_are_shared_on_accelerators_once_a_call_has_shown_that_no_forward
 
 
 def test_microbatches_of_about_the_same_size_share_their_measurements() -> None:
-    """Else batches without padding, each of its own length, would be planned for again and again."""
-    sizes = [size_class([(torch.empty(1, length),), (torch.empty(1, 3), "text")]) for length in (1000, 1040, 2000)]
+    """Else batches without padding, each of its own length, would be planned for again and
+    again."""
+    sizes = [
+        size_class([(torch.empty(1, length),), (torch.empty(1, 3), "text")])
+        for length in (1000, 1040, 2000)
+    ]
     assert sizes[0] == sizes[1] < sizes[2]
     assert size_class([()]) == 0
 
 
 def test_a_larger_microbatch_of_the_same_class_is_planned_by_its_own_size() -> None:
-    """The first one seen of a class may be a fifth smaller than the last, which is more than a plan leaves free."""
+    """The first one seen of a class may be a fifth smaller than the last, which is more than a plan
+    leaves free."""
     planner = make_planner(num_bytes=100_000)
     for elements in (1000, 1000, 1180):
         planned = planner.plan("fused", 2, None, elements=elements)
@@ -454,7 +488,15 @@ def test_a_larger_microbatch_of_the_same_class_is_planned_by_its_own_size() -> N
 
 def test_token_ids_say_how_many_tokens_a_microbatch_has() -> None:
     ids = torch.zeros(2, 7, dtype=torch.int64)
-    assert tokens_of([(torch.empty(3, 99), ids[:1]), (ids, ids, torch.ones(2, 7, 7, dtype=torch.bool), "text")]) == 14
+    assert (
+        tokens_of(
+            [
+                (torch.empty(3, 99), ids[:1]),
+                (ids, ids, torch.ones(2, 7, 7, dtype=torch.bool), "text"),
+            ]
+        )
+        == 14
+    )
     assert tokens_of([(torch.empty(3, 99),)]) == 0
 
 
@@ -472,10 +514,17 @@ def test_what_trains_and_how_steps_are_taken_have_plans_of_their_own() -> None:
 def test_a_backward_that_goes_on_to_the_inputs_is_planned_for_by_itself() -> None:
     """Unless it goes through all layers in any case."""
     planner = make_planner(frozen=3)
-    ends, goes_on = (planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True))
+    ends, goes_on = (
+        planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True)
+    )
     assert [planner.problem_of(planned)[1].first_trained for planned in (ends, goes_on)] == [3, 0]
-    assert [planner.problem_of(planned)[0].backward[0] > 0 for planned in (ends, goes_on)] == [False, True]
+    assert [planner.problem_of(planned)[0].backward[0] > 0 for planned in (ends, goes_on)] == [
+        False,
+        True,
+    ]
     assert planner.measured() is goes_on.measured is not ends.measured
     planner = make_planner()
-    one, other = (planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True))
+    one, other = (
+        planner.plan("fused", 4, None, wants_gradients=wanted) for wanted in (False, True)
+    )
     assert one.measured is other.measured

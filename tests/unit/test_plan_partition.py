@@ -27,7 +27,9 @@ def test_several_limits_hold_at_once_and_may_change_from_stage_to_stage() -> Non
 def test_partition_has_the_smallest_largest_stage(seed: int) -> None:
     """Against every possible cut."""
     draws = random.Random(seed)
-    costs = [draws.choice([0.0, draws.random(), 3 * draws.random()]) for _ in range(draws.randint(1, 8))]
+    costs = [
+        draws.choice([0.0, draws.random(), 3 * draws.random()]) for _ in range(draws.randint(1, 8))
+    ]
     count = draws.randint(1, len(costs))
 
     def largest(bounds: list[int]) -> float:

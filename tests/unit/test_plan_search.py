@@ -23,7 +23,9 @@ def stage_runs(stages: Stages, first_trained: int = 0) -> Passes:
     return fused_passes(ModelExecutePlan(stages.forward, stages.backward), first_trained)
 
 
-def blocks(count: int, *, saved: int = 40 * MIB, weights: int = 10 * MIB, **more: float) -> LayerCosts:
+def blocks(
+    count: int, *, saved: int = 40 * MIB, weights: int = 10 * MIB, **more: float
+) -> LayerCosts:
     """Equal blocks; 3 ms for a forward-and-backward, 4 with recompute in between."""
     return LayerCosts(
         forward=(1.0,) * count,
@@ -49,7 +51,8 @@ def test_one_device_and_enough_memory_give_one_fused_stage() -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["sync", "async"])
 def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
-    """With less memory it shrinks, layer by layer; what lies below is recomputed, in stages that fit too."""
+    """With less memory it shrinks, layer by layer; what lies below is recomputed, in stages that
+    fit too."""
     costs, fused_sizes = blocks(24), []
     for limit in range(2600 * MIB, 300 * MIB, -100 * MIB):
         workload = replace(ALONE, overlaps=overlaps, limit_bytes=limit)
@@ -71,19 +74,25 @@ def test_a_limit_one_byte_smaller_costs_a_layer() -> None:
 
 def test_recompute_by_layer_allows_larger_backward_stages() -> None:
     costs, workload = blocks(24), replace(ALONE, limit_bytes=700 * MIB)
-    by_stage, by_layer = (plan_fused(costs, replace(workload, grain=grain)) for grain in ("stage", "layer"))
+    by_stage, by_layer = (
+        plan_fused(costs, replace(workload, grain=grain)) for grain in ("stage", "layer")
+    )
     assert max(map(len, by_layer.backward[1:])) > max(map(len, by_stage.backward[1:]))
 
 
 def test_a_layer_too_large_by_itself_is_named_with_both_numbers() -> None:
     costs = replace(blocks(5), saved_bytes=(MIB, MIB, MIB, 3000 * MIB, MIB))
-    with pytest.raises(PlanError, match=r"layer 3 alone needs 2\.959 GiB.*weights 10 MiB.*0\.9766 GiB is allowed"):
+    with pytest.raises(
+        PlanError, match=r"layer 3 alone needs 2\.959 GiB.*weights 10 MiB.*0\.9766 GiB is allowed"
+    ):
         plan_fused(costs, replace(ALONE, limit_bytes=1000 * MIB))
 
 
 def test_a_model_whose_kept_inputs_do_not_fit_is_refused_with_what_they_need() -> None:
     costs = replace(blocks(12), input_bytes=(500 * MIB,) * 12)
-    with pytest.raises(PlanError, match=r"smallest plan tried .*boundaries .*, 1\.465 GiB is allowed"):
+    with pytest.raises(
+        PlanError, match=r"smallest plan tried .*boundaries .*, 1\.465 GiB is allowed"
+    ):
         plan_fused(costs, replace(ALONE, limit_bytes=1500 * MIB))
 
 
@@ -92,7 +101,9 @@ def test_frozen_layers_at_the_bottom_are_only_run_forward() -> None:
     workload = Workload(num_devices=2, num_microbatches=4, first_trained=5)
     stages = plan_fused(blocks(8), workload)
     assert stages.backward[-1].start == 0
-    assert all(layers.start >= 5 for pass_, layers in stage_runs(stages, 5) if pass_ is Pass.BACKWARD)
+    assert all(
+        layers.start >= 5 for pass_, layers in stage_runs(stages, 5) if pass_ is Pass.BACKWARD
+    )
     only_head = plan_fused(blocks(8), replace(workload, first_trained=7))
     assert [pass_ for pass_, _ in stage_runs(only_head, 7)].count(Pass.BACKWARD) == 0
 
@@ -102,7 +113,9 @@ def test_frozen_layers_at_the_bottom_are_only_run_forward() -> None:
 def test_cuts_next_to_one_cover_what_it_covers(fused: int, first_trained: int) -> None:
     """Also if the fused stage reaches below what trains, so that there is no backward stage."""
     below = 8 - fused
-    sizes = Sizes((below,) if below else (), fused, (below - first_trained,) if below > first_trained else ())
+    sizes = Sizes(
+        (below,) if below else (), fused, (below - first_trained,) if below > first_trained else ()
+    )
     neighbours = list(sizes.neighbours(first_trained))
     assert {cut.fused for cut in neighbours} - {fused} == {fused - 1, fused + 1} - {0, 9}
     for cut in neighbours:
@@ -118,7 +131,11 @@ def test_cuts_next_to_one_cover_what_it_covers(fused: int, first_trained: int) -
 def test_every_search_over_frozen_layers_finds_a_plan(first_trained: int) -> None:
     for limit in (300 * MIB, 600 * MIB):
         workload = Workload(
-            num_devices=2, num_microbatches=4, first_trained=first_trained, limit_bytes=limit, min_stages=6
+            num_devices=2,
+            num_microbatches=4,
+            first_trained=first_trained,
+            limit_bytes=limit,
+            min_stages=6,
         )
         stages = plan_fused(blocks(8), workload)
         ModelExecutePlan(stages.forward, stages.backward).check("fused", 8)
@@ -158,7 +175,10 @@ def test_async_rounds_come_within_a_percent_of_no_bubble() -> None:
 @pytest.mark.parametrize("limit", [float("inf"), 900 * MIB], ids=["ample", "tight"])
 def test_planning_a_hundred_layers_takes_little_work(limit: float, overlaps: bool) -> None:
     """About 40 ms on one core; counted, because a clock in a test is wrong on a busy machine."""
-    search = Search(blocks(100), Workload(num_devices=8, num_microbatches=16, overlaps=overlaps, limit_bytes=limit))
+    search = Search(
+        blocks(100),
+        Workload(num_devices=8, num_microbatches=16, overlaps=overlaps, limit_bytes=limit),
+    )
     search.run()
     assert search.stage_runs_timed <= 1.1 * MAX_STAGE_RUNS_TIMED
     assert search.best
@@ -173,11 +193,14 @@ def test_the_design_formula_for_equal_stages() -> None:
     """``(M * S + N * (N - 1)) * slowest / N`` where N divides S."""
     workload = Workload(num_devices=4, num_microbatches=6)
     assert round_ms([5.0] * 8, workload) == (6 * 8 + 4 * 3) * 5.0 / 4
-    assert period_ms([5.0] * 8, 3, workload) == least_period_ms([5.0] * 8, workload) == 6 * 8 * 5.0 / 4
+    assert (
+        period_ms([5.0] * 8, 3, workload) == least_period_ms([5.0] * 8, workload) == 6 * 8 * 5.0 / 4
+    )
 
 
 def test_rounds_of_one_direction() -> None:
-    """Backward alone recomputes everything and ends in small stages; on one device nothing is cut without need."""
+    """Backward alone recomputes everything and ends in small stages; on one device nothing is cut
+    without need."""
     costs = blocks(16)
     assert plan_one_way(Pass.FORWARD, costs, ALONE) == (range(16),)
     assert plan_one_way(Pass.BACKWARD, costs, ALONE) == (range(16),)

@@ -1,4 +1,5 @@
-"""Every preset cuts its architecture bit-exactly: run as plain PyTorch, the sequence is the model."""
+"""Every preset cuts its architecture bit-exactly: run as plain PyTorch, the sequence is the
+model."""
 
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from preset_models import (
 )
 from roundpipe.errors import ConfigError
 from roundpipe.presets import decoder, preset
-from roundpipe.presets.llama import Block, Prefix
+from roundpipe.presets.architectures.llama import Block, Prefix
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +129,8 @@ def test_vit_at_another_resolution_and_without_labels() -> None:
 
 
 def test_default_cache_setting_changes_nothing() -> None:
-    """`config.use_cache` is True by default: the model's own forward then builds a cache, the sequence does not."""
+    """`config.use_cache` is True by default: the model's own forward then builds a cache, the
+    sequence does not."""
     model, kwargs = make_model(), INPUTS["padded left"]()
     assert model.config.use_cache
     assert torch.equal(run(cut_of(model), kwargs).logits, model(**kwargs).logits)
@@ -147,7 +149,8 @@ def run(cut: preset.Cut, kwargs: dict[str, Any], num_microbatch: int = 1) -> Any
 @pytest.mark.parametrize("num_microbatch", [2, 3, 4, 7])
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_microbatch_losses_add_up(inputs: str, num_microbatch: int) -> None:
-    """Uneven numbers of valid tokens and uneven microbatches included: the merged loss is that of the batch."""
+    """Uneven numbers of valid tokens and uneven microbatches included: the merged loss is that of
+    the batch."""
     model, kwargs = make_model(), INPUTS[inputs]()
     theirs, expected = own_forward(model, kwargs)
     ours = run(cut_of(model), kwargs, num_microbatch)
@@ -161,15 +164,22 @@ def test_microbatch_losses_add_up(inputs: str, num_microbatch: int) -> None:
 
 @pytest.mark.parametrize("takes_num_items", [True, False])
 def test_an_assigned_loss_is_used_and_adds_up(takes_num_items: bool) -> None:
-    """Also one that knows nothing of num_items_in_batch, and with a microbatch that has no valid token at all."""
+    """Also one that knows nothing of num_items_in_batch, and with a microbatch that has no valid
+    token at all."""
     model, kwargs = make_model(), padded("right")
     kwargs["labels"][2:] = -100
     cut = cut_of(model)
 
-    def twice(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
+    def twice(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+    ) -> Tensor:
         scores, targets = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
         reduction = "mean" if num_items_in_batch is None else "sum"
-        return 2 * nn.functional.cross_entropy(scores, targets, reduction=reduction) / (num_items_in_batch or 1)
+        return (
+            2
+            * nn.functional.cross_entropy(scores, targets, reduction=reduction)
+            / (num_items_in_batch or 1)
+        )
 
     def mean_only(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
         return twice(logits, labels, vocab_size)
@@ -186,14 +196,19 @@ def test_an_assigned_loss_is_used_and_adds_up(takes_num_items: bool) -> None:
 
 
 def test_packed_documents_do_not_see_each_other() -> None:
-    """BC-19: two packed rows with different cuts, two microbatches: each document as if it were alone."""
+    """BC-19: two packed rows with different cuts, two microbatches: each document as if it were
+    alone."""
     model = make_model()
     ids, labels = tokens(2), tokens(2)
     documents = [(0, 0, 5), (0, 5, 12), (1, 0, 4), (1, 4, 12)]
     for row, start, _ in documents:
         labels[row, start] = -100  # as the flattening collator does
     sums = [
-        model(input_ids=ids[row : row + 1, a:b], labels=labels[row : row + 1, a:b], num_items_in_batch=20).loss
+        model(
+            input_ids=ids[row : row + 1, a:b],
+            labels=labels[row : row + 1, a:b],
+            num_items_in_batch=20,
+        ).loss
         for row, a, b in documents
     ]
     ours = run(cut_of(model), {
@@ -203,7 +218,11 @@ def test_packed_documents_do_not_see_each_other() -> None:
 
 
 def test_packed_rows_with_a_mask_of_ones_warn() -> None:
-    kwargs = {"input_ids": tokens(), "position_ids": ROW_PACKING, "attention_mask": torch.ones(ROWS, TOKENS)}
+    kwargs = {
+        "input_ids": tokens(),
+        "position_ids": ROW_PACKING,
+        "attention_mask": torch.ones(ROWS, TOKENS),
+    }
     with pytest.warns(UserWarning, match="attend to each other"):
         cut_of(make_model()).split_input((), kwargs, 2)
 
@@ -229,10 +248,17 @@ def test_one_microbatch_is_left_alone() -> None:
 
 
 def test_the_sequence_owns_the_models_parameters_once() -> None:
-    """The model's own Parameters and buffers, none twice, none through the loss; tied weights stay one."""
+    """The model's own Parameters and buffers, none twice, none through the loss; tied weights stay
+    one."""
     model = make_model("llama-tied-rope3")
     sequential = cut_of(model).sequential
-    assert [type(layer).__name__ for layer in sequential] == ["Prefix", "Block", "Block", "Block", "HeadAndLoss"]
+    assert [type(layer).__name__ for layer in sequential] == [
+        "Prefix",
+        "Block",
+        "Block",
+        "Block",
+        "HeadAndLoss",
+    ]
     assert {id(p) for p in sequential.parameters()} == {id(p) for p in model.parameters()}
     assert {id(b) for b in sequential.buffers()} == {id(b) for b in model.buffers()}
     assert {id(m) for m in sequential[-1].modules()} == {
@@ -375,7 +401,10 @@ def test_adapters_train_without_an_input_that_requires_grad(adapted: Any) -> Non
     [
         (PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2), "PROMPT_TUNING"),
         (PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2), "PREFIX_TUNING"),
-        (AdaLoraConfig(task_type=TaskType.CAUSAL_LM, total_step=10, target_modules=["q_proj"]), "ADALORA"),
+        (
+            AdaLoraConfig(task_type=TaskType.CAUSAL_LM, total_step=10, target_modules=["q_proj"]),
+            "ADALORA",
+        ),
         (lora(target_modules=["q_proj"], alora_invocation_tokens=[1]), "LORA"),
         (LilyConfig(task_type=TaskType.CAUSAL_LM, r=2, target_modules=["q_proj"]), "LILY"),
     ],
@@ -386,7 +415,10 @@ def test_adapters_that_do_more_than_replace_modules_are_refused(config: Any, mat
 
 
 def test_an_adapter_shared_by_tied_embeddings_is_refused() -> None:
-    """Its head half reads the embedding half through a plain reference, which no replica follows."""
+    """Its head half reads the embedding half through a plain reference, which no replica
+    follows."""
     model = make_model("llama-tied-rope3")
     with pytest.raises(ConfigError, match="modules_to_save"):
-        preset.cut(get_peft_model(model, lora(target_modules=["q_proj"], trainable_token_indices=[1, 2])))
+        preset.cut(
+            get_peft_model(model, lora(target_modules=["q_proj"], trainable_token_indices=[1, 2]))
+        )

@@ -29,7 +29,9 @@ def train(engine: roundpipe.RoundPipe, optimizer: torch.optim.Optimizer) -> None
     engine.synchronize()
 
 
-def test_every_action_is_drawn_once_where_it_ran(devices: DeviceSet, engines: Engines, tmp_path: Path) -> None:
+def test_every_action_is_drawn_once_where_it_ran(
+    devices: DeviceSet, engines: Engines, tmp_path: Path
+) -> None:
     engine = engines(make_mlp(), devices)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     path = tmp_path / "spans.json"
@@ -41,9 +43,13 @@ def test_every_action_is_drawn_once_where_it_ran(devices: DeviceSet, engines: En
         device = next((name for name in names if block.row.startswith(name)), None)
         if device is not None:
             assert block.label.endswith(f"@{names.index(device)}"), "drawn in another device's row"
-            by_lane.setdefault(block.row.removeprefix(f"{device} "), []).append(block.label.split("@")[0])
+            by_lane.setdefault(block.row.removeprefix(f"{device} "), []).append(
+                block.label.split("@")[0]
+            )
         assert block.end >= block.start
-    assert {lane: sorted(labels) for lane, labels in by_lane.items()} == {k: sorted(v) for k, v in DRAWN.items()}
+    assert {lane: sorted(labels) for lane, labels in by_lane.items()} == {
+        k: sorted(v) for k, v in DRAWN.items()
+    }
     assert {"step_fn", "write_back", "commit"} <= {block.label for block in profiled.blocks}
     check_file(path, profiled)
 
@@ -52,8 +58,12 @@ def check_file(path: Path, profiled: Any) -> None:
     """The file says what the blocks say, in microseconds."""
     events = json.loads(path.read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    drawn = sorted((rows[e["tid"]], e["name"], round(e["dur"], 3)) for e in events if e["ph"] == "X")
-    assert drawn == sorted((b.row, b.label, round(1e6 * (b.end - b.start), 3)) for b in profiled.blocks)
+    drawn = sorted(
+        (rows[e["tid"]], e["name"], round(e["dur"], 3)) for e in events if e["ph"] == "X"
+    )
+    assert drawn == sorted(
+        (b.row, b.label, round(1e6 * (b.end - b.start), 3)) for b in profiled.blocks
+    )
 
 
 def test_the_drawing_shows_what_ran_when() -> None:
@@ -110,7 +120,9 @@ def test_profiling_ends_with_its_block_and_changes_no_number(engines: Engines) -
     assert len(profiles[0].blocks) == recorded
 
 
-def test_a_listener_that_raises_is_dropped(engines: Engines, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_is_dropped(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
     """Once, with one line in the log; what it listened to goes on."""
     calls = []
 

@@ -1,8 +1,8 @@
-"""Unpinned weights go through a few slices of page-locked memory: they arrive whole, and a slice is filled again only
-when the copy out of it is over.
+"""Unpinned weights go through a few slices of page-locked memory: they arrive whole, and a slice is
+filled again only when the copy out of it is over.
 
-The adversarial lane is the judge: its copies happen only when somebody waits for them, and give NaN if what they read
-was written meanwhile.
+The adversarial lane is the judge: its copies happen only when somebody waits for them, and give NaN
+if what they read was written meanwhile.
 """
 
 import concurrent.futures
@@ -30,14 +30,19 @@ def device(request: pytest.FixtureRequest) -> AdversarialDevice:
 
 
 def pieces_with_gaps() -> tuple[list[Piece], Tensor, Tensor]:
-    """Pieces 256 bytes aligned, some with room for another one between them; the target they belong in, and which of
-    its bytes may be written."""
+    """Pieces 256 bytes aligned, some with room for another one between them; the target they belong
+    in, and which of its bytes may be written."""
     generator = torch.Generator().manual_seed(0)
     pieces, offset = [], 256
     for number, length in enumerate(LENGTHS):
-        pieces.append(Piece(offset, torch.randint(0, 255, (length,), dtype=torch.uint8, generator=generator)))
+        pieces.append(
+            Piece(offset, torch.randint(0, 255, (length,), dtype=torch.uint8, generator=generator))
+        )
         offset += -(-length // 256) * 256 + 256 * (number % 2)
-    expected, is_padding = torch.zeros(offset, dtype=torch.uint8), torch.zeros(offset, dtype=torch.bool)
+    expected, is_padding = (
+        torch.zeros(offset, dtype=torch.uint8),
+        torch.zeros(offset, dtype=torch.bool),
+    )
     for start, content in pieces:
         expected[start : start + len(content)] = content
         is_padding[start + len(content) : -(-(start + len(content)) // 256) * 256] = True
@@ -48,8 +53,8 @@ def pieces_with_gaps() -> tuple[list[Piece], Tensor, Tensor]:
 def test_pieces_arrive_whole_whatever_the_size_of_a_slice(
     slice_bytes: int, device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing between them is written, for other weights may lie there. Sent twice in a row, so that slices are filled
-    again while earlier copies may still be under way."""
+    """Nothing between them is written, for other weights may lie there. Sent twice in a row, so
+    that slices are filled again while earlier copies may still be under way."""
     monkeypatch.setattr(ring_module, "SLICE_BYTES", slice_bytes)
     pieces, expected, is_padding = pieces_with_gaps()
     ring = PinnedRing(device.up, OFF, largest=len(expected))
@@ -69,13 +74,17 @@ def test_a_ring_is_no_larger_than_what_goes_through_it() -> None:
     assert PinnedRing(device.up, OFF, largest=1 << 40).slice_bytes == ring_module.SLICE_BYTES
 
 
-def test_what_nobody_wants_any_more_is_left_unsent(device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_wants_any_more_is_left_unsent(
+    device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked before every slice."""
     monkeypatch.setattr(ring_module, "SLICE_BYTES", 100)
     answers = iter([True, True, False])
     content = torch.ones(1000, dtype=torch.uint8)
     target = torch.zeros(1000, dtype=torch.uint8)
-    PinnedRing(device.up, OFF, largest=1000).send(target, [Piece(0, content)], lambda: next(answers)).wait()
+    PinnedRing(device.up, OFF, largest=1000).send(
+        target, [Piece(0, content)], lambda: next(answers)
+    ).wait()
     assert target.count_nonzero() == 200
 
 
@@ -96,7 +105,8 @@ def store_of(*parameters: nn.Parameter) -> ParameterStore:
 
 
 def test_every_kind_of_parameter_arrives(device: AdversarialDevice) -> None:
-    """Of any dtype and layout, empty or at an odd address, as in a file whose tensors are not aligned."""
+    """Of any dtype and layout, empty or at an odd address, as in a file whose tensors are not
+    aligned."""
     odd = torch.arange(41, dtype=torch.uint8)[1:].view(torch.uint8)
     parameters = [
         nn.Parameter(torch.randn(5, 3)),
@@ -121,8 +131,8 @@ def test_every_kind_of_parameter_arrives(device: AdversarialDevice) -> None:
 def test_a_shipment_given_up_touches_nothing_afterwards(
     device: AdversarialDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker may give the slot back, and the optimizer write the weights, as soon as `give_up` returns: it waits
-    for a helper that may be reading them."""
+    """The worker may give the slot back, and the optimizer write the weights, as soon as `give_up`
+    returns: it waits for a helper that may be reading them."""
     store = store_of(nn.Parameter(torch.randn(100)))
     sender = RingSender(device, store, OFF)
     gate = Gate()
@@ -130,7 +140,9 @@ def test_a_shipment_given_up_touches_nothing_afterwards(
     slot = torch.zeros(store.layers[0].num_bytes, dtype=torch.uint8)
     shipment = sender.send(store.layers[0], store.layers[0].uses, slot)
     gate.wait_reached()
-    monkeypatch.setattr(sender_module, "wait", lambda futures: (gate.open(), concurrent.futures.wait(futures)))
+    monkeypatch.setattr(
+        sender_module, "wait", lambda futures: (gate.open(), concurrent.futures.wait(futures))
+    )
     shipment.give_up()
     assert shipment._queued.done()
     device.up.record().wait()

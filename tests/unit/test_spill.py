@@ -1,4 +1,5 @@
-"""How far a worker may run ahead of the copies of kept inputs: their memory is in use until those are done."""
+"""How far a worker may run ahead of the copies of kept inputs: their memory is in use until those
+are done."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -71,7 +72,9 @@ def made_on(device: NotedDevice) -> Boundary:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_copies_of_two_microbatches_are_on_their_way_down(layers: int, device: NotedDevice, spills: Spills) -> None:
+def test_copies_of_two_microbatches_are_on_their_way_down(
+    layers: int, device: NotedDevice, spills: Spills
+) -> None:
     for microbatch in range(6):
         spills.begin()
         assert device.down.done == max(microbatch - 1, 0) * layers
@@ -80,7 +83,8 @@ def test_copies_of_two_microbatches_are_on_their_way_down(layers: int, device: N
 
 
 def test_three_inputs_are_back(device: NotedDevice, spills: Spills) -> None:
-    """The one that is computed with, the next, and the one after, whose copy is queued before the next is used."""
+    """The one that is computed with, the next, and the one after, whose copy is queued before the
+    next is used."""
     kept = [spills.send(made_on(device)) for _ in range(6)]
     spills.fetch(kept[0])
     for microbatch in range(6):

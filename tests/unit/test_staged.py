@@ -1,8 +1,8 @@
-"""Tensors go to a device and come back through a few slices of host memory: whole, also where an interrupt has ended an
-earlier copy half-way.
+"""Tensors go to a device and come back through a few slices of host memory: whole, also where an
+interrupt has ended an earlier copy half-way.
 
-The adversarial lane is the judge: its copies happen only when somebody waits for them, and give NaN if what they read
-was written meanwhile.
+The adversarial lane is the judge: its copies happen only when somebody waits for them, and give NaN
+if what they read was written meanwhile.
 """
 
 import threading
@@ -67,7 +67,9 @@ def zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(tensor) for tensor in tensors]
 
 
-def raise_at(place: int, of: Callable[..., None], error: type[BaseException]) -> Callable[..., None]:
+def raise_at(
+    place: int, of: Callable[..., None], error: type[BaseException]
+) -> Callable[..., None]:
     """The same, but for one call, which raises."""
     places = iter(range(1 << 20))
 
@@ -93,7 +95,9 @@ def test_tensors_come_back_as_they_went_whatever_the_size_of_a_slice(
     assert not device.faults
 
 
-def test_each_tensor_is_told_of_when_all_of_it_is_there(slice_bytes: int, device: AdversarialDevice) -> None:
+def test_each_tensor_is_told_of_when_all_of_it_is_there(
+    slice_bytes: int, device: AdversarialDevice
+) -> None:
     copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back = room_for(sent, device), zeros_like(sent)
     copies.up(pairs_of(sent, there))
@@ -107,7 +111,9 @@ def test_each_tensor_is_told_of_when_all_of_it_is_there(slice_bytes: int, device
     assert sorted(told) == list(range(len(sent)))
 
 
-def test_what_nobody_wants_any_more_is_not_written(slice_bytes: int, device: AdversarialDevice) -> None:
+def test_what_nobody_wants_any_more_is_not_written(
+    slice_bytes: int, device: AdversarialDevice
+) -> None:
     copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back, told = room_for(sent, device), zeros_like(sent), list[int]()
     copies.up(pairs_of(sent, there))
@@ -124,7 +130,9 @@ def test_after_an_interrupt_on_the_way_up_everything_goes_up(
     """What it has left under way reads slices that are filled again."""
     copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     with monkeypatch.context() as patch:
-        patch.setattr(device.compute, "copy_", raise_at(place, device.compute.copy_, KeyboardInterrupt))
+        patch.setattr(
+            device.compute, "copy_", raise_at(place, device.compute.copy_, KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             copies.up(pairs_of(sent, room_for(sent, device)) * 2)
     there = room_for(sent, device)
@@ -153,7 +161,9 @@ def test_after_an_interrupt_on_the_way_down_the_others_can_be_fetched(
     assert not device.faults
 
 
-def test_a_copy_in_the_midst_of_another_needs_no_slice(slice_bytes: int, device: AdversarialDevice) -> None:
+def test_a_copy_in_the_midst_of_another_needs_no_slice(
+    slice_bytes: int, device: AdversarialDevice
+) -> None:
     """As of a signal's handler that looks at what the main thread is just fetching."""
     copies, sent = PinnedCopier(device.compute, OFF, 1 << 40), tensors()
     there, back, inner = room_for(sent, device), zeros_like(sent), zeros_like(sent)
@@ -161,7 +171,10 @@ def test_a_copy_in_the_midst_of_another_needs_no_slice(slice_bytes: int, device:
     seen: list[bool] = []
 
     def look(_: int) -> None:
-        copies.down(pairs_of(inner, there), arrived=lambda index: seen.append(torch.equal(inner[index], sent[index])))
+        copies.down(
+            pairs_of(inner, there),
+            arrived=lambda index: seen.append(torch.equal(inner[index], sent[index])),
+        )
 
     copies.down(pairs_of(back, there), arrived=look)
     assert are_same(back, sent)

@@ -10,7 +10,8 @@ from roundpipe.step.thread import leave_cores_for
 
 
 @pytest.mark.parametrize(
-    ("cores", "devices", "expected"), [(16, 1, 12), (16, 8, 7), (8, 1, 6), (4, 2, 1), (2, 1, 1), (1, 8, 1)]
+    ("cores", "devices", "expected"),
+    [(16, 1, 12), (16, 8, 7), (8, 1, 6), (4, 2, 1), (2, 1, 1), (1, 8, 1)],
 )
 def test_updates_leave_a_core_for_each_device_and_the_caller_and_a_quarter_of_all(
     cores: int, devices: int, expected: int, monkeypatch: pytest.MonkeyPatch

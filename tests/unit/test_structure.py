@@ -1,4 +1,5 @@
-"""A snapshot tells whatever was put in the place of something else, and is as true as it was once that is back."""
+"""A snapshot tells whatever was put in the place of something else, and is as true as it was once
+that is back."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,8 @@ _ONE, _OTHER = [0], [0]  # equal, and two
 
 
 class _Held:
-    """Attributes of which two are looked at, an attribute alone in its dictionary, and containers."""
+    """Attributes of which two are looked at, an attribute alone in its dictionary, and
+    containers."""
 
     def __init__(self) -> None:
         self.attributes: dict[str, Any] = {"a": _ONE, "b": None, "beside": 1}
@@ -55,7 +57,9 @@ def held() -> _Held:
 
 
 @pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
-def test_every_change_is_seen_and_so_is_that_it_is_undone(change: Callable[[_Held], object], held: _Held) -> None:
+def test_every_change_is_seen_and_so_is_that_it_is_undone(
+    change: Callable[[_Held], object], held: _Held
+) -> None:
     before = {name: value.copy() for name, value in vars(held).items() if name != "snapshot"}
     change(held)
     assert not held.snapshot.is_true

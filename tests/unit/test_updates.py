@@ -15,7 +15,15 @@ from roundpipe.step.updates import RuleUpdate
 
 SHAPES = [(3, 7), (70000,), (1,), (300, 500), (200000,)]
 RULE = AdamRule(
-    step=3, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False, is_decoupled=True
+    step=3,
+    lr=0.1,
+    beta1=0.9,
+    beta2=0.99,
+    eps=1e-8,
+    weight_decay=0.1,
+    amsgrad=False,
+    maximize=False,
+    is_decoupled=True,
 )
 
 
@@ -31,13 +39,18 @@ def make(scale: float, num_parts: int) -> list[UpdateInto]:
 
 
 def tensors_of(made: list[UpdateInto]) -> list[Tensor]:
-    return [tensor for update, working in made for tensor in (update.weight, *update.moments, working)]
+    return [
+        tensor for update, working in made for tensor in (update.weight, *update.moments, working)
+    ]
 
 
 def one_by_one(made: list[UpdateInto]) -> list[Tensor]:
     """torch's kernel on each whole tensor."""
     for update, working in made:
-        gradient = sum((part.float() for part in update.parts[1:]), start=update.parts[0].float()) * update.scale
+        gradient = (
+            sum((part.float() for part in update.parts[1:]), start=update.parts[0].float())
+            * update.scale
+        )
         RULE.apply([update.weight], [gradient], [update.moments])
         working.copy_(update.weight)
     return tensors_of(made)
@@ -57,7 +70,8 @@ def test_pieces_and_batches_change_nothing(
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Tensors of more elements cannot be had. Returns a list that grows by the size of each that was asked for."""
+    """Tensors of more elements cannot be had. Returns a list that grows by the size of each that
+    was asked for."""
     empty_like, asked = torch.empty_like, list[int]()
 
     def limited(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,7 +100,9 @@ def test_without_memory_for_the_smallest_piece_it_says_so(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
-def test_one_that_raises_keeps_no_other_from_being_done(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_raises_keeps_no_other_from_being_done(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its master is left as it was, so that what is written back is what masters hold."""
     if not has_kernel:
         monkeypatch.setattr(native, "library", lambda: None)

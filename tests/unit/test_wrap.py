@@ -1,4 +1,5 @@
-"""`wrap_model_to_roundpipe`: which way a model goes, and that through the engine it still is that model."""
+"""`wrap_model_to_roundpipe`: which way a model goes, and that through the engine it still is that
+model."""
 
 import copy
 import inspect
@@ -13,7 +14,13 @@ from torch import Tensor, nn
 
 from branching import bert_batch, make_bert, make_branches, make_t5, t5_batch
 from models import make_llama, make_lora_llama, make_mlp
-from roundpipe import AutoRoundPipe, ConfigError, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe import (
+    AutoRoundPipe,
+    ConfigError,
+    RoundPipe,
+    RoundPipeRunConfig,
+    wrap_model_to_roundpipe,
+)
 
 ROWS, TOKENS, VOCABULARY = 5, 12, 64
 
@@ -59,13 +66,17 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [lambda: make_llama(tied=False), lambda: make_llama(tied=True), make_lora_llama])
+@pytest.mark.parametrize(
+    "make", [lambda: make_llama(tied=False), lambda: make_llama(tied=True), make_lora_llama]
+)
 @pytest.mark.parametrize(("num_microbatch", "devices"), [(1, 1), (2, 1), (3, 2), (5, 3)])
 def test_preset_through_the_engine(wrap: Any, make: Any, num_microbatch: int, devices: int) -> None:
     """Loss, logits and every gradient are the model's own; names too; PEFT's as well."""
     model = make()
     theirs, expected = plain(model)
-    engine = wrap(model, devices=devices, model_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch))
+    engine = wrap(
+        model, devices=devices, model_run_config=RoundPipeRunConfig(num_microbatch=num_microbatch)
+    )
     loss, ours = engine.forward_backward(
         input_kwargs=padded_batch(), loss_fn=lambda outputs, _: outputs.loss, return_outputs=True
     )
@@ -124,7 +135,8 @@ def test_a_run_config_beats_the_preset(wrap: Any) -> None:
         return [args], [kwargs]
 
     engine = wrap(
-        make_llama(tied=False), model_run_config=RoundPipeRunConfig(num_microbatch=2, split_input=split_input)
+        make_llama(tied=False),
+        model_run_config=RoundPipeRunConfig(num_microbatch=2, split_input=split_input),
     )
     with torch.no_grad():
         engine(**padded_batch())
@@ -132,7 +144,8 @@ def test_a_run_config_beats_the_preset(wrap: Any) -> None:
 
 
 def test_frozen_first_layers(wrap: Any) -> None:
-    """BC-26 (a): everything that trains gets the gradient it gets in plain PyTorch, what is frozen none."""
+    """BC-26 (a): everything that trains gets the gradient it gets in plain PyTorch, what is frozen
+    none."""
     model: Any = make_llama(tied=False)
     for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[1]):
         part.requires_grad_(False)
@@ -147,7 +160,8 @@ def test_frozen_first_layers(wrap: Any) -> None:
 
 
 def test_saved_files_are_the_models_own(wrap: Any, tmp_path: Any) -> None:
-    """BC-31: after training, half of it frozen and tied, the files load into the plain class, nothing missing."""
+    """BC-31: after training, half of it frozen and tied, the files load into the plain class,
+    nothing missing."""
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
@@ -157,7 +171,9 @@ def test_saved_files_are_the_models_own(wrap: Any, tmp_path: Any) -> None:
     engine = wrap(model)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     for _ in range(2):
-        engine.forward_backward(input_kwargs=padded_batch(), loss_fn=lambda outputs, _: outputs.loss)
+        engine.forward_backward(
+            input_kwargs=padded_batch(), loss_fn=lambda outputs, _: outputs.loss
+        )
         engine.step(optimizer.step)
     engine.save_pretrained(tmp_path / "trained")
     names = [load_file(tmp_path / run / "model.safetensors").keys() for run in ("plain", "trained")]
@@ -173,7 +189,8 @@ def test_saved_files_are_the_models_own(wrap: Any, tmp_path: Any) -> None:
 
 
 def test_which_engine_a_model_gets(wrap: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A sequence one of its children, a small module one of a single layer, all else one for each part."""
+    """A sequence one of its children, a small module one of a single layer, all else one for each
+    part."""
     with caplog.at_level(logging.INFO, logger="roundpipe"):
         sequential = wrap(make_mlp())
         single = wrap(Scale())
@@ -181,9 +198,18 @@ def test_which_engine_a_model_gets(wrap: Any, caplog: pytest.LogCaptureFixture) 
         parts = wrap(make_branches(), name="mine", upper_threshold=100)
     assert [engine.statistics()["layers"] for engine in (sequential, single)] == [7, 1]
     assert type(parts) is AutoRoundPipe
-    assert parts.statistics()["engines"] == {"left": 3, "right": 2, "blocks.0": 1, "blocks.1": 1, "blocks.2": 1}
+    assert parts.statistics()["engines"] == {
+        "left": 3,
+        "right": 2,
+        "blocks.0": 1,
+        "blocks.1": 1,
+        "blocks.2": 1,
+    }
     (record,) = caplog.records
-    assert record.getMessage() == "mine: Branches runs part by part: left, right, blocks.0, blocks.1, blocks.2"
+    assert (
+        record.getMessage()
+        == "mine: Branches runs part by part: left, right, blocks.0, blocks.1, blocks.2"
+    )
     x = torch.randn(3, 4)
     with torch.no_grad():
         assert_close(single(x, twice=True), single.model(x, twice=True))
@@ -230,7 +256,8 @@ def test_default_name_is_where_the_user_called() -> None:
 
 
 def test_settings_for_modules_that_are_no_parts(wrap: Any) -> None:
-    """They would have no effect, so they are refused: for a preset's model, for a module elsewhere or inside a part."""
+    """They would have no effect, so they are refused: for a preset's model, for a module elsewhere
+    or inside a part."""
     other, config = nn.Linear(2, 2), RoundPipeRunConfig(num_microbatch=1)
     model: Any = make_branches()
     with pytest.raises(ConfigError, match="runs by its preset"):
@@ -253,14 +280,21 @@ def test_an_engine_is_not_wrapped_again(wrap: Any) -> None:
 # --- through the engine it still is that model ---
 
 
-@pytest.mark.parametrize("make", [lambda: make_llama(tied=False), make_lora_llama, make_bert, make_t5, make_branches])
+@pytest.mark.parametrize(
+    "make", [lambda: make_llama(tied=False), make_lora_llama, make_bert, make_t5, make_branches]
+)
 def test_it_looks_like_the_model(wrap: Any, make: Any) -> None:
-    """BC-25: what libraries look at to tell what a model takes and is: signatures, attributes, methods, modules."""
+    """BC-25: what libraries look at to tell what a model takes and is: signatures, attributes,
+    methods, modules."""
     model = make()
     engine = wrap(model)
     assert inspect.signature(engine.forward) == inspect.signature(model.forward)
-    assert [name for name, _ in engine.named_modules()] == [name for name, _ in model.named_modules()]
-    assert [name for name, _ in engine.named_children()] == [name for name, _ in model.named_children()]
+    assert [name for name, _ in engine.named_modules()] == [
+        name for name, _ in model.named_modules()
+    ]
+    assert [name for name, _ in engine.named_children()] == [
+        name for name, _ in model.named_children()
+    ]
     assert all(one is other for one, other in zip(engine.modules(), model.modules(), strict=True))
     for name, module in model.named_modules():
         assert engine.get_submodule(name) is module
@@ -293,7 +327,8 @@ def test_writes_and_deletes_reach_the_model(wrap: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("make", [lambda: make_llama(tied=False), make_branches])
 def test_what_modules_do_with_their_own_is_done_to_the_model(wrap: Any, make: Any) -> None:
-    """An engine has no children, parameters or buffers of its own; what is added to it would be lost."""
+    """An engine has no children, parameters or buffers of its own; what is added to it would be
+    lost."""
     model = make()
     engine, seen = wrap(model), []
     assert engine.apply(seen.append) is engine
@@ -309,7 +344,8 @@ def test_what_modules_do_with_their_own_is_done_to_the_model(wrap: Any, make: An
 
 
 def test_set_original_model() -> None:
-    """The target of attribute forwarding: names, keys, attributes and methods are its own from then on."""
+    """The target of attribute forwarding: names, keys, attributes and methods are its own from then
+    on."""
 
     class Original(nn.Module):
         def __init__(self) -> None:
@@ -318,7 +354,12 @@ def test_set_original_model() -> None:
 
     original = Original()
     with RoundPipe(nn.Sequential(original.encoder, nn.Tanh(), original.head), devices=1) as engine:
-        assert [name for name, _ in engine.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert [name for name, _ in engine.named_parameters()] == [
+            "0.weight",
+            "0.bias",
+            "2.weight",
+            "2.bias",
+        ]
         engine.set_original_model(original)
         names = ["encoder.weight", "encoder.bias", "head.weight", "head.bias"]
         assert [name for name, _ in engine.named_parameters()] == names
@@ -328,14 +369,17 @@ def test_set_original_model() -> None:
         engine.note = "theirs"
         assert original.note == "theirs"
         original.extra = nn.Linear(1, 1)
-        with pytest.raises(ConfigError, match="'extra.weight' of the original model is in no layer"):
+        with pytest.raises(
+            ConfigError, match="'extra.weight' of the original model is in no layer"
+        ):
             engine.set_original_model(original)
         del original.extra
         engine.set_original_model(original)
 
 
 def test_a_loss_function_of_the_users_own(wrap: Any) -> None:
-    """Assigned through the engine it replaces the model's, which runs on a device; the user's runs on the CPU."""
+    """Assigned through the engine it replaces the model's, which runs on a device; the user's runs
+    on the CPU."""
     model: Any = make_llama(tied=True)
     engine = wrap(model, use_sequential_preset=False)
     batch = padded_batch()
@@ -351,7 +395,10 @@ def test_a_loss_that_is_divided_by_a_given_number_is_cut(wrap: Any, count: int) 
     """Rows of a batch then add up to its loss, so the logits never are on a device at once."""
     model: Any = make_llama(tied=True)
     engine = wrap(
-        model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=count), lower_threshold=1
+        model,
+        use_sequential_preset=False,
+        model_run_config=RoundPipeRunConfig(num_microbatch=count),
+        lower_threshold=1,
     )
     for items in (torch.tensor(30), 30):
         loss = engine(**padded_batch(), num_items_in_batch=items).loss
@@ -387,7 +434,8 @@ def test_generate_sees_every_update(wrap: Any) -> None:
 
 
 def test_saved_files_of_a_model_in_parts(wrap: Any, tmp_path: Any) -> None:
-    """BC-31: a tied T5, half of it frozen, after training: the plain class loads it, nothing missing."""
+    """BC-31: a tied T5, half of it frozen, after training: the plain class loads it, nothing
+    missing."""
     from safetensors.torch import load_file
     from transformers import T5ForConditionalGeneration
 
@@ -402,11 +450,15 @@ def test_saved_files_of_a_model_in_parts(wrap: Any, tmp_path: Any) -> None:
     engine.save_pretrained(tmp_path / "trained")
     names = [load_file(tmp_path / run / "model.safetensors").keys() for run in ("plain", "trained")]
     assert names[0] == names[1]
-    loaded, info = T5ForConditionalGeneration.from_pretrained(tmp_path / "trained", output_loading_info=True)
+    loaded, info = T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "trained", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.no_grad():
-        assert torch.equal(loaded(**t5_batch().kwargs).logits, model.eval()(**t5_batch().kwargs).logits)
+        assert torch.equal(
+            loaded(**t5_batch().kwargs).logits, model.eval()(**t5_batch().kwargs).logits
+        )
     state = engine.state_dict()
     fresh = make_t5()
     fresh.load_state_dict(state, strict=True)
@@ -414,12 +466,15 @@ def test_saved_files_of_a_model_in_parts(wrap: Any, tmp_path: Any) -> None:
 
 
 def test_several_adapters(wrap: Any) -> None:
-    """BC-39: only the selected adapter changes, as if the other were not there; the engine is wrapped anew after it."""
+    """BC-39: only the selected adapter changes, as if the other were not there; the engine is
+    wrapped anew after it."""
     from peft import LoraConfig, get_peft_model
 
     def adapted() -> Any:
         torch.manual_seed(1)
-        config = LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False, modules_to_save=[])
+        config = LoraConfig(
+            r=2, target_modules=["query", "value"], init_lora_weights=False, modules_to_save=[]
+        )
         model = get_peft_model(make_bert(), config, adapter_name="first")
         model.add_adapter("second", config)
         return model

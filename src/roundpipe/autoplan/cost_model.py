@@ -34,7 +34,9 @@ class CostModel:
         rules: what gradients are summed in.
     """
 
-    def __init__(self, store: ParameterStore, layers: Sequence[nn.Module], rules: GradientRules) -> None:
+    def __init__(
+        self, store: ParameterStore, layers: Sequence[nn.Module], rules: GradientRules
+    ) -> None:
         self._store = store
         self._looked_up = {id(weight) for layer in layers for weight in _embeddings(layer)}
         self._rules = rules
@@ -42,7 +44,9 @@ class CostModel:
 
     def trains(self) -> tuple[bool, ...]:
         """What does, now."""
-        return tuple(use.parameter.requires_grad for layer in self._store.layers for use in layer.uses)
+        return tuple(
+            use.parameter.requires_grad for layer in self._store.layers for use in layer.uses
+        )
 
     def of(self, trains: tuple[bool, ...], *, wants_gradients: bool) -> CostEstimate:
         """When asked for the first time, that has to be what trains now."""
@@ -50,11 +54,15 @@ class CostModel:
         if key not in self._made:
             sizes = [self._size(layer) for layer in self._store.layers]
             first = first_trained(self._store, wants_gradients=wants_gradients)
-            self._made[key] = CostEstimate(sizes, first, estimate_costs(sizes, first), estimate_update_ms(sizes))
+            self._made[key] = CostEstimate(
+                sizes, first, estimate_costs(sizes, first), estimate_update_ms(sizes)
+            )
         return self._made[key]
 
     def _size(self, layer: LayerParameters) -> LayerSize:
-        multiplied = [use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up]
+        multiplied = [
+            use.parameter for use in layer.uses if id(use.parameter) not in self._looked_up
+        ]
         trained = [use.parameter for use in layer.trainable]
         dtypes = [(parameter.numel(), self._rules.dtypes(parameter)) for parameter in trained]
         return LayerSize(

@@ -1,4 +1,5 @@
-"""Costs as they turn out while running. The one file of plan/ that looks at tensors and is shared between threads."""
+"""Costs as they turn out while running. The one file of plan/ that looks at tensors and is shared
+between threads."""
 
 import threading
 from collections.abc import Hashable, Iterable, Sequence
@@ -10,26 +11,30 @@ import torch
 
 from ..plan.costs import LayerCosts
 
-# What a stage run spends its time on: a layer's forward (with or without a graph), its forward once more, its backward.
+# What a stage run spends its time on: a layer's forward (with or without a graph), its forward once
+# more, its backward.
 Computation = Literal["forward", "recompute", "backward"]
 Way = Literal["up", "down"]
 COMPUTATIONS: tuple[Computation, ...] = ("forward", "recompute", "backward")
 
-# Share of a new measurement in the smoothed one. No single one counts for more than so many times what was known: a
-# hiccup of the machine is no property of a layer, and what is one shows again.
+# Share of a new measurement in the smoothed one. No single one counts for more than so many times
+# what was known: a hiccup of the machine is no property of a layer, and what is one shows again.
 _NEW, _MOST = 0.3, 2.0
 # A smaller relative change is no reason to plan again.
 _NOTABLE = 0.05
-# Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate, copy rate, what
-# any layer costs, and the host's memory bandwidth. 16-bit weights then take as long to go up over PCIe gen4 as to run.
+# Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate,
+# copy rate, what any layer costs, and the host's memory bandwidth. 16-bit weights then take as long
+# to go up over PCIe gen4 as to run.
 _TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
-# An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and two moments.
+# An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and
+# two moments.
 _UPDATE_BYTES = 28
 _SETTLED = 4  # updates after which their time says something
 
 
 class LayerSize(NamedTuple):
-    """What is known of a layer before it runs. ``matmul_elements``: its weights that every token is multiplied by."""
+    """What is known of a layer before it runs. ``matmul_elements``: its weights that every token is
+    multiplied by."""
 
     weight_bytes: int
     gradient_bytes: int
@@ -39,9 +44,13 @@ class LayerSize(NamedTuple):
 
 
 def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
-    """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient of the backward."""
+    """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient
+    of the backward."""
     forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
-    gradients = [(index >= first_trained) * (1 + (layer.trained_elements > 0)) for index, layer in enumerate(layers)]
+    gradients = [
+        (index >= first_trained) * (1 + (layer.trained_elements > 0))
+        for index, layer in enumerate(layers)
+    ]
     return LayerCosts(
         forward=tuple(forward),
         backward=tuple(ms * count for ms, count in zip(forward, gradients, strict=True)),
@@ -58,23 +67,34 @@ def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
     return sum(layer.trained_elements for layer in layers) * _UPDATE_BYTES / _HOST_BYTES_PER_MS
 
 
-def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0) -> LayerCosts:
-    """Activations of each layer of which nothing was measured, as if it were a transformer block with as many weights;
-    for a first call to be careful.
+def with_guessed_graphs(
+    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0
+) -> LayerCosts:
+    """Activations of each layer of which nothing was measured, as if it were a transformer block
+    with as many weights; for a first call to be careful.
 
-    34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention scores, which fused
-    kernels do not keep); 12 weights per unit of width squared. As much more as that was too little for those measured.
+    34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention
+    scores, which fused kernels do not keep); 12 weights per unit of width squared. As much more as
+    that was too little for those measured.
 
     Args:
-        tokens: of the largest microbatch; a guess that is too small is worse than one that is too large.
+        tokens: of the largest microbatch; a guess that is too small is worse than one that is too
+            large.
     """
     token_widths = [max(tokens, _TOKENS) * sqrt(layer.matmul_elements / 12) for layer in layers]
 
     def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
         guesses = [int(bytes_per_width * width) for width in token_widths]
-        both = [(num_bytes, guess) for num_bytes, guess in zip(measured, guesses, strict=True) if num_bytes and guess]
+        both = [
+            (num_bytes, guess)
+            for num_bytes, guess in zip(measured, guesses, strict=True)
+            if num_bytes and guess
+        ]
         scale = max((num_bytes / guess for num_bytes, guess in both), default=1.0)
-        return tuple(num_bytes or int(scale * guess) for num_bytes, guess in zip(measured, guesses, strict=True))
+        return tuple(
+            num_bytes or int(scale * guess)
+            for num_bytes, guess in zip(measured, guesses, strict=True)
+        )
 
     return replace(
         costs,
@@ -85,10 +105,11 @@ def with_guessed_graphs(costs: LayerCosts, layers: Sequence[LayerSize], tokens: 
 
 
 class GraphBytes:
-    """Counts what autograd keeps of a layer. ``pack`` and ``count`` are made for ``saved_tensors_hooks``.
+    """Counts what autograd keeps of a layer. ``pack`` and ``count`` are made for
+    ``saved_tensors_hooks``.
 
-    Storages count once and whole; the layer's own parameters do not. Holds the storages, because freed memory that is
-    used again would look like a storage already counted.
+    Storages count once and whole; the layer's own parameters do not. Holds the storages, because
+    freed memory that is used again would look like a storage already counted.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -101,25 +122,30 @@ class GraphBytes:
 
     @property
     def largest_bytes(self) -> int:
-        """The largest single one: the gradient of something that large passes through the layer's backward."""
+        """The largest single one: the gradient of something that large passes through the layer's
+        backward."""
         return max((storage.nbytes() for storage in self._kept.values()), default=0)
 
     def count(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:  # sparse ones have no storage; what they hold is not counted
+        if (
+            tensor.layout is not torch.strided
+        ):  # sparse ones have no storage; what they hold is not counted
             return
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._own:
             self._kept[storage.data_ptr()] = storage
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts, and lets autograd keep the tensor. Without its node, which may be the one that keeps it: where no
-        backward comes by, after a failure for example, that circle would never go."""
+        """Counts, and lets autograd keep the tensor. Without its node, which may be the one that
+        keeps it: where no backward comes by, after a failure for example, that circle would never
+        go."""
         self.count(tensor)
         return tensor.detach()
 
 
 class _Changes:
-    """Counts changes large enough to plan again, each measured from where the last one that counted ended."""
+    """Counts changes large enough to plan again, each measured from where the last one that counted
+    ended."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -133,7 +159,8 @@ class _Changes:
 
 
 class Rates:
-    """What the machine itself takes, whatever the shapes: copies each way, and an update. Any thread may call it."""
+    """What the machine itself takes, whatever the shapes: copies each way, and an update. Any
+    thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # because sums of bytes and of times belong together
@@ -178,22 +205,25 @@ class Rates:
 
 
 class ShapeMeasurements:
-    """What was measured on microbatches of the same shapes; what was not is taken from a layer like it, else it is
-    ``estimate``, scaled to what was.
+    """What was measured on microbatches of the same shapes; what was not is taken from a layer like
+    it, else it is ``estimate``, scaled to what was.
 
-    Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread reads: every method
-    may be called from any thread, and none waits for long.
+    Layers with as many weight bytes are taken to be alike. Workers record and the caller's thread
+    reads: every method may be called from any thread, and none waits for long.
 
-    ``elements``: of the largest microbatch, which bytes are measured of or scaled to. ``caller_bytes``: the most that
-    all inputs of a call, or their gradients, took on devices; ``output_bytes``: that all its outputs took.
-    ``shortages``: how often a device's memory did not suffice.
+    ``elements``: of the largest microbatch, which bytes are measured of or scaled to.
+    ``caller_bytes``: the most that all inputs of a call, or their gradients, took on devices;
+    ``output_bytes``: that all its outputs took. ``shortages``: how often a device's memory did not
+    suffice.
     """
 
     def __init__(self, estimate: LayerCosts, rates: Rates) -> None:
         self._lock = threading.Lock()  # because a reader must not see half of an update
         self._estimate = estimate
         self._rates = rates
-        self._ms: dict[Computation, dict[int, float]] = {computation: {} for computation in COMPUTATIONS}
+        self._ms: dict[Computation, dict[int, float]] = {
+            computation: {} for computation in COMPUTATIONS
+        }
         self._saved: dict[int, int] = {}
         self._passing: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
@@ -205,7 +235,9 @@ class ShapeMeasurements:
 
     def __repr__(self) -> str:
         times = sum(map(len, self._ms.values()))
-        return f"<ShapeMeasurements: {times} times, {len(self._saved)} graphs, version {self.version}>"
+        return (
+            f"<ShapeMeasurements: {times} times, {len(self._saved)} graphs, version {self.version}>"
+        )
 
     @property
     def version(self) -> int:
@@ -223,7 +255,8 @@ class ShapeMeasurements:
             self._changes.note((computation, layer), now)
 
     def record_saved_bytes(self, layer: int, num_bytes: int, largest_bytes: int = 0) -> None:
-        """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for the loss."""
+        """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for
+        the loss."""
         with self._lock:
             self._passing[layer] = largest_bytes
         self._record("saved", self._saved, layer, num_bytes)
@@ -233,14 +266,19 @@ class ShapeMeasurements:
         return layer in self._saved
 
     def grow_to(self, elements: int) -> None:
-        """A microbatch of so many elements comes. If that is notably more than all before it had, what those brought
-        and kept becomes as much more, because shapes that are called the same are so only within a fifth."""
+        """A microbatch of so many elements comes. If that is notably more than all before it had,
+        what those brought and kept becomes as much more, because shapes that are called the same
+        are so only within a fifth."""
         with self._lock:
             before, grown = self.elements, elements > self.elements * (1 + _NOTABLE)
             self.elements = elements if grown else before
             if not grown or not before:
                 return
-            for kind, known in (("saved", self._saved), ("passing", self._passing), ("input", self._inputs)):
+            for kind, known in (
+                ("saved", self._saved),
+                ("passing", self._passing),
+                ("input", self._inputs),
+            ):
                 for layer, num_bytes in known.items():
                     known[layer] = num_bytes * elements // before
                     self._changes.note((kind, layer), known[layer])
@@ -251,7 +289,8 @@ class ShapeMeasurements:
             self.shortages += 1
 
     def record_caller_bytes(self, num_bytes: int) -> None:
-        """Inputs of a call, all microbatches together, that somebody else holds on a device while it runs."""
+        """Inputs of a call, all microbatches together, that somebody else holds on a device while
+        it runs."""
         with self._lock:
             self.caller_bytes = max(self.caller_bytes, num_bytes)
             if self.caller_bytes:
@@ -321,7 +360,10 @@ class ShapeMeasurements:
         of_size: dict[int, int] = {}
         for layer, size in enumerate(self._estimate.weight_bytes):
             of_size[size] = max(of_size.get(size, 0), known.get(layer, 0))
-        return tuple(known.get(layer, of_size.get(size, 0)) for layer, size in enumerate(self._estimate.weight_bytes))
+        return tuple(
+            known.get(layer, of_size.get(size, 0))
+            for layer, size in enumerate(self._estimate.weight_bytes)
+        )
 
     def _record(self, kind: str, known: dict[int, int], layer: int, num_bytes: int) -> None:
         with self._lock:

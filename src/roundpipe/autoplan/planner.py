@@ -1,4 +1,5 @@
-"""Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices' memory."""
+"""Which plan a call uses: the user's, checked, or one made from the layers' costs and the devices'
+memory."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,24 +13,33 @@ from ..errors import PlanError
 from ..params.gradients import GradientRules
 from ..params.working import ParameterStore
 from ..plan.costs import Grain, LayerCosts, Workload
-from ..plan.execute_plan import ModelExecutePlan, RunType, plan_for, plan_peak, smallest_plan, step_ms
+from ..plan.execute_plan import (
+    ModelExecutePlan,
+    RunType,
+    plan_for,
+    plan_peak,
+    smallest_plan,
+    step_ms,
+)
 from ..plan.memory import Peak
 from .cost_model import CostEstimate, CostModel
 from .measurements import Measurements, Rates, ShapeMeasurements, with_guessed_graphs
 from .memory_limit import MemoryLimit
 
-# A new plan has to be predicted this much faster, because measurements waver and a new plan starts cold.
+# A new plan has to be predicted this much faster, because measurements waver and a new plan starts
+# cold.
 _WORTH_CHANGING = 0.03
-# What of that plans may fill after so many times that memory did not suffice, because what layers need inside is not
-# known. With nothing left it is one layer at a time.
+# What of that plans may fill after so many times that memory did not suffice, because what layers
+# need inside is not known. With nothing left it is one layer at a time.
 _AFTER_SHORTAGES = (1.0, 0.8, 0.5, 0.25, 0.0)
-# Calls of a plan that are timed: not the first, in which things are compiled and allocated, then some, then few.
+# Calls of a plan that are timed: not the first, in which things are compiled and allocated, then
+# some, then few.
 _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 
 class Needs(NamedTuple):
-    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of ``slots`` among that, and
-    what may be there."""
+    """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of
+    ``slots`` among that, and what may be there."""
 
     kept: int
     most: int
@@ -55,9 +65,9 @@ class PlanKey(NamedTuple):
 class Planned(NamedTuple):
     """What a call that was to be as in ``plan_key`` does.
 
-    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the plan was looked at
-    last. ``is_timed``: it is one of the few calls that are timed.
-    ``is_sure``: needs were predicted from graphs that were measured.
+    ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the
+    plan was looked at last. ``is_timed``: it is one of the few calls that are timed. ``is_sure``:
+    needs were predicted from graphs that were measured.
     """
 
     plan_key: PlanKey
@@ -71,8 +81,9 @@ class Planned(NamedTuple):
 
 @dataclass
 class _InUse:
-    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed, for a microbatch
-    that is larger than the ``elements`` it was made for, and after a shortage that it did not know of.
+    """A plan in use. It is looked at again after 1, 2, 4, ... calls in which measurements changed,
+    for a microbatch that is larger than the ``elements`` it was made for, and after a shortage that
+    it did not know of.
 
     ``round_ms``: of a round without its update, as predicted at that version of the measurements.
     """
@@ -98,10 +109,13 @@ class Planner:
     """Makes an engine's plans and keeps them. Used by the caller's thread.
 
     Args:
-        layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up, not multiplied.
+        layers: the modules. Their modes tell calls apart, and weights of embeddings are looked up,
+            not multiplied.
         rules: what gradients are summed in; default fp32.
-        held_bytes: by device, what the engine holds there while it does nothing; None while it does something.
-        keeps_layers: whether layers may stay on devices between stage runs: not where other engines plan with that memory.
+        held_bytes: by device, what the engine holds there while it does nothing; None while it does
+            something.
+        keeps_layers: whether layers may stay on devices between stage runs: not where other engines
+            plan with that memory.
     """
 
     def __init__(
@@ -125,7 +139,8 @@ class Planner:
         self._input_bytes: dict[Hashable, int] = {}
         self._latest: PlanKey | None = None
         self._overlaps = True
-        # Sums over shares are bitwise those of one stage run nowhere; accelerators do not promise that between each other.
+        # Sums over shares are bitwise those of one stage run nowhere; accelerators do not promise
+        # that between each other.
         self._may_share = all(device.torch_device.type != "cpu" for device in devices)
         self._keeps_layers = keeps_layers
         self.limit = MemoryLimit(devices, held_bytes)
@@ -133,7 +148,8 @@ class Planner:
     # What happens, told by the engine.
 
     def note_step(self, is_async: bool) -> None:
-        """Tells how rounds follow each other: an async step lets the next one begin beside the last."""
+        """Tells how rounds follow each other: an async step lets the next one begin beside the
+        last."""
         self._overlaps = is_async
 
     @property
@@ -142,7 +158,8 @@ class Planner:
         return self._measurements.rates
 
     def note_writes(self, writes: bool) -> None:
-        """Whether forwards of the latest call wrote buffers or attributes: then a microbatch needs the one before."""
+        """Whether forwards of the latest call wrote buffers or attributes: then a microbatch needs
+        the one before."""
         if self._latest is not None:
             key = self._latest.run_type, self._latest.modes
             self._writes[key] = self._writes.get(key, False) or writes
@@ -177,7 +194,8 @@ class Planner:
         """The plan for a call.
 
         Args:
-            shapes: what tells calls apart whose microbatches are planned for by themselves; default the latest call's.
+            shapes: what tells calls apart whose microbatches are planned for by themselves; default
+                the latest call's.
             elements: of the largest microbatch.
             tokens: about how many of them are tokens, if that is known.
             input_bytes: of the largest microbatch.
@@ -186,24 +204,37 @@ class Planner:
             returns: whether outputs stay on devices until all of them are known.
 
         Raises:
-            PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing fits.
+            PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing
+                fits.
         """
         self._latest = plan_key = self._plan_key(
-            run_type, num_microbatches, chosen, grain, shapes=shapes, wants_gradients=wants_gradients, returns=returns
+            run_type,
+            num_microbatches,
+            chosen,
+            grain,
+            shapes=shapes,
+            wants_gradients=wants_gradients,
+            returns=returns,
         )
-        self._input_bytes[plan_key.shapes] = max(input_bytes, self._input_bytes.get(plan_key.shapes, 0))
+        self._input_bytes[plan_key.shapes] = max(
+            input_bytes, self._input_bytes.get(plan_key.shapes, 0)
+        )
         self._tokens[plan_key.shapes] = max(tokens, self._tokens.get(plan_key.shapes, 0))
         measured = self._measured(plan_key)
         measured.grow_to(elements)
         measured.record_caller_bytes(caller_bytes)
         before = self._in_use.get(plan_key)
-        if before is not None and (before.elements < measured.elements or before.shortages < measured.shortages):
+        if before is not None and (
+            before.elements < measured.elements or before.shortages < measured.shortages
+        ):
             self._look_again(plan_key, measured)
         in_use = self._of(plan_key)
         in_use.calls += 1
         peak = in_use.peak
         needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
-        return Planned(plan_key, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure)
+        return Planned(
+            plan_key, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure
+        )
 
     def next_plan(
         self,
@@ -213,11 +244,13 @@ class Planner:
         *,
         grain: Grain = "stage",
     ) -> ModelExecutePlan:
-        """What ``plan`` would give for inputs like those of the latest call, without there being a call."""
+        """What ``plan`` would give for inputs like those of the latest call, without there being a
+        call."""
         return self._of(self._plan_key_like_latest(run_type, num_microbatches, chosen, grain)).plan
 
     def reconsider(self) -> None:
-        """Looks for a better plan for the next call like the latest one, if enough was learnt since.
+        """Looks for a better plan for the next call like the latest one, if enough was learnt
+        since.
 
         Called while the devices are busy with that call, so that nobody waits for it.
         """
@@ -271,7 +304,8 @@ class Planner:
         return self._measured(self._plan_key_like_latest("fused", 1, None, "stage"))
 
     def hides_update(self, planned: Planned) -> bool:
-        """Whether updates on the host take no longer than the rounds beside which they run, as far as is known."""
+        """Whether updates on the host take no longer than the rounds beside which they run, as far
+        as is known."""
         plan_key = planned.plan_key
         if not plan_key.overlaps or not planned.is_sure:
             return False
@@ -280,7 +314,9 @@ class Planner:
         in_use, version = self._in_use[plan_key], planned.measured.version
         if in_use.round_ms is None or in_use.round_ms[0] != version:
             costs, workload = self.problem_of(planned)
-            ms = step_ms(planned.plan, plan_key.run_type, costs, replace(workload, optimizer_ms=0.0))
+            ms = step_ms(
+                planned.plan, plan_key.run_type, costs, replace(workload, optimizer_ms=0.0)
+            )
             in_use.round_ms = version, ms
         return self.rates.update_ms(0.0) < in_use.round_ms[1]
 
@@ -319,10 +355,16 @@ class Planner:
         )
 
     def _plan_key_like_latest(
-        self, run_type: RunType, num_microbatches: int, chosen: ModelExecutePlan | None, grain: Grain
+        self,
+        run_type: RunType,
+        num_microbatches: int,
+        chosen: ModelExecutePlan | None,
+        grain: Grain,
     ) -> PlanKey:
         wants_gradients = self._latest is not None and self._latest.wants_gradients
-        return self._plan_key(run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients)
+        return self._plan_key(
+            run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients
+        )
 
     def _estimate(self, plan_key: PlanKey) -> CostEstimate:
         return self._cost_model.of(plan_key.trains, wants_gradients=plan_key.wants_gradients)
@@ -330,9 +372,13 @@ class Planner:
     def _measured(self, plan_key: PlanKey) -> ShapeMeasurements:
         estimate = self._estimate(plan_key)
         # What trains decides what a backward does, so times measured otherwise say nothing.
-        return self._measurements.of((plan_key.shapes, plan_key.trains, estimate.first_trained), estimate.costs)
+        return self._measurements.of(
+            (plan_key.shapes, plan_key.trains, estimate.first_trained), estimate.costs
+        )
 
-    def _problem(self, plan_key: PlanKey, measured: ShapeMeasurements) -> tuple[LayerCosts, Workload]:
+    def _problem(
+        self, plan_key: PlanKey, measured: ShapeMeasurements
+    ) -> tuple[LayerCosts, Workload]:
         estimate, costs = self._estimate(plan_key), measured.costs()
         return costs.by_layer() if plan_key.grain == "layer" else costs, Workload(
             num_devices=self._num_devices,
@@ -351,20 +397,26 @@ class Planner:
         left = _AFTER_SHORTAGES[min(measured.shortages, len(_AFTER_SHORTAGES) - 1)]
         return self._most_allowed(plan_key, measured, blindly=not measured.knows_graphs) * left
 
-    def _most_allowed(self, plan_key: PlanKey, measured: ShapeMeasurements, *, blindly: bool = False) -> float:
+    def _most_allowed(
+        self, plan_key: PlanKey, measured: ShapeMeasurements, *, blindly: bool = False
+    ) -> float:
         """Beside the caller's inputs and outputs."""
         outputs = measured.output_bytes if plan_key.returns else 0
         return self.limit.for_plans(measured.caller_bytes + outputs, blindly=blindly)
 
     def _first(self, plan_key: PlanKey, measured: ShapeMeasurements) -> _InUse:
-        """Leaves room for activations nobody has seen yet, and after shortages; but no call is refused because of a
-        guess."""
+        """Leaves room for activations nobody has seen yet, and after shortages; but no call is
+        refused because of a guess."""
         costs, workload = self._problem(plan_key, measured)
         known = costs
         if not measured.knows_graphs:
-            costs = with_guessed_graphs(costs, self._estimate(plan_key).sizes, self._tokens.get(plan_key.shapes, 0))
+            costs = with_guessed_graphs(
+                costs, self._estimate(plan_key).sizes, self._tokens.get(plan_key.shapes, 0)
+            )
             given = self._input_bytes.get(plan_key.shapes, 0)
-            costs = replace(costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:]))
+            costs = replace(
+                costs, input_bytes=(given or costs.input_bytes[0], *costs.input_bytes[1:])
+            )
         if plan_key.chosen is not None:
             plan = plan_key.chosen.for_run(plan_key.run_type)
             plan.check(plan_key.run_type, len(self._store.layers))
@@ -375,7 +427,9 @@ class Planner:
                 if measured.knows_graphs and not measured.shortages:
                     raise
                 workload = replace(workload, limit_bytes=self._most_allowed(plan_key, measured))
-                plan_for(plan_key.run_type, known, workload)  # raises if what is known does not fit either
+                plan_for(
+                    plan_key.run_type, known, workload
+                )  # raises if what is known does not fit either
                 plan = smallest_plan(plan_key.run_type, len(self._store.layers))
         peak = plan_peak(plan, plan_key.run_type, costs, workload)
         return _InUse(
@@ -389,20 +443,29 @@ class Planner:
         )
 
     def _shares(self, plan_key: PlanKey) -> bool:
-        """Only once a call has shown that no forward writes anything, because shares do not see each other's writes."""
+        """Only once a call has shown that no forward writes anything, because shares do not see
+        each other's writes."""
         return self._may_share and self._writes.get((plan_key.run_type, plan_key.modes)) is False
 
     def _known(self, plan_key: PlanKey, measured: ShapeMeasurements) -> Hashable:
         return measured.version, self._shares(plan_key)
 
     def _is_due(self, in_use: _InUse, plan_key: PlanKey, measured: ShapeMeasurements) -> bool:
-        return in_use.known != self._known(plan_key, measured) and in_use.waited + 1 >= in_use.patience
+        return (
+            in_use.known != self._known(plan_key, measured) and in_use.waited + 1 >= in_use.patience
+        )
 
 
 def _better(
-    run_type: RunType, plan: ModelExecutePlan, costs: LayerCosts, workload: Workload, *, is_refuted: bool
+    run_type: RunType,
+    plan: ModelExecutePlan,
+    costs: LayerCosts,
+    workload: Workload,
+    *,
+    is_refuted: bool,
 ) -> ModelExecutePlan:
-    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any more.
+    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any
+    more.
 
     Args:
         is_refuted: ``plan`` has run out of memory.

@@ -1,4 +1,5 @@
-"""A CUDA-like accelerator: lanes are streams of their own, never the default stream, which would synchronise them."""
+"""A CUDA-like accelerator: lanes are streams of their own, never the default stream, which would
+synchronise them."""
 
 import functools
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ class StreamLane:
             target.copy_(source, non_blocking=True)
 
     def record(self) -> "StreamEvent":
-        event = torch.cuda.Event(blocking=True)  # because a spinning wait would take a core from the optimizer
+        event = torch.cuda.Event(
+            blocking=True
+        )  # because a spinning wait would take a core from the optimizer
         event.record(self._stream)
         return StreamEvent(event)
 
@@ -68,14 +71,16 @@ class StreamMark:
 
 @functools.cache
 def _lanes(index: int) -> tuple[StreamLane, StreamLane, StreamLane]:
-    """Compute, up and down of one device, the same for all engines: libraries keep a workspace for every stream."""
+    """Compute, up and down of one device, the same for all engines: libraries keep a workspace for
+    every stream."""
     device = torch.device("cuda", index)
     # Copies get a higher priority than compute because they are short and compute waits for them.
     return StreamLane(device), StreamLane(device, priority=-1), StreamLane(device, priority=-1)
 
 
 class _Entered(torch.autograd.Function):
-    """The identity. Its backward has autograd's thread touch a lane, which gives it the device's context."""
+    """The identity. Its backward has autograd's thread touch a lane, which gives it the device's
+    context."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, lane: StreamLane) -> torch.Tensor:
@@ -98,11 +103,15 @@ class AcceleratorDevice:
 
     def __init__(self, device: torch.device, max_bytes: int | None = None) -> None:
         if device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"device {device} is not available; visible: {torch.cuda.device_count()} CUDA devices")
+            raise ConfigError(
+                f"device {device} is not available; visible: {torch.cuda.device_count()} CUDA "
+                "devices"
+            )
         index = device.index if device.index is not None else torch.cuda.current_device()
         if index >= torch.cuda.device_count():
             raise ConfigError(
-                f"device cuda:{index} does not exist; {torch.cuda.device_count()} CUDA devices are visible"
+                f"device cuda:{index} does not exist; {torch.cuda.device_count()} CUDA devices are "
+                "visible"
             )
         self.torch_device = torch.device("cuda", index)
         self.name = f"cuda:{index}"
@@ -114,9 +123,10 @@ class AcceleratorDevice:
         return self.name
 
     def enter_thread(self) -> None:
-        """[Note: threads without a context] Kernels that torch launches give a thread its device's context if it has
-        none; those that compiled C++ launches find it missing, for instance where such code is the first that a thread
-        does on device 0, which torch need not switch to. That goes for the worker and for autograd's own thread."""
+        """[Note: threads without a context] Kernels that torch launches give a thread its device's
+        context if it has none; those that compiled C++ launches find it missing, for instance where
+        such code is the first that a thread does on device 0, which torch need not switch to. That
+        goes for the worker and for autograd's own thread."""
         self.compute.record()
         nothing = torch.empty(0, device=self.torch_device, requires_grad=True)
         torch.autograd.backward(_Entered.apply(nothing, self.compute), torch.empty_like(nothing))
@@ -126,7 +136,9 @@ class AcceleratorDevice:
         allocated = torch.cuda.memory_allocated(self.torch_device)
         reusable = torch.cuda.memory_reserved(self.torch_device) - allocated
         # Whatever else this process has on the device counts against its share too.
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - allocated
+        allowed = (
+            int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device)) - allocated
+        )
         available = held + min(free + reusable, allowed)
         return available if self._max_bytes is None else min(available, self._max_bytes)
 

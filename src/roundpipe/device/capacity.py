@@ -1,10 +1,12 @@
-"""What lives on a virtual device that has a size: counted where it is made, refused where it does not fit any more.
+"""What lives on a virtual device that has a size: counted where it is made, refused where it does
+not fit any more.
 
-[Note: counted memory] An accelerator's allocator sees every tensor. Here a dispatch mode sees what a thread computes
-inside of a lane's ``work``, which is how everything on a device is made: slots, activations, graphs, sums, boundaries.
-Each new storage counts from there until it is freed, whoever holds it. A host copy that a worker makes in ``work``
-counts too, because both are memory of the CPU; what is inside of tensor subclasses does not. On devices with a size
-each operation takes some tens of microseconds more, and torch.compile leaves code as it is.
+[Note: counted memory] An accelerator's allocator sees every tensor. Here a dispatch mode sees what
+a thread computes inside of a lane's ``work``, which is how everything on a device is made: slots,
+activations, graphs, sums, boundaries. Each new storage counts from there until it is freed, whoever
+holds it. A host copy that a worker makes in ``work`` counts too, because both are memory of the
+CPU; what is inside of tensor subclasses does not. On devices with a size each operation takes some
+tens of microseconds more, and torch.compile leaves code as it is.
 """
 
 import threading
@@ -24,14 +26,17 @@ class VirtualMemory:
         settle: finishes what still holds on to freed memory; tried before an allocation is refused.
     """
 
-    def __init__(self, name: str, num_bytes: int, settle: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, num_bytes: int, settle: Callable[[], None] = lambda: None
+    ) -> None:
         self.num_bytes = num_bytes
         self.used = 0
         self.peak = 0
         self._name = name
         self._settle = settle
         self._alive: dict[int, int] = {}  # bytes, by the address of what torch keeps of a storage
-        # Held for a few lines only. One that can be taken twice, because a collection may free storages inside.
+        # Held for a few lines only. One that can be taken twice, because a collection may free
+        # storages inside.
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
@@ -62,7 +67,8 @@ class VirtualMemory:
         with self._lock:
             if self.used + num_bytes > self.num_bytes:
                 raise torch.OutOfMemoryError(
-                    f"{self._name} is out of memory. Tried to allocate {num_bytes} bytes; {self.used} of its "
+                    f"{self._name} is out of memory. Tried to allocate {num_bytes} bytes; "
+                    f"{self.used} of its "
                     f"{self.num_bytes} bytes are in use"
                 )
             self._alive[key] = num_bytes

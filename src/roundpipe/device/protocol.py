@@ -1,4 +1,5 @@
-"""What the engine asks of a device. Everything above is blind to the kind of device and is tested on virtual ones."""
+"""What the engine asks of a device. Everything above is blind to the kind of device and is tested
+on virtual ones."""
 
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,8 @@ class Mark(Protocol):
     """A moment on a lane, for measuring. Nobody can wait for it."""
 
     def seconds_since(self, earlier: Any) -> float | None:
-        """From an earlier mark of the same lane to this; None while the lane has not come this far. Never blocks."""
+        """From an earlier mark of the same lane to this; None while the lane has not come this far.
+        Never blocks."""
         ...
 
 
@@ -26,7 +28,8 @@ class Lane(Protocol):
     """An ordered queue of work on one device. Lanes of one device run beside each other."""
 
     def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy. Neither tensor may be written or freed by others before a later event of this lane."""
+        """Queues a copy. Neither tensor may be written or freed by others before a later event of
+        this lane."""
         ...
 
     def record(self) -> Event:
@@ -38,7 +41,8 @@ class Lane(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Later work on this lane starts only after ``event``, which may be another device's. Does not block."""
+        """Later work on this lane starts only after ``event``, which may be another device's. Does
+        not block."""
         ...
 
     def work(self) -> AbstractContextManager[None]:
@@ -46,7 +50,8 @@ class Lane(Protocol):
         ...
 
     def borrow(self, tensor: torch.Tensor) -> None:
-        """Keeps memory allocated on another lane from being reused before the work queued here is done."""
+        """Keeps memory allocated on another lane from being reused before the work queued here is
+        done."""
         ...
 
 
@@ -69,7 +74,8 @@ class Device(Protocol):
         ...
 
     def limit_bytes(self, held: int = 0) -> int:
-        """Bytes the engine may use on this device, the ``held`` ones that it has already among them."""
+        """Bytes the engine may use on this device, the ``held`` ones that it has already among
+        them."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -83,7 +89,8 @@ class Device(Protocol):
     def set_rng_state(self, state: torch.Tensor) -> None: ...
 
     def rng_position(self) -> object:
-        """Equal to an earlier one if nothing was drawn or set since. Cheaper than the state where that is possible."""
+        """Equal to an earlier one if nothing was drawn or set since. Cheaper than the state where
+        that is possible."""
         ...
 
     def seed(self, seed: int) -> None: ...
@@ -93,7 +100,8 @@ class Device(Protocol):
         ...
 
     def follow_caller(self) -> None:
-        """Later work on all lanes starts after what the calling thread has queued on this device itself."""
+        """Later work on all lanes starts after what the calling thread has queued on this device
+        itself."""
         ...
 
     def lend_to_caller(self, tensor: torch.Tensor) -> None:

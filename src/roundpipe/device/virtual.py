@@ -1,4 +1,5 @@
-"""A device made of the CPU: it copies what an accelerator would copy, so the same mistakes show. No own threads."""
+"""A device made of the CPU: it copies what an accelerator would copy, so the same mistakes show. No
+own threads."""
 
 import threading
 import time
@@ -47,7 +48,11 @@ class _Counting(TorchDispatchMode):
     """Shows every operation of the thread to the device that it is done on."""
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operation: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         made = operation(*args, **kwargs)
@@ -56,7 +61,8 @@ class _Counting(TorchDispatchMode):
 
 
 class VirtualLane:
-    """Runs everything at once, in the calling thread. ``capacity``: of its device, if that has a size."""
+    """Runs everything at once, in the calling thread. ``capacity``: of its device, if that has a
+    size."""
 
     def __init__(self, capacity: VirtualMemory | None = None) -> None:
         self._capacity = capacity
@@ -99,8 +105,8 @@ class VirtualDevice:
 
     Args:
         index: position among the engine's devices, for its name.
-        num_bytes: what it holds: more raises ``torch.OutOfMemoryError``, see [Note: counted memory]; None means that
-            the host's memory is the only limit.
+        num_bytes: what it holds: more raises ``torch.OutOfMemoryError``, see [Note: counted
+            memory]; None means that the host's memory is the only limit.
     """
 
     def __init__(self, index: int, num_bytes: int | None = None) -> None:

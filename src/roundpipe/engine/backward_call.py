@@ -1,4 +1,5 @@
-"""The backward of a ``forward()``: a round of its own, made when the caller's backward comes to it."""
+"""The backward of a ``forward()``: a round of its own, made when the caller's backward comes to
+it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from ..transfer.boundaries import BoundaryGradient
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardCall:
-    """Takes the place of ``run_backward`` in `runtime.autograd.attach`. Called by the caller's thread, at most once.
+    """Takes the place of ``run_backward`` in `runtime.autograd.attach`. Called by the caller's
+    thread, at most once.
 
-    Holds neither what ``forward`` was given nor what it returned, because that is memory of the devices.
+    Holds neither what ``forward`` was given nor what it returned, because that is memory of the
+    devices.
 
     Args:
         begin: the checks at the door of every engine call.
@@ -39,7 +42,8 @@ class BackwardCall:
     made_at: tuple[int, int, int]
 
     def __call__(self, gradients: list[Gradients]) -> Gradients:
-        """Empties ``gradients``, because a stage run lets go of each as soon as it is through with it."""
+        """Empties ``gradients``, because a stage run lets go of each as soon as it is through with
+        it."""
         self.begin("backward()")
         self.steps.refuse_other_than(self.made_at)
         forward = self.forward
@@ -58,7 +62,9 @@ class BackwardCall:
         gradients.clear()
         with (
             self.device_states.noting_failures(),
-            call.awaited(lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False),
+            call.awaited(
+                lambda: self.pipeline.start(call), lambda: self.commit(call), advance=False
+            ),
         ):
             call.wait_finished()
         return input_gradients(call, self.targets)
@@ -66,4 +72,6 @@ class BackwardCall:
 
 def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
     remaining = iter(given)
-    return BoundaryGradient(tuple(next(remaining) if carried else None for carried in carries), None, None)
+    return BoundaryGradient(
+        tuple(next(remaining) if carried else None for carried in carries), None, None
+    )

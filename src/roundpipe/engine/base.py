@@ -1,4 +1,5 @@
-"""What every engine is to its user, whatever runs inside: weights, steps, and the end. Knows nothing of forwards."""
+"""What every engine is to its user, whatever runs inside: weights, steps, and the end. Knows
+nothing of forwards."""
 
 import os
 import sys
@@ -20,29 +21,41 @@ from .state import Host
 
 
 def check_model(model: Any) -> None:
-    """Raises ConfigError for what cannot be wrapped: an engine, no module at all, or one whose code is bound to its own
-    weights."""
+    """Raises ConfigError for what cannot be wrapped: an engine, no module at all, or one whose code
+    is bound to its own weights."""
     if isinstance(model, Engine):
         raise ConfigError("this model is wrapped already; wrap engine.model to wrap it anew")
     if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = (
+            f"the class {model.__name__}"
+            if isinstance(model, type)
+            else f"a {type(model).__name__}"
+        )
         raise ConfigError(f"the model is {what}; give an nn.Module, such as nn.Sequential(*layers)")
     for name, module in model.named_modules():
         remedy = next(
-            (remedy for kind, remedy in _BOUND.items() if kind in map(_full_name, type(module).__mro__)), None
+            (
+                remedy
+                for kind, remedy in _BOUND.items()
+                if kind in map(_full_name, type(module).__mro__)
+            ),
+            None,
         )
         if remedy is not None:
             raise ConfigError(f"{name or 'the model'} is a {type(module).__name__}, which {remedy}")
 
 
-# Kinds of modules that compute with their own weights only; by name, because some are only there once imported.
+# Kinds of modules that compute with their own weights only; by name, because some are only there
+# once imported.
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
-        "computes with the weights it was compiled with; wrap the module that was given to torch.compile, and pass "
+        "computes with the weights it was compiled with; wrap the module that was given to "
+        "torch.compile, and pass "
         "compile=True"
     ),
     "torch.jit._script.RecursiveScriptModule": (
-        "computes with the weights it was scripted with; wrap the module that was given to torch.jit"
+        "computes with the weights it was scripted with; wrap the module that was given to "
+        "torch.jit"
     ),
     "torch.nn.parallel.data_parallel.DataParallel": "spreads a model over devices itself; wrap its .module",
     "torch.nn.parallel.distributed.DistributedDataParallel": "spreads a model over devices itself; wrap its .module",
@@ -70,7 +83,8 @@ class Engine(ForwardingModule):
         self._steps.name = self._steps.name or name  # the whole's, which comes before its parts
         self._is_closed = False
         self._process = os.getpid()
-        # The finalizer only signals: it may run on any thread, also on one of those it would have to join.
+        # The finalizer only signals: it may run on any thread, also on one of those it would have
+        # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
 
     def _seal(self) -> None:
@@ -78,7 +92,8 @@ class Engine(ForwardingModule):
         self._own = frozenset(self.__dict__)
 
     def _look_at(self, model: nn.Module) -> None:
-        """``model`` is the original: parameters are named as there, and what changes its structure is noticed.
+        """``model`` is the original: parameters are named as there, and what changes its structure
+        is noticed.
 
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
@@ -86,13 +101,17 @@ class Engine(ForwardingModule):
         self._hold(original=model)
         for name, parameter in model.named_parameters():
             if id(parameter) not in self._store.uses:
-                raise ConfigError(f"parameter {name!r} of the original model is in no layer of the pipeline")
+                raise ConfigError(
+                    f"parameter {name!r} of the original model is in no layer of the pipeline"
+                )
             self._store.names[id(parameter)] = name
         self._structure = Structure([model])
 
     # Weights: masters, working copies, gradients.
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[Any]:
         """Names and working weights, up to date; in an optimizer context names and masters."""
         if context.sees_masters():
             yield from self.optim_named_parameters(prefix, remove_duplicate)
@@ -100,10 +119,15 @@ class Engine(ForwardingModule):
         self._flush("named_parameters()")
         yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
 
-    def optim_named_parameters(self, prefix: str = "", remove_duplicate: bool = True) -> list[tuple[str, nn.Parameter]]:
-        """Names (as in the original model) and masters of all trainable parameters; tied weights once."""
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> list[tuple[str, nn.Parameter]]:
+        """Names (as in the original model) and masters of all trainable parameters; tied weights
+        once."""
         named: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in self.model.named_parameters(prefix, remove_duplicate=remove_duplicate):
+        for name, parameter in self.model.named_parameters(
+            prefix, remove_duplicate=remove_duplicate
+        ):
             if parameter.requires_grad:
                 master = self._masters.of(parameter)
                 know_master(master)
@@ -115,7 +139,8 @@ class Engine(ForwardingModule):
         return [master for _, master in self.optim_named_parameters()]
 
     def synchronize(self) -> None:
-        """Waits for everything, writes back the newest weights, puts copies of accumulated gradients into ``.grad``."""
+        """Waits for everything, writes back the newest weights, puts copies of accumulated
+        gradients into ``.grad``."""
         self._flush("synchronize()")
         for parameter in self._store.parameters:
             gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
@@ -126,14 +151,19 @@ class Engine(ForwardingModule):
         self._flush("state_dict()")
         return self.model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights; masters of the loaded keys follow at the incoming precision. Drops accumulated gradients.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads weights; masters of the loaded keys follow at the incoming precision. Drops
+        accumulated gradients.
 
         Raises:
             ConfigError: ``assign=True``, which would replace the memory that devices copy from.
         """
         if assign:
-            raise ConfigError("load_state_dict(assign=True) would replace the engine's weights; use assign=False")
+            raise ConfigError(
+                "load_state_dict(assign=True) would replace the engine's weights; use assign=False"
+            )
         self._flush("load_state_dict()")
         self._steps.zero_grad()
         self._steps.note_load()
@@ -141,7 +171,8 @@ class Engine(ForwardingModule):
         try:
             return self.model.load_state_dict(state_dict, strict=strict)
         finally:
-            # Also after an error, which torch raises with part of the weights loaded, and whatever became of the keys.
+            # Also after an error, which torch raises with part of the weights loaded, and whatever
+            # became of the keys.
             for name, parameter in self.model.named_parameters(remove_duplicate=False):
                 self._masters.follow_load(parameter, state_dict.get(name))
 
@@ -155,7 +186,8 @@ class Engine(ForwardingModule):
         self._steps.raise_late_error()
         if self._masters.are_ahead:
             raise ConfigError(
-                "an update was still to be written back when the parameters were changed; call synchronize() before "
+                "an update was still to be written back when the parameters were changed; call "
+                "synchronize() before "
                 "changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
@@ -177,12 +209,15 @@ class Engine(ForwardingModule):
 
     # Steps and checks.
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any) -> StepHandle:
-        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated gradients from here on.
+    def step(
+        self, step_fn: Callable[..., Any], is_async: bool = True, *args: Any, **kwargs: Any
+    ) -> StepHandle:
+        """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated
+        gradients from here on.
 
         Args:
-            is_async: return at once, the update being one step stale (gradient t is taken at W_(t-2)); else the update
-                is visible to everything after this call.
+            is_async: return at once, the update being one step stale (gradient t is taken at
+                W_(t-2)); else the update is visible to everything after this call.
 
         Raises:
             What ``step_fn`` raised, here if sync, else at the next engine call.
@@ -191,7 +226,8 @@ class Engine(ForwardingModule):
         self._begin("step()")
         if not callable(step_fn):
             raise ConfigError(
-                f"step() needs a function to call, such as optimizer.step; it was given {type(step_fn).__name__}"
+                "step() needs a function to call, such as optimizer.step; it was given "
+                f"{type(step_fn).__name__}"
             )
         self._note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
@@ -201,13 +237,15 @@ class Engine(ForwardingModule):
         raise NotImplementedError
 
     def _begin(self, what: str) -> None:
-        """The checks at the door of every engine call; raises what failed behind the caller's back since the last."""
+        """The checks at the door of every engine call; raises what failed behind the caller's back
+        since the last."""
         context.refuse_inside(what)
         if self._is_closed:
             raise ClosedError(f"{self._name}: {what} was called after close()")
         if os.getpid() != self._process:
             raise ConfigError(
-                f"{self._name}: {what} was called in a forked process, which has none of the engine's threads; call it "
+                f"{self._name}: {what} was called in a forked process, which has none of the "
+                "engine's threads; call it "
                 "in the process that made the engine"
             )
         self._steps.take_turn()
@@ -215,14 +253,16 @@ class Engine(ForwardingModule):
         self._host.begin_call()
         if self._structure.has_changed():
             raise ConfigError(
-                f"{self._name}: modules or parameters were added, removed, replaced or cast since it was wrapped; "
+                f"{self._name}: modules or parameters were added, removed, replaced or cast since "
+                "it was wrapped; "
                 "close() this engine and wrap the model again"
             )
 
     def rest(self) -> None:
-        """Says that no call is likely for a while, as when training has ended: what is alive once it has settled is
-        kept from the garbage collector until then, also if it is dropped in a circle of references. May be called at
-        any time, waits for nothing, and calls afterwards are as ever."""
+        """Says that no call is likely for a while, as when training has ended: what is alive once
+        it has settled is kept from the garbage collector until then, also if it is dropped in a
+        circle of references. May be called at any time, waits for nothing, and calls afterwards are
+        as ever."""
         self._host.rest()
 
     # What is going on.
@@ -230,10 +270,11 @@ class Engine(ForwardingModule):
     def statistics(self) -> dict[str, Any]:
         """What the engine does and holds at this moment, without waiting for anything.
 
-        ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``: the step whose
-        weights a call made now would use; ``working_bytes``: of the user's own parameters; ``masters`` and
-        ``master_bytes``: number and bytes of the optimizer's copies; ``slot_bytes``: of weights on each device;
-        ``second_buffer_bytes``: of second working copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
+        ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``:
+        the step whose weights a call made now would use; ``working_bytes``: of the user's own
+        parameters; ``masters`` and ``master_bytes``: number and bytes of the optimizer's copies;
+        ``slot_bytes``: of weights on each device; ``second_buffer_bytes``: of second working
+        copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.
         """
         return {
@@ -254,7 +295,8 @@ class Engine(ForwardingModule):
         return self._is_closed
 
     def close(self) -> None:
-        """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what failed last."""
+        """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what
+        failed last."""
         if self._is_closed:
             return
         context.refuse_inside("close()")
@@ -273,7 +315,9 @@ class Engine(ForwardingModule):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         try:
             self.close()
         except BaseException as late:
@@ -283,7 +327,8 @@ class Engine(ForwardingModule):
 
 
 def call_site() -> str:
-    """``file.py:line`` of whoever has called into this package: an engine's name where none is given."""
+    """``file.py:line`` of whoever has called into this package: an engine's name where none is
+    given."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("roundpipe."):
         frame = frame.f_back

@@ -1,4 +1,5 @@
-"""From what a call is given to its microbatches, and from what these give to what the caller gets."""
+"""From what a call is given to its microbatches, and from what these give to what the caller
+gets."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
 class Batch:
     """What a call is given, in microbatches, and how it is to run.
 
-    ``boundaries``: what goes into the first layer. Lives no longer than the engine's function that was called, because
-    it may be memory of the devices. ``is_spent``: a call with it has had an effect that outlives its failure.
+    ``boundaries``: what goes into the first layer. Lives no longer than the engine's function that
+    was called, because it may be memory of the devices. ``is_spent``: a call with it has had an
+    effect that outlives its failure.
     """
 
     def __init__(self, parts: Microbatches, config: RoundPipeRunConfig) -> None:
@@ -37,7 +39,12 @@ class Batch:
 
     @classmethod
     def cut(
-        cls, args: Sequence[Any], kwargs: Mapping[str, Any] | None, label: Any, count: int, config: RoundPipeRunConfig
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        label: Any,
+        count: int,
+        config: RoundPipeRunConfig,
     ) -> Self:
         """In ``count`` microbatches, or as many as ``config`` says.
 
@@ -69,8 +76,18 @@ class Batch:
             if not isinstance(microbatch, (tuple, list)) or len(microbatch) != 3:
                 raise ConfigError(f"{where} is not (args, kwargs, label)")
             args, kwargs, label = microbatch
-            refuse_packed((args, kwargs, label), "microbatches are cut already; give one of its values to each")
-            parts.append(split(_positional(args, f"{where}'s args"), _named(kwargs, f"{where}'s kwargs"), label, 1))
+            refuse_packed(
+                (args, kwargs, label),
+                "microbatches are cut already; give one of its values to each",
+            )
+            parts.append(
+                split(
+                    _positional(args, f"{where}'s args"),
+                    _named(kwargs, f"{where}'s kwargs"),
+                    label,
+                    1,
+                )
+            )
         together = Microbatches(
             inputs=tuple(part.inputs[0] for part in parts),
             labels=tuple(part.labels[0] for part in parts),
@@ -97,7 +114,9 @@ class Batch:
         if microbatches is None:
             return cls.cut(args, kwargs, label, count, config)
         if _positional(args, "input_args") or _named(kwargs, "input_kwargs") or label is not None:
-            raise ConfigError("give either input_args, input_kwargs and label, or microbatches, not both")
+            raise ConfigError(
+                "give either input_args, input_kwargs and label, or microbatches, not both"
+            )
         return cls._given(microbatches, config)
 
     @property
@@ -115,7 +134,12 @@ class Batch:
         return any(any(boundary.carries) for boundary in self.boundaries)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        return (leaf for boundary in self.boundaries for leaf in boundary.leaves if isinstance(leaf, torch.Tensor))
+        return (
+            leaf
+            for boundary in self.boundaries
+            for leaf in boundary.leaves
+            if isinstance(leaf, torch.Tensor)
+        )
 
     @contextmanager
     def spent_by(self, call: Call) -> Iterator[None]:
@@ -128,7 +152,9 @@ class Batch:
     def can_run_again(self, devices: Sequence[Device]) -> bool:
         """Whether a call on ``devices`` that has failed has left no trace on what it was given."""
         return not self.is_spent and all(
-            writes == _writes(tensor) if writes is not None else not any(device.holds(tensor) for device in devices)
+            writes == _writes(tensor)
+            if writes is not None
+            else not any(device.holds(tensor) for device in devices)
             for tensor, writes in zip(self._tensors(), self._writes, strict=True)
         )
 
@@ -139,7 +165,9 @@ class Batch:
             target = torch.device(self.config.output_device)
         # A call with losses may have late stage runs, which go on with whatever they hold.
         shared = call.kept.memory() if call.settings.loss_fn is None else None
-        return [deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)]
+        return [
+            deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)
+        ]
 
     def joined(self, values: list[Any], outputs: list[Boundary]) -> Any:
         """``values``, which are those of ``outputs``, as one value; or packed."""
@@ -155,38 +183,53 @@ def _writes(tensor: torch.Tensor) -> int | None:
 
 
 def _positional(args: Any, what: str) -> tuple[Any, ...]:
-    """Refuses an argument given in place of the tuple of all: rows of a tensor would be taken for arguments."""
+    """Refuses an argument given in place of the tuple of all: rows of a tensor would be taken for
+    arguments."""
     if not isinstance(args, (tuple, list)) or isinstance(args, RoundPipePackedData):
-        raise ConfigError(f"{what}: a {type(args).__name__}; give the positional arguments as a tuple, such as (x,)")
+        raise ConfigError(
+            f"{what}: a {type(args).__name__}; give the positional arguments as a tuple, such as "
+            "(x,)"
+        )
     return tuple(args)
 
 
 def _named(kwargs: Any, what: str) -> dict[str, Any]:
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ConfigError(f"{what}: a {type(kwargs).__name__}; give the arguments by name in a dictionary")
+        raise ConfigError(
+            f"{what}: a {type(kwargs).__name__}; give the arguments by name in a dictionary"
+        )
     return dict(kwargs or {})
 
 
 def outputs_as_loss(outputs: Any, _: Any) -> Any:
-    """The loss where no ``loss_fn`` is given: the outputs, or what they carry as Hugging Face models' do."""
+    """The loss where no ``loss_fn`` is given: the outputs, or what they carry as Hugging Face
+    models' do."""
     return getattr(outputs, "loss", outputs)
 
 
 def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
-    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a quarter of an octave.
+    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a
+    quarter of an octave.
 
-    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few plans.
+    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few
+    plans.
     """
     return round(4 * log2(max(elements_of(microbatches), 1)))
 
 
 def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
     """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
-    tensors = ([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches)
+    tensors = (
+        [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches
+    )
     return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
 
 
 def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids, where there are."""
+    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids,
+    where there are."""
     tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return max((tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)), default=0)
+    return max(
+        (tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)),
+        default=0,
+    )

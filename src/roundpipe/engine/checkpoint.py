@@ -1,6 +1,8 @@
-"""One file with all that training goes on from: weights, masters, optimizer state, loss scale, random numbers.
+"""One file with all that training goes on from: weights, masters, optimizer state, loss scale,
+random numbers.
 
-[Note: checkpoint file] A safetensors file, so that reading and writing map memory instead of copying it. Its keys:
+[Note: checkpoint file] A safetensors file, so that reading and writing map memory instead of
+copying it. Its keys:
 
     model/NAME            parameters (tied ones once) and persistent buffers, by their names in the original model
     master/NAME           the optimizer's own copy, where it is wider than the weight and so holds more
@@ -37,19 +39,24 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str], model: Engine, optimizer: Optimizers, scaler: GradScaler | None = None
+    path: str | os.PathLike[str],
+    model: Engine,
+    optimizer: Optimizers,
+    scaler: GradScaler | None = None,
 ) -> None:
     """Writes a checkpoint file; it appears whole or not at all, also if the process is killed.
 
-    A synchronisation point: waits for everything, so every step called so far is in it. Gradients not yet stepped are
-    not: save after ``step`` (and after ``scaler.update()``). Tensors are written from where they are, without a copy.
+    A synchronisation point: waits for everything, so every step called so far is in it. Gradients
+    not yet stepped are not: save after ``step`` (and after ``scaler.update()``). Tensors are
+    written from where they are, without a copy.
 
     Args:
         path: the file; one of the same name is replaced at the end.
         optimizer: over the engine's masters; or several.
 
     Raises:
-        ConfigError: ``path`` is a folder, or an optimizer is over other parameters; nothing was written.
+        ConfigError: ``path`` is a folder, or an optimizer is over other parameters; nothing was
+            written.
 
     Example:
         >>> roundpipe.save_checkpoint("step-1000.safetensors", engine, optimizer)
@@ -65,7 +72,11 @@ def save_checkpoint(
         for name, master in masters.items():
             if _holds_more(master, weights[name]):
                 tensors[f"master/{name}"] = master
-        extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
+        extra = {
+            name: value
+            for name, value in model.state_dict().items()
+            if not isinstance(value, torch.Tensor)
+        }
         rest: dict[str, Any] = {
             "model": extra,
             "optimizers": [],
@@ -82,11 +93,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], model: Engine, optimizer: Optimizers, scaler: GradScaler | None = None
+    path: str | os.PathLike[str],
+    model: Engine,
+    optimizer: Optimizers,
+    scaler: GradScaler | None = None,
 ) -> None:
     """Restores what ``save_checkpoint`` wrote, for any number of devices, plan and ``pin_model``.
 
-    A synchronisation point; drops accumulated gradients. Training goes on to the bit as after the save.
+    A synchronisation point; drops accumulated gradients. Training goes on to the bit as after the
+    save.
 
     Args:
         model, optimizer, scaler: made as for the run that saved; what they hold is overwritten.
@@ -97,7 +112,8 @@ def load_checkpoint(
     with safetensors.safe_open(str(path), "pt") as file:
         if file.metadata() != _FORMAT:
             raise ConfigError(
-                f"{path} has metadata {file.metadata()}, not {_FORMAT}: it was not written by this version's "
+                f"{path} has metadata {file.metadata()}, not {_FORMAT}: it was not written by this "
+                "version's "
                 "save_checkpoint(); its weights can be loaded with load_state_dict()"
             )
         weights = _model_tensors(model)
@@ -110,23 +126,34 @@ def load_checkpoint(
         _check_optimizers(f"{path}", rest["optimizers"], optimizers, masters)
         if (rest["scaler"] is not None) != _is_on(scaler):
             saved = "without" if rest["scaler"] is None else "with"
-            raise ConfigError(f"{path} was saved {saved} an enabled GradScaler; load it the same way")
+            raise ConfigError(
+                f"{path} was saved {saved} an enabled GradScaler; load it the same way"
+            )
 
-        # From here on nothing is refused any more.
-        # The weight is its master rounded, so that loading the master gives both. Tensors are maps of the file so far.
-        finest = {name: f"master/{name}" if f"master/{name}" in keys else f"model/{name}" for name in weights}
+        # From here on nothing is refused any more. The weight is its master rounded, so that
+        # loading the master gives both. Tensors are maps of the file so far.
+        finest = {
+            name: f"master/{name}" if f"master/{name}" in keys else f"model/{name}"
+            for name in weights
+        }
         loaded = {name: file.get_tensor(key) for name, key in finest.items()}
         model.load_state_dict(loaded | rest["model"], strict=False)
         with OptimizerCtx():
             by_name: dict[str, list[str]] = {}
             for key in keys:
                 if key.startswith("optimizer/"):
-                    by_name.setdefault(key.removeprefix("optimizer/").rpartition("/")[0], []).append(key)
+                    by_name.setdefault(
+                        key.removeprefix("optimizer/").rpartition("/")[0], []
+                    ).append(key)
             for each, described in zip(optimizers, rest["optimizers"], strict=True):
                 _restore(each, described, masters, file, by_name)
         if _is_on(scaler):
             scaler.load_state_dict(rest["scaler"])
-        _set_random_state(model, {key: file.get_tensor(key) for key in keys if key.startswith("rng/")}, rest["rng"])
+        _set_random_state(
+            model,
+            {key: file.get_tensor(key) for key in keys if key.startswith("rng/")},
+            rest["rng"],
+        )
 
 
 def _is_on(scaler: GradScaler | None) -> TypeGuard[GradScaler]:
@@ -151,20 +178,25 @@ def _holds_more(master: torch.Tensor, weight: torch.Tensor) -> bool:
     return torch.promote_types(master.dtype, weight.dtype) != weight.dtype
 
 
-def _check_weights(path: str, file: Any, keys: set[str], weights: Mapping[str, torch.Tensor]) -> None:
+def _check_weights(
+    path: str, file: Any, keys: set[str], weights: Mapping[str, torch.Tensor]
+) -> None:
     saved = {key.removeprefix("model/") for key in keys if key.startswith("model/")}
     _refuse_other_names(path, "the model", saved, weights.keys())
     for name, tensor in weights.items():
         shape = tuple(file.get_slice(f"model/{name}").get_shape())
         if shape != tuple(tensor.shape):
-            raise ConfigError(f"{path} has {name!r} in shape {shape}, the model in shape {tuple(tensor.shape)}")
+            raise ConfigError(
+                f"{path} has {name!r} in shape {shape}, the model in shape {tuple(tensor.shape)}"
+            )
 
 
 def _refuse_other_names(path: str, whose: str, saved: set[str], wanted: Any) -> None:
     missing, unexpected = sorted(set(wanted) - saved), sorted(saved - set(wanted))
     if missing or unexpected:
         raise ConfigError(
-            f"{path} does not fit {whose}: it lacks {len(missing)} ({_some(missing)}) and has {len(unexpected)} "
+            f"{path} does not fit {whose}: it lacks {len(missing)} ({_some(missing)}) and has "
+            f"{len(unexpected)} "
             f"unexpected ({_some(unexpected)})"
         )
 
@@ -189,7 +221,8 @@ def _groups(
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
-                    f"this {type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that is not "
+                    f"this {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not "
                     "one of the engine's; make it over RoundPipe.optim_parameters()"
                 )
         yield group, [names[id(parameter)] for parameter in group["params"]]
@@ -202,11 +235,19 @@ def _describe(
     groups, values = [], {}
     tensors: dict[str, torch.Tensor] = {}
     for group, names in _groups(optimizer, masters):
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "names": names})
+        groups.append(
+            {**{key: value for key, value in group.items() if key != "params"}, "names": names}
+        )
         for name in names:
             state = optimizer.state.get(masters[name], {})
-            values[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-            tensors |= {f"optimizer/{name}/{key}": v for key, v in state.items() if isinstance(v, torch.Tensor)}
+            values[name] = {
+                key: value for key, value in state.items() if not isinstance(value, torch.Tensor)
+            }
+            tensors |= {
+                f"optimizer/{name}/{key}": v
+                for key, v in state.items()
+                if isinstance(v, torch.Tensor)
+            }
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}, tensors
 
 
@@ -218,17 +259,24 @@ def _check_optimizers(
 ) -> None:
     if [each["class"] for each in saved] != [type(each).__name__ for each in optimizers]:
         raise ConfigError(
-            f"{path} has the state of {_some([each['class'] for each in saved])}, to be loaded into "
+            f"{path} has the state of {_some([each['class'] for each in saved])}, to be loaded "
+            "into "
             f"{_some([type(each).__name__ for each in optimizers])}"
         )
     for described, optimizer in zip(saved, optimizers, strict=True):
         groups = [names for _, names in _groups(optimizer, masters)]
         if len(groups) != len(described["groups"]):
             raise ConfigError(
-                f"{path} has {len(described['groups'])} param groups, this {type(optimizer).__name__} has {len(groups)}"
+                f"{path} has {len(described['groups'])} param groups, this "
+                f"{type(optimizer).__name__} has {len(groups)}"
             )
         for index, (names, group) in enumerate(zip(groups, described["groups"], strict=True)):
-            _refuse_other_names(path, f"param group {index} of {type(optimizer).__name__}", set(group["names"]), names)
+            _refuse_other_names(
+                path,
+                f"param group {index} of {type(optimizer).__name__}",
+                set(group["names"]),
+                names,
+            )
 
 
 def _restore(
@@ -244,7 +292,9 @@ def _restore(
         keys: those of the file, by the parameter's name.
     """
     for group, saved in zip(optimizer.param_groups, described["groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in KERNEL_CHOICES | {"names"}})
+        group.update(
+            {key: value for key, value in saved.items() if key not in KERNEL_CHOICES | {"names"}}
+        )
     for name, values in described["values"].items():
         tensors = {key.rpartition("/")[2]: file.get_tensor(key) for key in keys.get(name, ())}
         old = optimizer.state.pop(masters[name], {})
@@ -254,7 +304,8 @@ def _restore(
 
 
 def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
-    """In the memory that is there already, if it fits; else in new memory, as ``saved`` is the file's."""
+    """In the memory that is there already, if it fits; else in new memory, as ``saved`` is the
+    file's."""
     if isinstance(old, torch.Tensor) and (old.dtype, old.shape) == (saved.dtype, saved.shape):
         return old.copy_(saved)
     return huge_pages.empty(saved.shape, saved.dtype).copy_(saved)
@@ -266,7 +317,9 @@ def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
 def _random_state(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors, and what is none."""
     tensors = {"rng/cpu": state_of(torch.default_generator)}
-    for place, device in enumerate(device for device in model.devices if not device.shares_generator()):
+    for place, device in enumerate(
+        device for device in model.devices if not device.shares_generator()
+    ):
         tensors[f"rng/device{place}"] = device.rng_state()
     others: dict[str, Any] = {"python": random.getstate()}
     if "numpy" in sys.modules:
@@ -275,10 +328,14 @@ def _random_state(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any
     return tensors, others
 
 
-def _set_random_state(model: Engine, tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]) -> None:
+def _set_random_state(
+    model: Engine, tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]
+) -> None:
     """As far as there are as many devices now as there were."""
     torch.set_rng_state(tensors["rng/cpu"].clone())
-    for place, device in enumerate(device for device in model.devices if not device.shares_generator()):
+    for place, device in enumerate(
+        device for device in model.devices if not device.shares_generator()
+    ):
         if f"rng/device{place}" in tensors:
             device.set_rng_state(tensors[f"rng/device{place}"].clone())
     random.setstate(others["python"])
@@ -297,7 +354,8 @@ def _packed(rest: dict[str, Any]) -> torch.Tensor:
         _unpacked(packed)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            "the optimizer's param groups or state, or the model's extra state, hold something that could not be "
+            "the optimizer's param groups or state, or the model's extra state, hold something "
+            "that could not be "
             f"loaded again: {error}"
         ) from error
     return packed
@@ -311,11 +369,14 @@ def _unpacked(packed: torch.Tensor) -> dict[str, Any]:
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the file can be written from its memory."""
     dense = tensor.detach().cpu().contiguous()
-    return dense.clone() if dense.numel() == 1 else dense  # because counters may be shared, which safetensors refuses
+    return (
+        dense.clone() if dense.numel() == 1 else dense
+    )  # because counters may be shared, which safetensors refuses
 
 
 def _replace(target: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """[1] a sibling is written and on the disk, [2] it takes the name, [3] the folder is on the disk."""
+    """[1] a sibling is written and on the disk, [2] it takes the name, [3] the folder is on the
+    disk."""
     unfinished = target.with_name(target.name + ".unfinished")
     try:
         save_file(tensors, unfinished, metadata=_FORMAT)

@@ -1,4 +1,5 @@
-"""An engine that looks like the user's model: names, keys, attributes and modes are the original's."""
+"""An engine that looks like the user's model: names, keys, attributes and modes are the
+original's."""
 
 import functools
 import inspect
@@ -15,8 +16,9 @@ _log = logging.getLogger("roundpipe")
 
 
 class SignedByModel:
-    """Decorates ``forward``: on an engine it has the signature of the original model's, which libraries look at to tell
-    what a model takes. Made anew for each look, because the original may be another one by then."""
+    """Decorates ``forward``: on an engine it has the signature of the original model's, which
+    libraries look at to tell what a model takes. Made anew for each look, because the original may
+    be another one by then."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -53,7 +55,8 @@ class ForwardingModule(nn.Module):
         raise NotImplementedError
 
     def _hold(self, **modules: nn.Module) -> None:
-        """Keeps modules without registering them: their names and keys must stay those of the user's model."""
+        """Keeps modules without registering them: their names and keys must stay those of the
+        user's model."""
         for name, module in modules.items():
             self.__dict__[f"_{name}"] = module
 
@@ -75,7 +78,9 @@ class ForwardingModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__.get("_own")
         if name == "forward":
-            raise ConfigError("assigning an engine's forward would bypass it; change the model and wrap again")
+            raise ConfigError(
+                "assigning an engine's forward would bypass it; change the model and wrap again"
+            )
         if not own or name in own or isinstance(getattr(type(self), name, None), property):
             object.__setattr__(self, name, value)
         else:
@@ -85,7 +90,9 @@ class ForwardingModule(nn.Module):
         delattr(self.model, name)
 
     def __deepcopy__(self, memo: Any) -> "ForwardingModule":
-        raise ConfigError("an engine cannot be copied; copy .model after synchronize() and wrap the copy")
+        raise ConfigError(
+            "an engine cannot be copied; copy .model after synchronize() and wrap the copy"
+        )
 
     def __reduce__(self) -> Any:
         raise ConfigError("an engine cannot be pickled; save .model or state_dict() instead")
@@ -114,7 +121,8 @@ class ForwardingModule(nn.Module):
         self._flush("get_parameter()")
         return self.model.get_parameter(target)
 
-    # What `nn.Module` does with its own children, parameters and buffers, of which an engine has none.
+    # What `nn.Module` does with its own children, parameters and buffers, of which an engine has
+    # none.
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.model.get_submodule(target)
@@ -134,7 +142,9 @@ class ForwardingModule(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         self.model.register_parameter(name, param)
 
-    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+    def register_buffer(
+        self, name: str, tensor: torch.Tensor | None, persistent: bool = True
+    ) -> None:
         self.model.register_buffer(name, tensor, persistent)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ForwardingModule":
@@ -143,17 +153,21 @@ class ForwardingModule(nn.Module):
         return self
 
     def compile(self, *_: Any, **__: Any) -> None:
-        raise ConfigError("an engine is not compiled as a whole; pass compile=True when the model is wrapped")
+        raise ConfigError(
+            "an engine is not compiled as a whole; pass compile=True when the model is wrapped"
+        )
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Does nothing: the engine recomputes by itself."""
         _log.info(
-            "%s: gradient_checkpointing_enable does nothing, the engine recomputes by itself", type(self).__name__
+            "%s: gradient_checkpointing_enable does nothing, the engine recomputes by itself",
+            type(self).__name__,
         )
 
     def _apply(self, *_: Any, **__: Any) -> "ForwardingModule":
         raise ConfigError(
-            "an engine cannot be moved or cast: its weights stay on the host; convert the model, then wrap it. "
+            "an engine cannot be moved or cast: its weights stay on the host; convert the model, "
+            "then wrap it. "
             "To prepare it with Accelerate, use roundpipe_hf.accelerate.RoundPipeAccelerator"
         )
 

@@ -1,10 +1,12 @@
-"""Models that are no sequence: their own forward runs on the CPU and calls an engine wherever a part was wrapped.
+"""Models that are no sequence: their own forward runs on the CPU and calls an engine wherever a
+part was wrapped.
 
-[Note: one host] All engines share one host: one store, one master for each parameter, one optimizer thread, one worker pool of
-device workers. So a weight tied across engines, or read by the model's own code, has one master and one sum of
-gradients. Every parameter has a use on the host as well, because the model's own code may read any of them. It computes
-with the same version of the weights as the engines: it waits until that is written back, and the next update is written back
-only by the job of the next step.
+[Note: one host] All engines share one host: one store, one master for each parameter, one optimizer
+thread, one worker pool of device workers. So a weight tied across engines, or read by the model's
+own code, has one master and one sum of gradients. Every parameter has a use on the host as well,
+because the model's own code may read any of them. It computes with the same version of the weights
+as the engines: it waits until that is written back, and the next update is written back only by the
+job of the next step.
 
 ::
 
@@ -50,10 +52,11 @@ _UNSET = RoundPipeRunConfig()
 
 
 class AutoRoundPipe(Engine):
-    """A model of any shape, of which the parts that are worth it run on devices. Made by `wrap_model_to_roundpipe`.
+    """A model of any shape, of which the parts that are worth it run on devices. Made by
+    `wrap_model_to_roundpipe`.
 
-    Train it as any model: ``loss = engine(...)``, ``loss.backward()``, ``engine.step(step_fn)``. Parameters outside of
-    parts are trained on the CPU by the same steps.
+    Train it as any model: ``loss = engine(...)``, ``loss.backward()``, ``engine.step(step_fn)``.
+    Parameters outside of parts are trained on the CPU by the same steps.
 
     Args:
         parts: the modules that run on devices, from `parts.find`.
@@ -109,14 +112,21 @@ class AutoRoundPipe(Engine):
     def _caller_of(
         self, engine: "_PartEngine", rules: RoundPipeRunConfig, override: RoundPipeRunConfig
     ) -> Callable[..., Any]:
-        """What stands for the module's forward. ``rules`` beat the call, which beats ``override``, then the model's."""
-        settings = self._call_settings  # not self, because an engine that holds itself would outlive its last user
+        """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
+        then the model's."""
+        settings = (
+            self._call_settings
+        )  # not self, because an engine that holds itself would outlive its last user
 
         def call(*args: Any, **kwargs: Any) -> Any:
             _refuse_cache(engine, (args, kwargs))
             args, kwargs = packed_again((args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
-            if config.split_input is None and override.num_microbatch is None and not settings.are_rows(args, kwargs):
+            if (
+                config.split_input is None
+                and override.num_microbatch is None
+                and not settings.are_rows(args, kwargs)
+            ):
                 config = replace(config, num_microbatch=1)
             output = engine(*args, roundpipe_run_config=config, **kwargs)
             is_deferred = rules.merge_output is False and isinstance(output, RoundPipePackedData)
@@ -125,7 +135,8 @@ class AutoRoundPipe(Engine):
         return call
 
     def set_original_model(self, model: nn.Module) -> None:
-        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be this engine's.
+        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be
+        this engine's.
 
         Raises:
             ConfigError: some parameter of ``model`` is not.
@@ -143,24 +154,34 @@ class AutoRoundPipe(Engine):
     # Running.
 
     @SignedByModel
-    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any) -> Any:
-        """Runs the model's own forward on the CPU, where inputs are brought, and its parts on devices.
+    def forward(
+        self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any
+    ) -> Any:
+        """Runs the model's own forward on the CPU, where inputs are brought, and its parts on
+        devices.
 
-        Without grad, pending updates are flushed first. With grad the outputs support ``backward()``; that raises
-        RuntimeError if ``step`` ran in between. Each part cuts the batch by itself.
+        Without grad, pending updates are flushed first. With grad the outputs support
+        ``backward()``; that raises RuntimeError if ``step`` ran in between. Each part cuts the
+        batch by itself.
         """
         self._begin("forward()")
         _refuse_what_is_for_one_engine(roundpipe_run_config, "roundpipe_run_config")
         config = roundpipe_run_config.over(self._config)
-        with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        with_grad = (
+            torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        )
         self._backwards.drop_failed()
         if with_grad:
             refuse_hooks(self._store)
-            self._steps.wait_written_back(self._store.layers[-1].layer)  # which is written back last
+            self._steps.wait_written_back(
+                self._store.layers[-1].layer
+            )  # which is written back last
         else:
             self._steps.flush()
         _refuse_what_blocks_collect(self.model, kwargs)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs)
+        )
         shell = self._shell(with_grad)
         self._call_settings.call = _for_parts(roundpipe_run_config)
         self._call_settings.rows = batch_size_of(args, kwargs)
@@ -179,16 +200,20 @@ class AutoRoundPipe(Engine):
             is_plain = with_grad and type(parameter) is nn.Parameter
             residents[id(parameter)] = self._backwards.resident(layer) if is_plain else parameter
         loss = self._loss if self._loss is not None and self._loss.is_usable() else None
-        return make_shell(self.model, residents, self._calls, None if loss is None else self._calls[id(loss)])
+        return make_shell(
+            self.model, residents, self._calls, None if loss is None else self._calls[id(loss)]
+        )
 
     def forward_backward(self, *_: Any, **__: Any) -> Any:
-        """Not there: what comes between the parts is the model's own code, which cannot be run stage by stage.
+        """Not there: what comes between the parts is the model's own code, which cannot be run
+        stage by stage.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            f"{self._name}: a model that is no sequence has no forward_backward(); call loss = engine(...) and "
+            f"{self._name}: a model that is no sequence has no forward_backward(); call loss = "
+            "engine(...) and "
             "loss.backward(), then step()"
         )
 
@@ -205,13 +230,16 @@ class AutoRoundPipe(Engine):
         return self._config.num_microbatch or len(self.devices) + 1
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, the layers of each part by its name in the model, and bytes of what is in no part."""
+        """`Engine.statistics`, the layers of each part by its name in the model, and bytes of what
+        is in no part."""
         inside = {id(p) for engine in self._engines.values() for p in engine.model.parameters()}
         outside = [parameter for parameter in self._store.parameters if id(parameter) not in inside]
         staged = self._store.layers[: -len(self._store.on_host)]
         return {
             **super().statistics(),
-            "engines": {path: len(layers_of(engine.model)) for path, engine in self._engines.items()},
+            "engines": {
+                path: len(layers_of(engine.model)) for path, engine in self._engines.items()
+            },
             "layers": len(staged),
             "cpu_bytes": sum(parameter.nbytes for parameter in outside),
             "layer_bytes": [layer.num_bytes for layer in staged],
@@ -231,7 +259,8 @@ class AutoRoundPipe(Engine):
 
 @dataclass
 class _CallSettings:
-    """What parts are called with: below what the rules say, the settings of the call, and below all, the model's.
+    """What parts are called with: below what the rules say, the settings of the call, and below
+    all, the model's.
 
     ``rows``: of the batch that the model was called with, None if it has none.
     """
@@ -241,8 +270,9 @@ class _CallSettings:
     rows: int | None = None
 
     def are_rows(self, args: Any, kwargs: Any) -> bool:
-        """Whether the inputs of a part may be cut along their first dimension. If that is not as long as the batch, it
-        may be anything: tokens of all rows together, or the sequence, of which no part can be left out."""
+        """Whether the inputs of a part may be cut along their first dimension. If that is not as
+        long as the batch, it may be anything: tokens of all rows together, or the sequence, of
+        which no part can be left out."""
         leaves = pytree.tree_leaves((args, kwargs))
         is_cut = any(isinstance(leaf, RoundPipePackedData) for leaf in leaves)
         return is_cut or self.rows is None or batch_size_of(args, kwargs) in (None, self.rows)
@@ -266,20 +296,23 @@ class _PartEngine(RoundPipe):
         self._store = host.store.part(layers)
         self._backwards = backwards
         self._room = room
-        buffers = GradientBuffers(host.memory, host.rules)  # because those of another part have another layout
+        buffers = GradientBuffers(
+            host.memory, host.rules
+        )  # because those of another part have another layout
         self._set_up(module, _UNSET, buffers, keeps_layers=False)
         self._seal()
 
     def _use_newest_weights(self) -> None:
-        """The whole has done so; a part that runs without grad inside a forward with grad must not move ahead."""
+        """The whole has done so; a part that runs without grad inside a forward with grad must not
+        move ahead."""
 
     def _commit(self, call: Call) -> None:
         """Together with all other gradients of the backward pass."""
         self._backwards.current().add_call(call, self._store)
 
     def _plan(self, run_type: RunType, batch: Batch, *, returns: bool = False) -> Planned:
-        """Other parts run between this one's forward and its backward: without room for all, kept inputs wait on the
-        host."""
+        """Other parts run between this one's forward and its backward: without room for all, kept
+        inputs wait on the host."""
         planned = super()._plan(run_type, batch, returns=returns)
         if run_type == "infer" or self._room.suffices(self._name, planned.needs):
             return planned
@@ -299,31 +332,42 @@ def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> No
     for name in ("split_input", "split_label", "merge_output", "execute_plan"):
         if getattr(config, name) is not None:
             raise ConfigError(
-                f"{whose} sets {name}, but this model has several engines with inputs and layers of their own; give "
+                f"{whose} sets {name}, but this model has several engines with inputs and layers "
+                "of their own; give "
                 "it in override_config for the module it is meant for"
             )
 
 
 def _for_parts(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """What each part takes from a setting for the whole; outputs move only when the model's own code is done."""
+    """What each part takes from a setting for the whole; outputs move only when the model's own
+    code is done."""
     return replace(config, requires_grad=None, output_device=None)
 
 
 def _refuse_what_blocks_collect(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raises for outputs that transformers collects by hooks from inside of blocks, which run on devices."""
+    """Raises for outputs that transformers collects by hooks from inside of blocks, which run on
+    devices."""
     config = getattr(base_of(model), "config", None)
     for name in ("output_attentions", "output_router_logits"):
         is_wanted = kwargs.get(name, getattr(config, name, False))
-        if is_wanted and any(getattr(module, "_can_record_outputs", None) for module in model.modules()):
-            raise ConfigError(f"{name}=True: what is inside of a block is not collected by its engine; leave it False")
+        if is_wanted and any(
+            getattr(module, "_can_record_outputs", None) for module in model.modules()
+        ):
+            raise ConfigError(
+                f"{name}=True: what is inside of a block is not collected by its engine; leave it "
+                "False"
+            )
 
 
 def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A Hugging Face model's arguments with its key-value cache off: microbatches would all write to one cache."""
+    """A Hugging Face model's arguments with its key-value cache off: microbatches would all write
+    to one cache."""
     if not _takes_use_cache(base_of(model)):
         return kwargs
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-        raise ConfigError("engines keep no key-value cache; leave out past_key_values and use_cache=True")
+        raise ConfigError(
+            "engines keep no key-value cache; leave out past_key_values and use_cache=True"
+        )
     return {**kwargs, "use_cache": False}
 
 
@@ -338,13 +382,18 @@ def _takes_use_cache(model: nn.Module) -> bool:
 
 
 def _refuse_cache(engine: Engine, inputs: Any) -> None:
-    """Raises ConfigError for a key-value cache that the model's own code has made for its blocks."""
+    """Raises ConfigError for a key-value cache that the model's own code has made for its
+    blocks."""
     cache_utils: Any = sys.modules.get("transformers.cache_utils")
     if cache_utils is None:
         return
     kind = cache_utils.Cache
-    if any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(inputs, lambda value: isinstance(value, kind))):
+    if any(
+        isinstance(leaf, kind)
+        for leaf in pytree.tree_leaves(inputs, lambda value: isinstance(value, kind))
+    ):
         raise ConfigError(
-            f"{engine!r} was given a key-value cache, to which all microbatches would write; the model's forward asks "
+            f"{engine!r} was given a key-value cache, to which all microbatches would write; the "
+            "model's forward asks "
             "for it: have it say use_cache=False"
         )

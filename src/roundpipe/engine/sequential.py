@@ -1,10 +1,11 @@
 """What users touch: a model whose state lives on the host and whose layers run on devices in turn.
 
-[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is made again: the
-planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan, or keeps more inputs on the host.
-Backward stage runs that run on after their call has returned, and backward passes of the caller's own graph, cannot be
-made again, nor can calls that have gone beyond the engine: whose layers have written to their input where the caller
-has it, or whose loss has given parameters of the caller's own their gradients. What fails there is raised.
+[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is
+made again: the planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan,
+or keeps more inputs on the host. Backward stage runs that run on after their call has returned, and
+backward passes of the caller's own graph, cannot be made again, nor can calls that have gone beyond
+the engine: whose layers have written to their input where the caller has it, or whose loss has
+given parameters of the caller's own their gradients. What fails there is raised.
 """
 
 import logging
@@ -61,21 +62,26 @@ T = TypeVar("T")
 
 
 class RoundPipe(Engine):
-    """Runs and trains ``model`` with its state in host memory and its layers visiting devices in turn.
+    """Runs and trains ``model`` with its state in host memory and its layers visiting devices in
+    turn.
 
     Args:
-        model: an ``nn.Sequential`` (one layer per child) or any module (a single layer), on the CPU.
-        optim_dtype: dtype of the optimizer's own copies (masters); None means each parameter's dtype.
+        model: an ``nn.Sequential`` (one layer per child) or any module (a single layer), on the
+            CPU.
+        optim_dtype: dtype of the optimizer's own copies (masters); None means each parameter's
+            dtype.
         name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
         model_run_config: settings of every call, below what a call sets itself.
-        pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them in place (clone a
-            slice of one before you copy it to a device yourself), ``"off"`` leaves them alone (memory-mapped ones in
-            their file) and sends them through a small page-locked ring.
-        devices: None for every visible accelerator, else one virtual CPU device; an int for that many virtual devices;
-            or a list of devices.
+        pin_model: ``"alloc"`` moves weights to page-locked memory, ``"register"`` page-locks them
+            in place (clone a slice of one before you copy it to a device yourself), ``"off"``
+            leaves them alone (memory-mapped ones in their file) and sends them through a small
+            page-locked ring.
+        devices: None for every visible accelerator, else one virtual CPU device; an int for that
+            many virtual devices; or a list of devices.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
-        max_gpu_memory: bytes (or GB) the engine keeps under on each device; a virtual one has no more.
+        max_gpu_memory: bytes (or GB) the engine keeps under on each device; a virtual one has no
+            more.
         process_group: not supported; anything but None is refused.
 
     Raises:
@@ -121,16 +127,27 @@ class RoundPipe(Engine):
         self._seal()
 
     def _set_up(
-        self, model: nn.Module, config: RoundPipeRunConfig, buffers: GradientBuffers, *, keeps_layers: bool = True
+        self,
+        model: nn.Module,
+        config: RoundPipeRunConfig,
+        buffers: GradientBuffers,
+        *,
+        keeps_layers: bool = True,
     ) -> None:
-        """Readies the pipeline for the layers of ``model``, which are those of ``_store``. ``keeps_layers``: see
-        `Planner`."""
+        """Readies the pipeline for the layers of ``model``, which are those of ``_store``.
+        ``keeps_layers``: see `Planner`."""
         self._config = config
         self._hold(sequence=model)
         layers, host = layers_of(model), self._host
         self._layer_structure = Structure(layers)
         self._pipeline = Pipeline(
-            layers, host.worker_pool, self._store, host.rules, buffers, host.condition, self._steps.is_written_back
+            layers,
+            host.worker_pool,
+            self._store,
+            host.rules,
+            buffers,
+            host.condition,
+            self._steps.is_written_back,
         )
         self._planner = Planner(
             self._store,
@@ -145,7 +162,8 @@ class RoundPipe(Engine):
         self.set_original_model(model)
 
     def set_original_model(self, model: nn.Module) -> None:
-        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be the layers' own.
+        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be
+        the layers' own.
 
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
@@ -169,19 +187,25 @@ class RoundPipe(Engine):
     # Running.
 
     @SignedByModel
-    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any) -> Any:
+    def forward(
+        self, *args: Any, roundpipe_run_config: RoundPipeRunConfig = _UNSET, **kwargs: Any
+    ) -> Any:
         """Splits the inputs, runs the pipeline and merges the outputs.
 
-        Without grad, pending updates are flushed first. With grad the outputs support ``backward()``; that raises
-        RuntimeError if ``step`` ran in between.
+        Without grad, pending updates are flushed first. With grad the outputs support
+        ``backward()``; that raises RuntimeError if ``step`` ran in between.
         """
         self._begin("forward()")
         config = roundpipe_run_config.over(self._config)
-        with_grad = torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        with_grad = (
+            torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
+        )
         if not with_grad:
             self._use_newest_weights()
         batch = Batch.cut(args, kwargs, None, self.default_num_microbatch, config)
-        return self._made_again("forward()", batch, lambda: self._forward(batch, with_grad=with_grad))
+        return self._made_again(
+            "forward()", batch, lambda: self._forward(batch, with_grad=with_grad)
+        )
 
     def _forward(self, batch: Batch, *, with_grad: bool) -> Any:
         planned = self._plan("train" if with_grad else "infer", batch, returns=True)
@@ -189,7 +213,9 @@ class RoundPipe(Engine):
         if with_grad:
             refuse_hooks(self._store)
         backward = backward_passes(plan.bwd_plan, self._first_trained(batch)) if with_grad else []
-        settings = self._settings(batch, planned, needs_grad=with_grad, saved_layers=saved_layers(backward))
+        settings = self._settings(
+            batch, planned, needs_grad=with_grad, saved_layers=saved_layers(backward)
+        )
         call = self._run(planned, forward_passes(plan.fwd_plan), settings, batch, backward=backward)
         with (
             self._host.device_states.noting_failures(),
@@ -200,7 +226,8 @@ class RoundPipe(Engine):
             refuse_shared_buffers(call)
             outputs = batch.delivered(call)
             self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
-            call.outputs.clear()  # because the call lives until its backward, and they are on devices
+            # Because the call lives until its backward, and they are on devices.
+            call.outputs.clear()
             if with_grad:
                 workload = self._backward_round(call, backward, batch, outputs)
                 values = attach(outputs, wanted(batch.boundaries), workload)
@@ -225,18 +252,23 @@ class RoundPipe(Engine):
         Args:
             input_args, input_kwargs: what the first layer is called with, whole; or
             microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
-            loss_fn: called once per microbatch on a worker thread; default: the outputs are the loss. Once more if the
-                call is made again because a device was out of memory.
+            loss_fn: called once per microbatch on a worker thread; default: the outputs are the
+                loss. Once more if the call is made again because a device was out of memory.
 
         Returns:
-            The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn`` returns a sequence);
-            with ``return_outputs`` a pair of that and the merged outputs. Returns once these are known: remaining
-            backward stage runs run on, and what fails there is raised by the next call.
+            The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn``
+            returns a sequence); with ``return_outputs`` a pair of that and the merged outputs.
+            Returns once these are known: remaining backward stage runs run on, and what fails there
+            is raised by the next call.
         """
         self._begin("forward_backward()")
         config = run_config.over(self._config)
-        batch = Batch.of(input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config)
-        call = partial(self._forward_backward, batch, loss_fn or outputs_as_loss, return_outputs=return_outputs)
+        batch = Batch.of(
+            input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config
+        )
+        call = partial(
+            self._forward_backward, batch, loss_fn or outputs_as_loss, return_outputs=return_outputs
+        )
         return self._made_again("forward_backward()", batch, call)
 
     def _forward_backward(self, batch: Batch, loss_fn: LossFn, *, return_outputs: bool) -> Any:
@@ -290,21 +322,26 @@ class RoundPipe(Engine):
         *,
         microbatches: GivenMicrobatches | None = None,
     ) -> Any:
-        """The losses of ``forward_backward`` without its backward, at the newest weights: for evaluation.
+        """The losses of ``forward_backward`` without its backward, at the newest weights: for
+        evaluation.
 
-        Outputs stay on their device and are dropped after ``loss_fn``. Takes and returns what ``forward_backward``
-        does.
+        Outputs stay on their device and are dropped after ``loss_fn``. Takes and returns what
+        ``forward_backward`` does.
         """
         self._begin("forward_loss()")
         self._steps.flush()
         config = run_config.over(self._config)
-        batch = Batch.of(input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config)
+        batch = Batch.of(
+            input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config
+        )
         call = partial(self._forward_loss, batch, loss_fn or outputs_as_loss)
         return self._made_again("forward_loss()", batch, call)
 
     def _forward_loss(self, batch: Batch, loss_fn: LossFn) -> Any:
         planned = self._plan("infer", batch)
-        settings = self._settings(batch, planned, needs_grad=False, saved_layers=frozenset(), loss_fn=loss_fn)
+        settings = self._settings(
+            batch, planned, needs_grad=False, saved_layers=frozenset(), loss_fn=loss_fn
+        )
         call = self._run(planned, forward_passes(planned.plan.fwd_plan), settings, batch)
         with (
             self._host.device_states.noting_failures(),
@@ -324,11 +361,18 @@ class RoundPipe(Engine):
             try:
                 return call()
             except torch.OutOfMemoryError as error:
-                is_ours = self._planner.shortages > shortages  # else it is not a device of this engine's that is full
+                is_ours = (
+                    self._planner.shortages > shortages
+                )  # else it is not a device of this engine's that is full
                 if not left or not is_ours or not batch.can_run_again(self._pipeline.devices):
                     raise
                 left -= 1
-                _log.warning("%s: %s is made again with less on its devices, because of: %s", self._name, what, error)
+                _log.warning(
+                    "%s: %s is made again with less on its devices, because of: %s",
+                    self._name,
+                    what,
+                    error,
+                )
 
     def _first_trained(self, batch: Batch) -> int:
         return first_trained(self._store, wants_gradients=batch.wants_gradients)
@@ -354,7 +398,9 @@ class RoundPipe(Engine):
             loss_fn=loss_fn,
             labels=batch.labels,
             weights=WeightsVersion(self._steps.version, self._steps.num_loads),
-            ambient=AmbientState.of_caller({device.torch_device.type for device in self._pipeline.devices}),
+            ambient=AmbientState.of_caller(
+                {device.torch_device.type for device in self._pipeline.devices}
+            ),
             modes=Modes.of(self._layer_structure),
             spilled_layers=planned.spilled,
             slot_limit=self._free_memory.slot_limit(planned),
@@ -382,7 +428,8 @@ class RoundPipe(Engine):
         return planned
 
     def _wait_results(self, call: Call) -> None:
-        """Waits for losses or outputs. Meanwhile the planner thinks, because the caller has nothing else to do."""
+        """Waits for losses or outputs. Meanwhile the planner thinks, because the caller has nothing
+        else to do."""
         self._planner.reconsider()
         call.wait_results()
         self._planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
@@ -396,11 +443,14 @@ class RoundPipe(Engine):
         *,
         backward: Passes | None = None,
     ) -> Call:
-        """A call to start; ``backward``: the stage runs that will follow it in a call of their own."""
+        """A call to start; ``backward``: the stage runs that will follow it in a call of their
+        own."""
         streams = self._pipeline.streams(enabled=batch.config.preserve_rng_state is not False)
         posts = {("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)}
         resident = self._resident_layers(planned, [passes, backward] if backward else [passes])
-        return self._pipeline.prepare(passes, settings, streams, posts=posts, resident_layers=resident)
+        return self._pipeline.prepare(
+            passes, settings, streams, posts=posts, resident_layers=resident
+        )
 
     # What an engine that is part of a larger one does otherwise.
 
@@ -421,7 +471,9 @@ class RoundPipe(Engine):
     def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
         return self._free_memory.resident_layers(planned, rounds)
 
-    def _backward_round(self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]) -> BackwardCall:
+    def _backward_round(
+        self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]
+    ) -> BackwardCall:
         return BackwardCall(
             begin=self._begin,
             commit=self._commit,
@@ -448,7 +500,8 @@ class RoundPipe(Engine):
         return self._planner
 
     def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Workload]:
-        """Costs of the layers and of a round of ``default_num_microbatch`` microbatches, by what is known now."""
+        """Costs of the layers and of a round of ``default_num_microbatch`` microbatches, by what is
+        known now."""
         return self._planner.problem(run_type, self.default_num_microbatch)
 
     @property
@@ -460,10 +513,13 @@ class RoundPipe(Engine):
     def execute_plan(self) -> ModelExecutePlan:
         """The plan ``forward_backward`` uses by default."""
         grain = self._config.recompute_grain or "stage"
-        return self._planner.next_plan("fused", self.default_num_microbatch, self._config.execute_plan, grain=grain)
+        return self._planner.next_plan(
+            "fused", self.default_num_microbatch, self._config.execute_plan, grain=grain
+        )
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a device."""
+        """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a
+        device."""
         return {
             **super().statistics(),
             "layers": len(self._store.layers),
@@ -480,10 +536,12 @@ class RoundPipe(Engine):
 
 
 def refuse_hooks(store: ParameterStore) -> None:
-    """Devices compute with resident copies, so a hook on the user's own parameter would silently never run."""
+    """Devices compute with resident copies, so a hook on the user's own parameter would silently
+    never run."""
     for parameter in store.parameters:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: gradients are "
+                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
+                "gradients are "
                 "complete only in step_fn; change master.grad there"
             )

@@ -39,8 +39,12 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigError(f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ConfigError(
+                    f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32"
+                )
 
     @classmethod
     def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
@@ -51,7 +55,8 @@ class HostSettings:
         """
         if process_group is not None:
             raise ConfigError(
-                "process_group: training over several processes is not supported; leave it out and give this one "
+                "process_group: training over several processes is not supported; leave it out and "
+                "give this one "
                 "process all its devices (devices=None takes every visible one)"
             )
         return cls(**settings)
@@ -62,7 +67,8 @@ class HostSettings:
 
 
 class Host:
-    """Weights, masters, gradients, the thread that updates them, and a worker pool that computes with them.
+    """Weights, masters, gradients, the thread that updates them, and a worker pool that computes
+    with them.
 
     Made and closed by the caller's thread. Holds no reference to an engine.
 
@@ -86,15 +92,22 @@ class Host:
         self.store = store = ParameterStore(layers, self.memory, on_host)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
-        self.device_states = DeviceStates(store, devices[0] if len(devices) == 1 else None, self.memory)
+        self.device_states = DeviceStates(
+            store, devices[0] if len(devices) == 1 else None, self.memory
+        )
         self.masters = Masters(store, rules, self.device_states)
         self._worker = Worker("roundpipe-optimizer")
-        # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free for.
+        # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
+        # for.
         self._interpreter = QuietInterpreter() if is_accelerated else None
         if is_accelerated:
             self._worker.submit(leave_cores_for(len(devices)))
         self.steps = StepThread(
-            self._worker, self.condition, store, self.masters, lambda: GradientWindow(store, rules, buffers)
+            self._worker,
+            self.condition,
+            store,
+            self.masters,
+            lambda: GradientWindow(store, rules, buffers),
         )
         self.worker_pool = WorkerPool(
             devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
@@ -107,7 +120,8 @@ class Host:
         return [*self.worker_pool.workers, self._worker]
 
     def device_bytes(self) -> dict[str, int] | None:
-        """What is held on each device that a plan need not count; None while something is under way."""
+        """What is held on each device that a plan need not count; None while something is under
+        way."""
         if not self.steps.is_idle:
             return None
         slots, device_states = self.worker_pool.statistics(), self.device_states.held_bytes
@@ -124,15 +138,18 @@ class Host:
             self._interpreter.rest()
 
     def close(self) -> None:
-        """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay valid."""
+        """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay
+        valid."""
         self._working.is_closed = self.steps.is_closed = True
-        self._worker.stop()  # first, because an interrupt of what follows must not leave it without an end
+        # First, because an interrupt of what follows must not leave it without an end.
+        self._worker.stop()
         try:
             try:
                 self.worker_pool.close()
             finally:
                 self._worker.join()
-                self.device_states.clear()  # only now, because until then that thread may update what is there
+                # Only now, because until then that thread may update what is there.
+                self.device_states.clear()
         finally:
             if self._interpreter is not None:
                 self._interpreter.close()

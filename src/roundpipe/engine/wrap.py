@@ -1,4 +1,5 @@
-"""From any model to an engine: by the preset of its architecture, as the sequence it is, or part by part."""
+"""From any model to an engine: by the preset of its architecture, as the sequence it is, or part by
+part."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,19 +32,22 @@ def wrap_model_to_roundpipe(
     name: str | None = None,
     **roundpipe_kwargs: Any,
 ) -> RoundPipe | AutoRoundPipe:
-    """Wraps ``model`` for training through the pipeline; the engine's ``.model`` is ``model`` itself.
+    """Wraps ``model`` for training through the pipeline; the engine's ``.model`` is ``model``
+    itself.
 
-    A Hugging Face model with a preset (also under PEFT) becomes embeddings, blocks and head, an ``nn.Sequential`` its
-    children. Of anything else the parts that are worth it run on devices, the rest on the CPU; see [Note: parts]. If
-    that one part is the whole model, it is an engine of a single layer. A model that has an engine may be wrapped
-    again: the new one goes on from the newest weights; its optimizer is to be made anew. See [Note: turns].
+    A Hugging Face model with a preset (also under PEFT) becomes embeddings, blocks and head, an
+    ``nn.Sequential`` its children. Of anything else the parts that are worth it run on devices, the
+    rest on the CPU; see [Note: parts]. If that one part is the whole model, it is an engine of a
+    single layer. A model that has an engine may be wrapped again: the new one goes on from the
+    newest weights; its optimizer is to be made anew. See [Note: turns].
 
     Args:
-        use_sequential_preset: None uses a preset if there is one; True insists on it; False does not look for one.
-        lower_threshold: bytes of parameters from which a module that holds them itself is a part; parts with fewer in
-            total run as one microbatch.
-        upper_threshold: bytes of parameters up to which a module is a part; default: the model's, divided by the number
-            of devices + 1.
+        use_sequential_preset: None uses a preset if there is one; True insists on it; False does
+            not look for one.
+        lower_threshold: bytes of parameters from which a module that holds them itself is a part;
+            parts with fewer in total run as one microbatch.
+        upper_threshold: bytes of parameters up to which a module is a part; default: the model's,
+            divided by the number of devices + 1.
         skip_modules: stay on the CPU with all they hold.
         override_config: settings for the engine of a part, by its module.
         model_run_config: settings for all engines; beats what a preset brings.
@@ -55,8 +59,8 @@ def wrap_model_to_roundpipe(
 
     Raises:
         NotImplementedError: a preset was insisted on and there is none.
-        ConfigError: the model is an engine already, its adapters cannot run through the pipeline, or a setting is for a
-            module that is no part.
+        ConfigError: the model is an engine already, its adapters cannot run through the pipeline,
+            or a setting is for a module that is no part.
 
     Example:
         >>> engine = wrap_model_to_roundpipe(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), devices=1)
@@ -69,33 +73,52 @@ def wrap_model_to_roundpipe(
         architecture = type(base_of(model)).__name__
         if skip_modules or override_config:
             raise ConfigError(
-                "skip_modules and override_config are for models that are wrapped part by part, but "
-                f"{architecture} runs by its preset; leave them out, or pass use_sequential_preset=False"
+                "skip_modules and override_config are for models that are wrapped part by part, "
+                "but "
+                f"{architecture} runs by its preset; leave them out, or pass "
+                "use_sequential_preset=False"
             )
-        logger.info("%s: %s runs by its preset as %d layers", name, architecture, len(made.sequential))
+        logger.info(
+            "%s: %s runs by its preset as %d layers", name, architecture, len(made.sequential)
+        )
         of_preset = RoundPipeRunConfig(split_input=made.split_input, merge_output=made.merge_output)
         run_config = model_run_config.over(of_preset)
-        engine = RoundPipe(made.sequential, name=name, model_run_config=run_config, **roundpipe_kwargs)
+        engine = RoundPipe(
+            made.sequential, name=name, model_run_config=run_config, **roundpipe_kwargs
+        )
         engine.set_original_model(model)
         return engine
     if use_sequential_preset:
         raise NotImplementedError(
-            f"there is no preset for {type(model).__name__}; pass use_sequential_preset=None to wrap it part by part"
+            f"there is no preset for {type(model).__name__}; pass use_sequential_preset=None to "
+            "wrap it part by part"
         )
     settings = HostSettings.of(**roundpipe_kwargs)
     _check_modules(model, skip_modules, "skip_modules")
     if upper_threshold is None:
         upper_threshold = default_upper_threshold(model, len(settings.choose_devices()))
-    parts = find_parts(model, lower_threshold=lower_threshold, upper_threshold=upper_threshold, skip=skip_modules)
+    parts = find_parts(
+        model, lower_threshold=lower_threshold, upper_threshold=upper_threshold, skip=skip_modules
+    )
     if not parts and not skip_modules:
         parts = [whole(model, lower_threshold=lower_threshold)]
     _check_overrides(override_config, parts)
     if [part.path for part in parts] == [""]:
         own = override_config.get(model, _UNSET).over(model_run_config).over(parts[0].config)
         return RoundPipe(model, name=name, model_run_config=own, **roundpipe_kwargs)
-    logger.info("%s: %s runs part by part: %s", name, type(model).__name__, ", ".join(part.path for part in parts))
+    logger.info(
+        "%s: %s runs part by part: %s",
+        name,
+        type(model).__name__,
+        ", ".join(part.path for part in parts),
+    )
     return AutoRoundPipe(
-        model, parts, name=name, model_run_config=model_run_config, overrides=override_config, settings=settings
+        model,
+        parts,
+        name=name,
+        model_run_config=model_run_config,
+        overrides=override_config,
+        settings=settings,
     )
 
 
@@ -106,12 +129,15 @@ def _check_modules(model: nn.Module, given: Sequence[nn.Module], option: str) ->
             raise ConfigError(f"{option} names a {type(module).__name__} that is not in the model")
 
 
-def _check_overrides(overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[Part]) -> None:
+def _check_overrides(
+    overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[Part]
+) -> None:
     known = {id(part.module) for part in parts}
     for module in overrides:
         if id(module) not in known:
             found = ", ".join(part.path or "the whole model" for part in parts)
             raise ConfigError(
-                f"override_config names a {type(module).__name__} that gets no engine of its own; the parts that do: "
+                f"override_config names a {type(module).__name__} that gets no engine of its own; "
+                "the parts that do: "
                 f"{found}"
             )

@@ -1,7 +1,9 @@
-"""Gradients as they offloaded, a cache-sized chunk at a time: for rules, and machines, without a kernel of our own.
+"""Gradients as they offloaded, a cache-sized chunk at a time: for rules, and machines, without a
+kernel of our own.
 
-A chunk of a 16-bit gradient is cast into a buffer that stays in the cache, torch's kernels update master and moments
-from there, and the new weights are copied on while they are still near: the fp32 gradient never exists in memory.
+A chunk of a 16-bit gradient is cast into a buffer that stays in the cache, torch's kernels update
+master and moments from there, and the new weights are copied on while they are still near: the fp32
+gradient never exists in memory.
 """
 
 import math
@@ -16,9 +18,11 @@ _CHUNK = 1 << 22  # elements: 16 MiB of fp32; with smaller ones threads spend th
 _local = threading.local()
 
 
-def chunks(parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of the flat gradient and their values in fp32, times ``scale``. Each is valid until the next, not to be
-    written.
+def chunks(
+    parts: Sequence[torch.Tensor], scale: float = 1.0
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of the flat gradient and their values in fp32, times ``scale``. Each is valid until
+    the next, not to be written.
 
     Args:
         parts: tensors of one shape whose sum is the gradient.
@@ -36,7 +40,8 @@ def chunks(parts: Sequence[torch.Tensor], scale: float = 1.0) -> Iterator[tuple[
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
-    """Of the sum of ``parts``. Products are summed in fp32 within a chunk and in double over chunks."""
+    """Of the sum of ``parts``. Products are summed in fp32 within a chunk and in double over
+    chunks."""
     if not any(part.is_cpu for part in parts):
         return _sum_of_squares_there(parts)
     kernel = native.library()

@@ -1,4 +1,5 @@
-"""Cross-entropy and its gradient in one kernel on a GPU: logits are read twice and written once, in their own dtype.
+"""Cross-entropy and its gradient in one kernel on a GPU: logits are read twice and written once, in
+their own dtype.
 
 torch's own operations make an fp32 softmax of them first, which takes five times the traffic.
 """
@@ -34,7 +35,9 @@ def _cross_entropy(
         if makes_gradient:
             for start in range(0, vocabulary, block):
                 at = start + lanes
-                tl.store(logits + at, tl.zeros([block], logits.dtype.element_ty), mask=at < vocabulary)
+                tl.store(
+                    logits + at, tl.zeros([block], logits.dtype.element_ty), mask=at < vocabulary
+                )
         return
 
     # Finite, because a lane that has only seen -inf must not compute inf - inf.
@@ -72,19 +75,31 @@ def _cross_entropy(
 
 def suits(logits: Tensor) -> bool:
     """Whether the kernel computes these as exactly as torch would."""
-    return logits.is_cuda and logits.dtype in (torch.float32, torch.bfloat16, torch.float16) and logits.is_contiguous()
+    return (
+        logits.is_cuda
+        and logits.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and logits.is_contiguous()
+    )
 
 
 def cross_entropy_(
-    logits: Tensor, labels: Tensor, *, ignored: int, smoothing: float, scale: float, makes_gradient: bool
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignored: int,
+    smoothing: float,
+    scale: float,
+    makes_gradient: bool,
 ) -> Tensor:
     """Losses (rows,) in fp32 of ``logits`` (rows, vocabulary) times ``scale``.
 
-    If ``makes_gradient``, the memory of ``logits`` then holds the gradient of their losses' sum by them. ``labels``
-    (rows,) that are ``ignored`` have no loss and no gradient.
+    If ``makes_gradient``, the memory of ``logits`` then holds the gradient of their losses' sum by
+    them. ``labels`` (rows,) that are ``ignored`` have no loss and no gradient.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    with torch.accelerator.device_index(logits.device.index):  # because kernels start on the current one
+    with torch.accelerator.device_index(
+        logits.device.index
+    ):  # because kernels start on the current one
         _cross_entropy[(len(logits),)](
             logits,
             labels,

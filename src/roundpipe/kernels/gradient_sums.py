@@ -1,6 +1,7 @@
 """Sums of gradients and their rounding on a GPU, in as few passes over memory as there can be.
 
-torch's own operations on tensors of two dtypes reach half of the memory's bandwidth, and take a pass for each.
+torch's own operations on tensors of two dtypes reach half of the memory's bandwidth, and take a
+pass for each.
 """
 
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 _BLOCK, _ROW_BLOCK = 4096, 2048
 _LEAST_ELEMENTS = 1 << 18  # with fewer, starting a kernel takes longer than torch's operations
 _NARROW = (torch.bfloat16, torch.float16)
-# `_add` by all that Triton compiles it for. Looked up here because Triton takes 5 us more, for each parameter of each
-# microbatch, in which no other worker's Python runs.
+# `_add` by all that Triton compiles it for. Looked up here because Triton takes 5 us more, for each
+# parameter of each microbatch, in which no other worker's Python runs.
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
@@ -22,7 +23,9 @@ _compiled: dict[tuple[object, ...], Any] = {}
 def _add(total, one, other, count, block: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     is_there = at < count
-    value = tl.load(one + at, mask=is_there).to(tl.float32) + tl.load(other + at, mask=is_there).to(tl.float32)
+    value = tl.load(one + at, mask=is_there).to(tl.float32) + tl.load(other + at, mask=is_there).to(
+        tl.float32
+    )
     tl.store(total + at, value, mask=is_there)
 
 
@@ -44,7 +47,8 @@ def _round(total, rounded, norms, length, block: tl.constexpr):
 
 
 def can_add(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `add` is for these: the sum so far, or the first gradient, and another one, to be summed in ``dtype``."""
+    """Whether `add` is for these: the sum so far, or the first gradient, and another one, to be
+    summed in ``dtype``."""
     return dtype is torch.float32 and other.dtype in _NARROW and _is_large(one) and _is_large(other)
 
 

@@ -1,8 +1,10 @@
-"""Linear head + cross-entropy over chunks of tokens, so that the logits of a microbatch never exist at once.
+"""Linear head + cross-entropy over chunks of tokens, so that the logits of a microbatch never exist
+at once.
 
-Gradients are made in the forward pass, chunk by chunk, while a chunk's logits are there; backward only scales them.
-That suits a pipeline, which runs backward right behind forward. torch's own chunked ``linear_cross_entropy`` came with
-2.13 and knows neither label smoothing nor a logit soft cap.
+Gradients are made in the forward pass, chunk by chunk, while a chunk's logits are there; backward
+only scales them. That suits a pipeline, which runs backward right behind forward. torch's own
+chunked ``linear_cross_entropy`` came with 2.13 and knows neither label smoothing nor a logit soft
+cap.
 """
 
 import functools
@@ -20,11 +22,12 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 
-# About 1,100 tokens of a vocabulary of 152,000 in 16 bits. Fewer would keep a GPU's matrix units busy, but each chunk
-# reads and writes the head's whole fp32 gradient once.
+# About 1,100 tokens of a vocabulary of 152,000 in 16 bits. Fewer would keep a GPU's matrix units
+# busy, but each chunk reads and writes the head's whole fp32 gradient once.
 DEFAULT_CHUNK_BYTES = 320 << 20
 
-# Their fp32 softmax is made of a part of a chunk at a time, because in 16 bits it is twice the size of the logits.
+# Their fp32 softmax is made of a part of a chunk at a time, because in 16 bits it is twice the size
+# of the logits.
 _SLICES_PER_CHUNK = 8
 
 _IGNORED = -100
@@ -44,19 +47,23 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> Tensor:
-    """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without ever holding all logits.
+    """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without ever holding all
+    logits.
 
-    The loss is computed and summed in fp32; gradients in 16 bits are summed over chunks in fp32 and rounded once.
-    Without grad mode no gradient is made. The graph is for one backward, ``retain_graph`` or not.
+    The loss is computed and summed in fp32; gradients in 16 bits are summed over chunks in fp32 and
+    rounded once. Without grad mode no gradient is made. The graph is for one backward,
+    ``retain_graph`` or not.
 
     Args:
         hidden: (..., width), what the head is applied to.
         weight, bias: the head's, (vocabulary, width) and (vocabulary,).
         labels: (...), one for each position of ``hidden``: for a causal model already shifted.
-        reduction: ``"mean"`` over the labels that count (0 if none does, where torch says nan) or ``"sum"``.
+        reduction: ``"mean"`` over the labels that count (0 if none does, where torch says nan) or
+            ``"sum"``.
         num_items_in_batch: if given, the sum divided by it, whatever ``reduction`` says.
         logit_scale: logits are multiplied by it;
-        softcap: and then become ``softcap * tanh(logits / softcap)``. Both in the dtype of the logits.
+        softcap: and then become ``softcap * tanh(logits / softcap)``. Both in the dtype of the
+            logits.
         chunk_bytes: logits that exist at once.
 
     Raises:
@@ -68,17 +75,25 @@ def linear_cross_entropy(
     """
     if hidden.shape[:-1] != labels.shape:
         raise ConfigError(
-            f"hidden {tuple(hidden.shape)} has positions of shape {tuple(hidden.shape[:-1])}, labels have "
-            f"{tuple(labels.shape)}; give one label for each position, {ignore_index} where none counts"
+            f"hidden {tuple(hidden.shape)} has positions of shape {tuple(hidden.shape[:-1])}, "
+            "labels have "
+            f"{tuple(labels.shape)}; give one label for each position, {ignore_index} where none "
+            "counts"
         )
     labels = labels.reshape(-1)
     labels = labels.masked_fill(labels == ignore_index, _IGNORED)
     if labels.is_cuda:
         # As torch does for labels that are no class; the kernel below would not notice.
         is_valid = (labels == _IGNORED) | ((labels >= 0) & (labels < len(weight)))
-        torch._assert_async(is_valid.all(), f"a label is none of the {len(weight)} classes and not {ignore_index}")
-    settings = _Settings(label_smoothing, logit_scale, softcap, chunk_bytes, torch.is_grad_enabled())
-    total: Tensor = _LinearCrossEntropy.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, settings)
+        torch._assert_async(
+            is_valid.all(), f"a label is none of the {len(weight)} classes and not {ignore_index}"
+        )
+    settings = _Settings(
+        label_smoothing, logit_scale, softcap, chunk_bytes, torch.is_grad_enabled()
+    )
+    total: Tensor = _LinearCrossEntropy.apply(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels, settings
+    )
     if num_items_in_batch is not None:
         items = num_items_in_batch
         return total / (items.to(total.device) if isinstance(items, Tensor) else items)
@@ -94,13 +109,18 @@ class _Settings(NamedTuple):
 
 
 class _Gradients:
-    """Sums of the inputs' gradients over chunks, in fp32 or wider; None for an input that wants none."""
+    """Sums of the inputs' gradients over chunks, in fp32 or wider; None for an input that wants
+    none."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
+    ) -> None:
         def zeros(of: Tensor | None, is_wanted: bool) -> Tensor | None:
             if of is None or not is_wanted:
                 return None
-            return torch.zeros_like(of, dtype=_wide(of.dtype), memory_format=torch.contiguous_format)
+            return torch.zeros_like(
+                of, dtype=_wide(of.dtype), memory_format=torch.contiguous_format
+            )
 
         self.hidden = zeros(hidden, wanted[0])
         self.weight = zeros(weight, wanted[1])
@@ -110,8 +130,11 @@ class _Gradients:
     def are_wanted(self) -> bool:
         return any(sum_ is not None for sum_ in (self.hidden, self.weight, self.bias))
 
-    def add(self, rows: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, valid: Tensor) -> None:
-        """Adds what one chunk gives: ``d_logits`` (rows, vocabulary), in which rows that do not count hold anything."""
+    def add(
+        self, rows: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, valid: Tensor
+    ) -> None:
+        """Adds what one chunk gives: ``d_logits`` (rows, vocabulary), in which rows that do not
+        count hold anything."""
         if self.hidden is not None:
             _add_product(self.hidden[rows], d_logits, weight)
             self.hidden[rows].mul_(valid)
@@ -122,23 +145,33 @@ class _Gradients:
 
 
 class _LinearCrossEntropy(Function):
-    """The sum of the losses. What it saves are its gradients, which backward scales in place: a second backward finds
-    them written, and autograd says so."""
+    """The sum of the losses. What it saves are its gradients, which backward scales in place: a
+    second backward finds them written, and autograd says so."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        settings: _Settings,
     ) -> Tensor:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         makes_gradients = settings.makes_gradients
         with torch.autocast(kind, enabled=False):
             gradients = _Gradients(
-                hidden, weight, bias, tuple(makes_gradients and needs for needs in ctx.needs_input_grad[:3])
+                hidden,
+                weight,
+                bias,
+                tuple(makes_gradients and needs for needs in ctx.needs_input_grad[:3]),
             )
             head = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = _sum_over_chunks(hidden.to(dtype), *head, labels, settings, gradients)
-        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias, labels != _IGNORED)
+        ctx.save_for_backward(
+            gradients.hidden, gradients.weight, gradients.bias, labels != _IGNORED
+        )
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
         return loss
 
@@ -146,17 +179,25 @@ class _LinearCrossEntropy(Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         *sums, valid = ctx.saved_tensors
-        # Rows that do not count get no gradient even of a loss divided by 0 items, where 0 * inf would be nan.
+        # Rows that do not count get no gradient even of a loss divided by 0 items, where 0 * inf
+        # would be nan.
         by_row, over_all = d_loss.where(valid, 0).unsqueeze(1), d_loss.where(valid.any(), 0)
         scaled = (
             None if sum_ is None else _scaled(sum_, scale, dtype)
-            for sum_, scale, dtype in zip(sums, (by_row, over_all, over_all), ctx.dtypes, strict=True)
+            for sum_, scale, dtype in zip(
+                sums, (by_row, over_all, over_all), ctx.dtypes, strict=True
+            )
         )
         return (*scaled, None, None)
 
 
 def _sum_over_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, gradients: _Gradients
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    settings: _Settings,
+    gradients: _Gradients,
 ) -> Tensor:
     """The summed loss, fp32 or wider; adds to ``gradients`` on the way."""
     losses = torch.empty(len(labels), dtype=_wide(hidden.dtype), device=hidden.device)
@@ -176,11 +217,16 @@ def _sum_over_chunks(
             )
         else:
             targets = labels[rows].where(valid, 0).unsqueeze(1)
-            for part in _chunks(len(logits), settings.chunk_bytes // row_bytes // _SLICES_PER_CHUNK):
-                losses[rows][part] = _losses(logits[part], targets[part], settings, gradients.are_wanted)
+            for part in _chunks(
+                len(logits), settings.chunk_bytes // row_bytes // _SLICES_PER_CHUNK
+            ):
+                losses[rows][part] = _losses(
+                    logits[part], targets[part], settings, gradients.are_wanted
+                )
         if gradients.are_wanted:
             gradients.add(rows, logits, hidden[rows], weight, valid.unsqueeze(1))
-    # The kernel that torch sums the whole batch's losses with, so that the sum is torch's to the bit.
+    # The kernel that torch sums the whole batch's losses with, so that the sum is torch's to the
+    # bit.
     only_class = labels.masked_fill(labels != _IGNORED, 0)
     return F.nll_loss(-losses.unsqueeze(1), only_class, ignore_index=_IGNORED, reduction="sum")
 
@@ -199,7 +245,8 @@ def _kernel() -> ModuleType | None:
 
 
 def _losses(logits: Tensor, targets: Tensor, settings: _Settings, makes_gradient: bool) -> Tensor:
-    """Losses (rows,) of ``logits`` (rows, vocabulary), whose memory then holds their gradient, if that is wanted."""
+    """Losses (rows,) of ``logits`` (rows, vocabulary), whose memory then holds their gradient, if
+    that is wanted."""
     slope = _shape(logits, settings)
     smoothing = settings.label_smoothing
     log_p = F.log_softmax(logits, dim=1, dtype=_wide(logits.dtype))

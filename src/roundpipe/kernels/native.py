@@ -1,7 +1,8 @@
-"""The one-pass kernel ``update.c``: compiled once per machine with the system's compiler, called through ctypes.
+"""The one-pass kernel ``update.c``: compiled once per machine with the system's compiler, called
+through ctypes.
 
-ctypes lets go of the interpreter for the whole call, so the threads that feed the devices go on. Without a compiler
-``library()`` is None and updates run on torch's kernels, chunk by chunk.
+ctypes lets go of the interpreter for the whole call, so the threads that feed the devices go on.
+Without a compiler ``library()`` is None and updates run on torch's kernels, chunk by chunk.
 """
 
 import ctypes
@@ -24,7 +25,15 @@ import torch
 _log = logging.getLogger("roundpipe")
 _SOURCE = Path(__file__).with_name("update.c")
 # No contraction and no reassociation, because results are to be the same on every machine.
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
 # As in update.c:
 _FLOAT32 = 1
 _DTYPES = {torch.float32: _FLOAT32, torch.bfloat16: 2, torch.float16: 3}
@@ -65,13 +74,15 @@ class _Formula(ctypes.Structure):
 
 
 def update(kernel: ctypes.CDLL, jobs: Sequence[Job]) -> bool:
-    """Runs the jobs on as many threads as torch would use here. Blocks; the interpreter is free meanwhile.
+    """Runs the jobs on as many threads as torch would use here. Blocks; the interpreter is free
+    meanwhile.
 
-    What is done here for each parameter keeps the threads waiting that feed the devices, so it is little.
+    What is done here for each parameter keeps the threads waiting that feed the devices, so it is
+    little.
 
     Returns:
-        False, with nothing done, if there is a tensor that the kernel cannot use. What is updated must be fp32, the
-        others any of three dtypes, all contiguous and on the CPU.
+        False, with nothing done, if there is a tensor that the kernel cannot use. What is updated
+        must be fp32, the others any of three dtypes, all contiguous and on the CPU.
     """
     rows: list[int] = []
     written: list[torch.Tensor] = []
@@ -82,20 +93,34 @@ def update(kernel: ctypes.CDLL, jobs: Sequence[Job]) -> bool:
         if key not in described:
             described[key] = _described(formula, scale)
         is_written_back = working is not None
-        rows += ctypes.addressof(described[key]), len(own), len(parts), is_written_back, own[0].numel(), 0, 0, 0
+        rows += (
+            ctypes.addressof(described[key]),
+            len(own),
+            len(parts),
+            is_written_back,
+            own[0].numel(),
+            0,
+            0,
+            0,
+        )
         written += own
         others += parts
         if working is not None:
             others.append(working)
     dtypes = list(map(_DTYPES.get, map(_dtype_of, others)))
-    if not (set(map(_dtype_of, written)) <= {torch.float32} and None not in dtypes and _are_plain(written + others)):
+    if not (
+        set(map(_dtype_of, written)) <= {torch.float32}
+        and None not in dtypes
+        and _are_plain(written + others)
+    ):
         return False
     _run(kernel, rows, written, others, dtypes)
     return True
 
 
 def sum_of_squares(kernel: ctypes.CDLL, parts: Sequence[torch.Tensor]) -> float:
-    """Of the sum of ``parts``, in fp32 within a block and in double over blocks. The same for any number of threads."""
+    """Of the sum of ``parts``, in fp32 within a block and in double over blocks. The same for any
+    number of threads."""
     count = parts[0].numel()
     squares = torch.zeros(count // _CHUNK + 1, dtype=torch.float64)
     described = _Formula(rule=_SQUARES)
@@ -116,7 +141,8 @@ def _run(
     others: Sequence[torch.Tensor],
     dtypes: Sequence[Any],
 ) -> None:
-    """``rows``: the jobs as in update.c. Each takes the next of ``written`` and ``others``, as many as it says."""
+    """``rows``: the jobs as in update.c. Each takes the next of ``written`` and ``others``, as many
+    as it says."""
     jobs = array("q", rows)
     addresses = array("q", map(torch.Tensor.data_ptr, written))
     arrays = array("q", bytes(_ARRAY_BYTES * len(others)))
@@ -147,7 +173,10 @@ def library() -> ctypes.CDLL | None:
         kernel = ctypes.CDLL(str(_compiled(_cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        _log.warning("optimizers run on torch's kernels, which are slower: update.c was not compiled (%s)", reason)
+        _log.warning(
+            "optimizers run on torch's kernels, which are slower: update.c was not compiled (%s)",
+            reason,
+        )
         return None
     kernel.roundpipe_update.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int64,) * 2)
     kernel.roundpipe_update.restype = None
@@ -155,7 +184,8 @@ def library() -> ctypes.CDLL | None:
 
 
 def _compiled(folder: Path) -> Path:
-    """Its path in ``folder``. Processes that compile at the same time each put a whole file in place."""
+    """Its path in ``folder``. Processes that compile at the same time each put a whole file in
+    place."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise FileNotFoundError("no cc, gcc or clang on the path")
@@ -178,13 +208,17 @@ def _cache_folder() -> Path:
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="roundpipe-"))  # a home that cannot be written to: compiled in every process
+    return Path(
+        tempfile.mkdtemp(prefix="roundpipe-")
+    )  # a home that cannot be written to: compiled in every process
 
 
 def _processor() -> str:
     """What -march=native depends on: a home may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+        return "\n".join(
+            sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+        )
     except OSError:
         return platform.processor() + platform.machine()

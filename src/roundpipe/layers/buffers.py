@@ -1,4 +1,5 @@
-"""Module buffers on a device: copied once, copied again when either side was written, also if nobody says so."""
+"""Module buffers on a device: copied once, copied again when either side was written, also if
+nobody says so."""
 
 import threading
 from typing import NamedTuple
@@ -27,7 +28,8 @@ class BufferValue:
 
 
 class KnownBuffer:
-    """What is known of one of the user's buffers. ``compared``: modes whose forwards were seen to write it or not."""
+    """What is known of one of the user's buffers. ``compared``: modes whose forwards were seen to
+    write it or not."""
 
     def __init__(self) -> None:
         self.value: BufferValue | None = None  # the latest
@@ -40,15 +42,19 @@ class KnownBuffer:
 
 
 class KnownBuffers:
-    """The user's buffers, each as long as it exists: what it holds, and whether writes to it raise its version.
+    """The user's buffers, each as long as it exists: what it holds, and whether writes to it raise
+    its version.
 
-    Those of batch norm to its statistics do not. That is learnt by comparing values after a buffer's first forward in
-    each mode. Shared by all devices, because a recompute on one must know what a forward on another has shown.
+    Those of batch norm to its statistics do not. That is learnt by comparing values after a
+    buffer's first forward in each mode. Shared by all devices, because a recompute on one must know
+    what a forward on another has shown.
     """
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
-        self._lock = threading.Lock()  # because devices that ask at the same time must be told of the same buffer
+        self._lock = (
+            threading.Lock()
+        )  # because devices that ask at the same time must be told of the same buffer
 
     def of(self, original: torch.Tensor) -> KnownBuffer:
         with self._lock:
@@ -60,7 +66,8 @@ class KnownBuffers:
     def value(self, original: torch.Tensor) -> BufferValue:
         """What it holds now. Another one each time if that is the only way to be sure."""
         known = self.of(original)
-        # Read before the values are, because whoever writes them at this moment raises it afterwards.
+        # Read before the values are, because whoever writes them at this moment raises it
+        # afterwards.
         version = original._version
         value = known.value
         if value is None or value.version != version or known.is_written_silently:
@@ -90,7 +97,8 @@ class _Latest(NamedTuple):
 class BufferCache:
     """One device's copies of module buffers, reused while neither side was written.
 
-    Used by the device's worker only. Its forwards write to copies, so other devices are never given one.
+    Used by the device's worker only. Its forwards write to copies, so other devices are never given
+    one.
     """
 
     def __init__(self, device: Device, known: KnownBuffers) -> None:
@@ -117,21 +125,24 @@ class BufferCache:
     def _copy_of(self, value: BufferValue, original: torch.Tensor) -> _Copy:
         copy = self._copies.get(value)
         if copy is None or not copy.is_intact:
-            # Rather what was kept, because the user may be writing the buffer while a late stage run is at work.
+            # Rather what was kept, because the user may be writing the buffer while a late stage
+            # run is at work.
             source = original if value.host is None else value.host
             tensor = source.detach().to(self._device.torch_device, copy=True)
             copy = self._copies[value] = _Copy(tensor, tensor._version)
         return copy
 
     def is_placed(self, original: torch.Tensor | None, copy: torch.Tensor | None) -> bool:
-        """Whether ``copy`` still is what ``place`` last gave for ``original``, as far as versions tell."""
+        """Whether ``copy`` still is what ``place`` last gave for ``original``, as far as versions
+        tell."""
         if original is None or copy is None:
             return original is copy
         latest = self._made_of(original, copy)
         return latest is not None and latest.copy.is_intact
 
     def value_in(self, copy: torch.Tensor, original: torch.Tensor) -> BufferValue | None:
-        """What ``copy`` holds unless it was written, if it is what ``place`` last gave for ``original``."""
+        """What ``copy`` holds unless it was written, if it is what ``place`` last gave for
+        ``original``."""
         latest = self._made_of(original, copy)
         return None if latest is None else latest.value
 
@@ -140,7 +151,8 @@ class BufferCache:
         return latest if latest is not None and latest.copy.tensor is copy else None
 
     def has_changed(self, original: torch.Tensor, copy: torch.Tensor) -> bool:
-        """Compares values, for copies whose version tells nothing. From then on nobody trusts versions of that buffer.
+        """Compares values, for copies whose version tells nothing. From then on nobody trusts
+        versions of that buffer.
 
         To be called before the user can have written to the buffer.
         """
@@ -155,7 +167,8 @@ class BufferCache:
     def is_written_silently(
         self, original: torch.Tensor, copy: torch.Tensor, training: bool, *, look_again: bool
     ) -> bool:
-        """After a stage run's last forward: whether they have written ``copy``, whose version says that they have not."""
+        """After a stage run's last forward: whether they have written ``copy``, whose version says
+        that they have not."""
         known = self._known.of(original)
         if known.is_unclear(training) or (look_again and not known.is_written_silently):
             self.has_changed(original, copy)

@@ -1,4 +1,5 @@
-"""Compiled forwards for layers that repeat. Knows nothing of stages: whoever makes a replica hands it over."""
+"""Compiled forwards for layers that repeat. Knows nothing of stages: whoever makes a replica hands
+it over."""
 
 import functools
 import logging
@@ -17,20 +18,24 @@ _log = logging.getLogger("roundpipe")
 
 
 class BlockCompiler:
-    """Compiles each repeated layer class once a device; all its layers, and all their replicas, share the result.
+    """Compiles each repeated layer class once a device; all its layers, and all their replicas,
+    share the result.
 
-    The compiler counts what it has made of a code object, and stops after a few: variants for other devices, modes and
-    shapes, of every engine in the process. Hence a code object for each engine and device, and one for each choice of
-    inner modules that have hooks, because it takes for granted that modules without any get none.
+    The compiler counts what it has made of a code object, and stops after a few: variants for other
+    devices, modes and shapes, of every engine in the process. Hence a code object for each engine
+    and device, and one for each choice of inner modules that have hooks, because it takes for
+    granted that modules without any get none.
 
-    [Note: compiling on several devices] A compilation patches ``nn.Module`` and sets flags for the whole process, so
-    two at a time would leave them set. Its lock lets one worker compile after the other, except that of a backward,
-    which comes with the first call: so here that is compiled along with its forward. And a compiled forward refuses to
-    be entered while another is compiled (some versions of torch do): then it is entered once that is over.
+    [Note: compiling on several devices] A compilation patches ``nn.Module`` and sets flags for the
+    whole process, so two at a time would leave them set. Its lock lets one worker compile after the
+    other, except that of a backward, which comes with the first call: so here that is compiled
+    along with its forward. And a compiled forward refuses to be entered while another is compiled
+    (some versions of torch do): then it is entered once that is over.
 
-    [Note: compiled code and the interpreter] What the compiler makes queues kernels from Python, so that the workers of
-    several devices would take turns. For those it is code in C++, which lets go of the interpreter: on two H200 a step
-    takes 6 % less, and compiling it three times as long. With one device that gains nothing.
+    [Note: compiled code and the interpreter] What the compiler makes queues kernels from Python, so
+    that the workers of several devices would take turns. For those it is code in C++, which lets go
+    of the interpreter: on two H200 a step takes 6 % less, and compiling it three times as long.
+    With one device that gains nothing.
 
     Args:
         layers: among which classes repeat; none for a compiler that leaves all as it is.
@@ -45,25 +50,30 @@ class BlockCompiler:
         self._in_cpp = num_accelerators > 1
 
     def apply(self, replica: nn.Module, device: Device, modes: Modes) -> None:
-        """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the device's worker."""
+        """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the
+        device's worker."""
         kind = type(replica)
         if kind not in self._kinds or "forward" in replica.__dict__:
             return
         key = kind, device.name, _hooked(replica) if modes.hooks else ()
         if key not in self._compiled:
             backend = _Backend(f"{kind.__name__} for {device.name}", self._in_cpp)
-            self._compiled[key] = _entered_alone(torch.compile(_own_code(kind.forward), backend=backend))
+            self._compiled[key] = _entered_alone(
+                torch.compile(_own_code(kind.forward), backend=backend)
+            )
         replica.__dict__["forward"] = types.MethodType(self._compiled[key], replica)
 
     def let_go(self, replica: nn.Module) -> None:
-        """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses it."""
+        """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses
+        it."""
         bound = replica.__dict__.get("forward")
         if bound is not None and getattr(bound, "__func__", None) in self._compiled.values():
             del replica.__dict__["forward"]
 
 
 class _Backend:
-    """Compiles forward and backward, on the thread that has the compiler's lock. What cannot be compiled runs as it is.
+    """Compiles forward and backward, on the thread that has the compiler's lock. What cannot be
+    compiled runs as it is.
 
     Args:
         what: is compiled, for messages.
@@ -74,14 +84,20 @@ class _Backend:
     def __init__(self, what: str, in_cpp: bool) -> None:
         self._what = what
         self._ways = ({"cpp_wrapper": True}, {}) if in_cpp else ({},)
-        self._level = logging.WARNING  # of the first line, because a first step that takes minutes looks like a hang
+        self._level = (
+            logging.WARNING
+        )  # of the first line, because a first step that takes minutes looks like a hang
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._dynamo.exc import RestartAnalysis
         from torch._functorch import config as aot_config
         from torch._inductor.compile_fx import compile_fx
 
-        _log.log(self._level, "compiling %s: up to some minutes, seconds if it was compiled before", self._what)
+        _log.log(
+            self._level,
+            "compiling %s: up to some minutes, seconds if it was compiled before",
+            self._what,
+        )
         self._level = logging.INFO
         for way in self._ways:
             try:
@@ -92,7 +108,9 @@ class _Backend:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 _log.info("%s was not compiled with %s", self._what, way, exc_info=True)
-        _log.warning("%s runs without being compiled, which is slower, because of %s", self._what, reason)
+        _log.warning(
+            "%s runs without being compiled, which is slower, because of %s", self._what, reason
+        )
         return graph.forward
 
 
@@ -115,7 +133,8 @@ def _entered_alone(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_refused_entry(error: RuntimeError) -> bool:
-    """Whether the compiler's own first frame has raised it, so that nothing of the layer has run."""
+    """Whether the compiler's own first frame has raised it, so that nothing of the layer has
+    run."""
     entry = error.__traceback__ and error.__traceback__.tb_next
     return entry is not None and entry.tb_next is None and "FX to symbolically trace" in str(error)
 
@@ -124,14 +143,21 @@ def _hooked(module: nn.Module) -> tuple[int, ...]:
     """Which of the inner modules have hooks, and of what kind."""
     inner = enumerate(module.modules())
     return tuple(
-        number for place, part in inner if place for number, table in enumerate(hook_tables(part), place << 4) if table
+        number
+        for place, part in inner
+        if place
+        for number, table in enumerate(hook_tables(part), place << 4)
+        if table
     )
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, types.FunctionType):
         return function
-    code, parts = function.__code__.replace(), (function.__name__, function.__defaults__, function.__closure__)
+    code, parts = (
+        function.__code__.replace(),
+        (function.__name__, function.__defaults__, function.__closure__),
+    )
     own = types.FunctionType(code, function.__globals__, *parts)
     own.__kwdefaults__ = function.__kwdefaults__
     return own

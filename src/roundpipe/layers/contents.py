@@ -1,6 +1,8 @@
-"""What lists, dictionaries and the like hold, so that it can be had again after somebody has put something else in.
+"""What lists, dictionaries and the like hold, so that it can be had again after somebody has put
+something else in.
 
-Knows nothing of modules. Other objects are not looked into: they are what they are when somebody reads them.
+Knows nothing of modules. Other objects are not looked into: they are what they are when somebody
+reads them.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,13 +21,15 @@ def is_container(value: Any) -> bool:
 
 
 class Found(NamedTuple):
-    """Containers, those inside of others too, each once. ``kinds``: the types of all that is in them."""
+    """Containers, those inside of others too, each once. ``kinds``: the types of all that is in
+    them."""
 
     containers: list[Any]
     kinds: set[type]
 
     def has(self, kind: type | tuple[type, ...]) -> bool:
-        """Whether something of that kind is in one. Asks only types, because objects may do anything when asked."""
+        """Whether something of that kind is in one. Asks only types, because objects may do
+        anything when asked."""
         return any(issubclass(own, kind) for own in self.kinds)
 
 
@@ -50,7 +54,8 @@ def has_tensors(containers: Iterable[Any]) -> bool:
 
 
 class Contents:
-    """What ``containers``, and those inside of them, held when it was made. Read by workers of all devices.
+    """What ``containers``, and those inside of them, held when it was made. Read by workers of all
+    devices.
 
     Tuples that nothing can be put into at any level are left out.
     """
@@ -58,7 +63,9 @@ class Contents:
     def __init__(self, containers: Iterable[Any]) -> None:
         found = with_inner(containers)
         self.containers = [container for container in found.containers if not _is_fixed(container)]
-        self._snapshot = Snapshot((), self.containers)  # before the copies: what comes in between makes it untrue
+        self._snapshot = Snapshot(
+            (), self.containers
+        )  # before the copies: what comes in between makes it untrue
         self.has_tensors = found.has(torch.Tensor)
         self._held = list(map(_copy, self.containers))
 
@@ -68,14 +75,17 @@ class Contents:
         return self._snapshot.is_true
 
     def copies(self) -> dict[int, Any]:
-        """By the id of each container another one with what it held. What was in two places is in both again."""
+        """By the id of each container another one with what it held. What was in two places is in
+        both again."""
         made = {
             id(container): _copy(held)
             for container, held in zip(self.containers, self._held, strict=True)
             if type(container) is not tuple
         }
         new = list(made.values())
-        tuples = {id(container): container for container in self.containers if type(container) is tuple}
+        tuples = {
+            id(container): container for container in self.containers if type(container) is tuple
+        }
 
         def of(value: Any) -> Any:
             if id(value) in tuples and id(value) not in made:
@@ -94,7 +104,9 @@ class Contents:
 def _is_fixed(container: Any) -> bool:
     if type(container) is not tuple:
         return False
-    return _KINDS.isdisjoint(map(type, container)) or all(_is_fixed(item) for item in container if is_container(item))
+    return _KINDS.isdisjoint(map(type, container)) or all(
+        _is_fixed(item) for item in container if is_container(item)
+    )
 
 
 def _copy(container: Any) -> Any:

@@ -17,7 +17,8 @@ _here = _Here()
 
 @contextmanager
 def wanting(*, only_loss: bool) -> Iterator[None]:
-    """The calling thread runs a layer of a call whose outputs nobody but the default loss reads, or else all may."""
+    """The calling thread runs a layer of a call whose outputs nobody but the default loss reads, or
+    else all may."""
     before, _here.only_loss = _here.only_loss, only_loss
     try:
         yield

@@ -11,26 +11,34 @@ from ..transfer.residency import Residency
 
 
 class ReplicaParameters:
-    """For as long as the layer stays in that slot: stage runs that find it there take what the one before has left.
+    """For as long as the layer stays in that slot: stage runs that find it there take what the one
+    before has left.
 
-    Used by the device's worker. ``parameters`` are by the ``id`` of the working parameter; ``trains`` says of each use
-    whether it trains.
+    Used by the device's worker. ``parameters`` are by the ``id`` of the working parameter;
+    ``trains`` says of each use whether it trains.
     """
 
     def __init__(
-        self, layer: LayerParameters, slot: torch.Tensor, trains: Sequence[bool], rules: GradientRules
+        self,
+        layer: LayerParameters,
+        slot: torch.Tensor,
+        trains: Sequence[bool],
+        rules: GradientRules,
     ) -> None:
         self.accumulator = Accumulator(layer, rules)
         self._slot = slot
         self._trains = trains
         self._are_attached = False
-        # ``data``, because views would share one count of writes: writing to one would spoil the graphs of all.
+        # ``data``, because views would share one count of writes: writing to one would spoil the
+        # graphs of all.
         self._all = [
             nn.Parameter(view_of(slot, use).data, requires_grad=is_trained)
             for use, is_trained in zip(layer.uses, trains, strict=True)
         ]
         self._forms = list(map(_form, self._all))
-        self.parameters = {id(use.parameter): own for use, own in zip(layer.uses, self._all, strict=True)}
+        self.parameters = {
+            id(use.parameter): own for use, own in zip(layer.uses, self._all, strict=True)
+        }
 
     def attach(self) -> None:
         """There will be a backward, whose gradients are to be summed."""
@@ -43,7 +51,8 @@ class ReplicaParameters:
 
     @property
     def is_frozen_one_written(self) -> bool:
-        """Whether a forward has written to a weight that does not train, if only what was there already."""
+        """Whether a forward has written to a weight that does not train, if only what was there
+        already."""
         return any(own._version > 0 and not own.requires_grad for own in self._all)
 
     @property

@@ -1,7 +1,9 @@
-"""Code that modules hold and that has got hold of modules or parameters: the same code, with others in their place.
+"""Code that modules hold and that has got hold of modules or parameters: the same code, with others
+in their place.
 
-A patched forward, a lambda made in ``__init__``, a hook: as methods, partials or closures they refer to the user's own
-modules, whose weights are on the host and of no use to a stage run. Knows nothing of what is put in their place.
+A patched forward, a lambda made in ``__init__``, a hook: as methods, partials or closures they
+refer to the user's own modules, whose weights are on the host and of no use to a stage run. Knows
+nothing of what is put in their place.
 """
 
 import functools
@@ -14,7 +16,8 @@ CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def rebound(code: Any, replace: Replace) -> Any:
-    """``code`` with ``replace(value)`` for every value it is bound to; itself where that changes nothing."""
+    """``code`` with ``replace(value)`` for every value it is bound to; itself where that changes
+    nothing."""
     return _Rebinding(replace).of(code)
 
 
@@ -31,7 +34,8 @@ def mentioned(code: Any) -> list[Any]:
 
 
 def is_bound_for_good(code: Any) -> bool:
-    """Whether it stays bound to what it is: cells and defaults can be set anew, a method's owner cannot."""
+    """Whether it stays bound to what it is: cells and defaults can be set anew, a method's owner
+    cannot."""
     if isinstance(code, types.FunctionType):
         return not (code.__closure__ or code.__defaults__ or code.__kwdefaults__)
     return isinstance(code, types.MethodType)
@@ -56,7 +60,9 @@ class _Rebinding:
         if isinstance(value, types.MethodType):
             owner = self._replace(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
-        return self._partial(value) if isinstance(value, functools.partial) else self._function(value)
+        return (
+            self._partial(value) if isinstance(value, functools.partial) else self._function(value)
+        )
 
     def _partial(self, code: "functools.partial[Any]") -> Any:
         before = [code.func, *code.args, *code.keywords.values()]
@@ -70,14 +76,22 @@ class _Rebinding:
         return made
 
     def _function(self, code: types.FunctionType) -> Any:
-        cells, defaults, named = code.__closure__ or (), code.__defaults__ or (), code.__kwdefaults__ or {}
+        cells, defaults, named = (
+            code.__closure__ or (),
+            code.__defaults__ or (),
+            code.__kwdefaults__ or {},
+        )
         before = [*cells, *defaults, *named.values()]
         after = [*map(self._cell, cells), *map(self.of, defaults), *map(self.of, named.values())]
         if all(one is other for one, other in zip(before, after, strict=True)):
             return code
         cells, others = tuple(after[: len(cells)]), after[len(cells) :]
         made = types.FunctionType(
-            code.__code__, code.__globals__, code.__name__, tuple(others[: len(defaults)]) or None, cells or None
+            code.__code__,
+            code.__globals__,
+            code.__name__,
+            tuple(others[: len(defaults)]) or None,
+            cells or None,
         )
         made.__kwdefaults__ = dict(zip(named, others[len(defaults) :], strict=True)) or None
         made.__dict__.update(code.__dict__, _is_rebound=True)

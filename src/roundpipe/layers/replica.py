@@ -1,15 +1,22 @@
-"""A layer as one stage run sees it: the user's modules, shallowly copied, with parameters and buffers on the device.
+"""A layer as one stage run sees it: the user's modules, shallowly copied, with parameters and
+buffers on the device.
 
-Each stage run has a replica of its own, because hooks, adapters and train/eval flags of the user's modules may change
-between calls and because two devices may run the same layer at the same time. Replicas share everything but tensors.
+Each stage run has a replica of its own, because hooks, adapters and train/eval flags of the user's
+modules may change between calls and because two devices may run the same layer at the same time.
+Replicas share everything but tensors.
 
-[Note: replicas used again] Copying the 80 modules of a layer with adapters takes longer than queueing its kernels. So a
-stage run leaves its replica to the next one on its device if that would see the same in a new one:
-[1] Nobody has set anything on the replica: all names and values of its modules are, by identity, what they were.
-[2] Names and values of the user's modules, their classes and modes are what they were when the replica was made.
-[3] There is no more to it than names and values. Hooks, code bound to values that may be bound anew, containers with
-    modules or parameters in them and tensors set as plain attributes have their layer copied each time.
-[4] Tensors are put in for every stage run and taken out after it: a replica that waits keeps no memory of the device.
+[Note: replicas used again] Copying the 80 modules of a layer with adapters takes longer than
+queueing its kernels. So a stage run leaves its replica to the next one on its device if that would
+see the same in a new one:
+[1] Nobody has set anything on the replica: all names and values of its modules are, by identity,
+    what they were.
+[2] Names and values of the user's modules, their classes and modes are what they were when the
+    replica was made.
+[3] There is no more to it than names and values. Hooks, code bound to values that may be bound
+    anew, containers with modules or parameters in them and tensors set as plain attributes have
+    their layer copied each time.
+[4] Tensors are put in for every stage run and taken out after it: a replica that waits keeps no
+    memory of the device.
 """
 
 import operator
@@ -35,7 +42,11 @@ _TREES = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     # How those are to be called.
-    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    *(
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+    ),
 )
 STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
 _TABLES = frozenset(
@@ -47,7 +58,8 @@ _TABLES = frozenset(
 )
 # What `nn.Module.compile` leaves: the user's own module, compiled.
 _COMPILED = "_compiled_call_impl"
-# Types of most of what modules have, which nothing needs to be done for. Empty hook tables are ordered dictionaries.
+# Types of most of what modules have, which nothing needs to be done for. Empty hook tables are
+# ordered dictionaries.
 _INERT = frozenset({bool, int, float, str, set, type(None), torch.dtype, OrderedDict, type})
 _NOTHING = object()
 Hooks = dict[str, dict[int, Any]]
@@ -56,10 +68,11 @@ _NO_HOOKS: Hooks = {}
 
 @dataclass(frozen=True)
 class Modes:
-    """Which modules and parameters train, and the hooks of modules that have some, as it was when a call was made.
+    """Which modules and parameters train, and the hooks of modules that have some, as it was when a
+    call was made.
 
-    A late stage run must not see what the caller has switched or removed since: a recompute in another mode is another
-    computation.
+    A late stage run must not see what the caller has switched or removed since: a recompute in
+    another mode is another computation.
     """
 
     training: dict[int, bool]
@@ -74,11 +87,17 @@ class Modes:
     @classmethod
     def of(cls, structure: Structure) -> "Modes":
         modules = structure.modules
-        has_hooks = any(chain.from_iterable(map(hook_tables, modules)))  # asked first, because it hardly ever is
+        has_hooks = any(
+            chain.from_iterable(map(hook_tables, modules))
+        )  # asked first, because it hardly ever is
         return cls(
             training=dict(zip(map(id, modules), map(_training, modules), strict=True)),
-            trains=frozenset(id(parameter) for parameter in structure.parameters if parameter.requires_grad),
-            hooks={id(module): hooks for module in modules if (hooks := _hooks_now(module))} if has_hooks else {},
+            trains=frozenset(
+                id(parameter) for parameter in structure.parameters if parameter.requires_grad
+            ),
+            hooks={id(module): hooks for module in modules if (hooks := _hooks_now(module))}
+            if has_hooks
+            else {},
         )
 
 
@@ -97,7 +116,9 @@ def _hooks_now(module: nn.Module) -> Hooks:
     return {name: own[name].copy() for name in _HOOKS if own[name]}
 
 
-def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> nn.Module:
+def replicate(
+    module: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes
+) -> nn.Module:
     """Copies ``module``'s structure.
 
     Args:
@@ -108,7 +129,8 @@ def replicate(module: nn.Module, parameters: dict[int, nn.Parameter], place: Ten
 
 
 class _Socket(NamedTuple):
-    """Where a replica has a tensor of the device, and which of the user's, ``key`` by ``id``, it stands for."""
+    """Where a replica has a tensor of the device, and which of the user's, ``key`` by ``id``, it
+    stands for."""
 
     tensors: dict[str, Any]
     name: str
@@ -117,7 +139,8 @@ class _Socket(NamedTuple):
 
 
 class Replica:
-    """A layer's replica: ``module``, and in ``pairs`` every module of the user's beside its own, as it was made.
+    """A layer's replica: ``module``, and in ``pairs`` every module of the user's beside its own, as
+    it was made.
 
     Used by one device's worker. See [Note: replicas used again].
 
@@ -134,7 +157,8 @@ class Replica:
         finish: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
         owners = list(layer.modules())
-        # Taken first, because the caller may be setting something while a late stage run makes this.
+        # Taken first, because the caller may be setting something while a late stage run makes
+        # this.
         trees = (vars(owner)[tree] for owner in owners for tree in _TREES)
         theirs = Snapshot(map(attributes_of, owners), trees, sized=map(vars, owners))
         replication = _Replication(layer, parameters, place, modes)
@@ -161,11 +185,16 @@ class Replica:
         self._shared = Snapshot((), containers)
         children = (replica._modules for replica in replicas)
         self._ours = Snapshot(map(attributes_of, replicas), children, sized=map(vars, replicas))
-        self._tensors = Snapshot((), (held for own in replicas for held in (own._parameters, own._buffers)))
+        self._tensors = Snapshot(
+            (), (held for own in replicas for held in (own._parameters, own._buffers))
+        )
         self._sockets = [
             _Socket(tensors, name, original, id(original))
             for owner, replica in self.pairs
-            for tensors, originals in ((replica._parameters, owner._parameters), (replica._buffers, owner._buffers))
+            for tensors, originals in (
+                (replica._parameters, owner._parameters),
+                (replica._buffers, owner._buffers),
+            )
             for name, original in originals.copy().items()
             if original is not None
         ]
@@ -175,7 +204,8 @@ class Replica:
         return sources_of(self._owners)
 
     def draws(self) -> OwnDraws:
-        """What its next run draws from. Sources that all share are looked at once, because that takes 0.1 ms."""
+        """What its next run draws from. Sources that all share are looked at once, because that
+        takes 0.1 ms."""
         draws = OwnDraws(self._random_sources)
         self._random_sources = [source for source in self._random_sources if not source.is_shared]
         return draws
@@ -192,14 +222,17 @@ class Replica:
             and list(map(modes.training.get, self._ids)) == self._training
             and modes.hooks.keys().isdisjoint(self._ids)
             and not any(self._hook_tables)
-            and [list(map(type, modules)) for modules in (self._owners, self._replicas)] == self._classes
+            and [list(map(type, modules)) for modules in (self._owners, self._replicas)]
+            == self._classes
             and self._theirs.is_true
             and self._shared.is_true
         )
 
     def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
         """A stage run begins with a replica that was emptied."""
-        filled: dict[int, torch.Tensor] = dict(parameters)  # because what modules share their replicas share
+        filled: dict[int, torch.Tensor] = dict(
+            parameters
+        )  # because what modules share their replicas share
         for tensors, name, original, key in self._sockets:
             if key not in filled:
                 filled[key] = place(original)
@@ -207,7 +240,8 @@ class Replica:
         self._tensors.take()
 
     def empty(self) -> None:
-        """A stage run is over that has left it as it was made. It holds on to no slot, which the pool may drop."""
+        """A stage run is over that has left it as it was made. It holds on to no slot, which the
+        pool may drop."""
         for tensors, name, *_ in self._sockets:
             tensors[name] = None
         self._tensors.forget()
@@ -225,16 +259,22 @@ def attributes_of(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
 
 
 class _Replication:
-    def __init__(self, root: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes) -> None:
+    def __init__(
+        self, root: nn.Module, parameters: dict[int, nn.Parameter], place: TensorMap, modes: Modes
+    ) -> None:
         self._root = root
         self._inside: set[int] | None = None  # the modules there are, by id; seldom needed
         self._modes = modes
         self._parameters = parameters
         self._place = place
         self._done: dict[int, nn.Module] = {}
-        self._placed: dict[int, torch.Tensor] = {}  # because what modules share their replicas share
+        self._placed: dict[
+            int, torch.Tensor
+        ] = {}  # because what modules share their replicas share
         self.is_only_values = True  # see [Note: replicas used again]
-        self.containers: list[Any] = []  # those that replicas share with the user's modules, for as long as they do
+        self.containers: list[
+            Any
+        ] = []  # those that replicas share with the user's modules, for as long as they do
 
     @property
     def modules(self) -> set[int]:
@@ -254,14 +294,20 @@ class _Replication:
                 state[name] = self._attribute(module, replica, value)
         state["_parameters"] = {name: self._tensor(p) for name, p in module._parameters.items()}
         state["_buffers"] = {name: self._tensor(b) for name, b in module._buffers.copy().items()}
-        state["_modules"] = {n: None if child is None else self.of(child) for n, child in module._modules.items()}
+        state["_modules"] = {
+            n: None if child is None else self.of(child) for n, child in module._modules.items()
+        }
         hooks = self._modes.hooks_of(module)
         for name in _HOOKS:
             if state[name] or name in hooks:
                 then = hooks.get(name, {})
-                state[name] = OrderedDict((key, rebound(hook, self._counterpart)) for key, hook in then.items())
+                state[name] = OrderedDict(
+                    (key, rebound(hook, self._counterpart)) for key, hook in then.items()
+                )
         state["training"] = self._modes.training.get(id(module), module.training)
-        object.__setattr__(replica, "__dict__", state)  # because a module's own looks at what it is given
+        object.__setattr__(
+            replica, "__dict__", state
+        )  # because a module's own looks at what it is given
         return replica
 
     def _tensor(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -288,13 +334,15 @@ class _Replication:
         return value
 
     def _note_container(self, value: Any) -> bool:
-        """Whether there are neither modules nor tensors in it, so that it is shared as long as that stays so."""
+        """Whether there are neither modules nor tensors in it, so that it is shared as long as that
+        stays so."""
         found = with_inner([value])
         self.containers += found.containers
         return not found.has((nn.Module, torch.Tensor))
 
     def _counterpart(self, value: Any) -> Any:
-        """What stands for something that code refers to. What is outside of the layer, and plain tensors, stay."""
+        """What stands for something that code refers to. What is outside of the layer, and plain
+        tensors, stay."""
         if isinstance(value, nn.Module):
             if self._inside is None:
                 self._inside = {id(module) for module in self._root.modules()}
@@ -303,18 +351,28 @@ class _Replication:
 
     def _container(self, module: nn.Module, replica: nn.Module, value: Any) -> Any:
         if isinstance(value, dict):
-            return type(value)((key, self._item(module, replica, item)) for key, item in value.copy().items())
+            return type(value)(
+                (key, self._item(module, replica, item)) for key, item in value.copy().items()
+            )
         return type(value)(self._item(module, replica, item) for item in _items(value))
 
     def _item(self, module: nn.Module, replica: nn.Module, item: Any) -> Any:
-        return self.of(item) if isinstance(item, nn.Module) else self._attribute(module, replica, item)
+        return (
+            self.of(item) if isinstance(item, nn.Module) else self._attribute(module, replica, item)
+        )
 
     def _is_state(self, value: Any) -> bool:
-        """Whether a container holds parameters of the layer, or modules that do: recurrent modules keep such lists.
+        """Whether a container holds parameters of the layer, or modules that do: recurrent modules
+        keep such lists.
 
         Other containers, a list that a hook appends to for example, stay the user's own.
         """
-        return any(map(self._has_parameter, chain.from_iterable(map(_items, with_inner([value]).containers))))
+        return any(
+            map(
+                self._has_parameter,
+                chain.from_iterable(map(_items, with_inner([value]).containers)),
+            )
+        )
 
     def _has_parameter(self, value: Any) -> bool:
         if isinstance(value, nn.Module):
@@ -337,13 +395,17 @@ def pairs(module: nn.Module, replica: nn.Module) -> list[tuple[nn.Module, nn.Mod
 
 
 def attributes_set(original: nn.Module, replica: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of ``replica`` that are not the user's own: set by a forward, or made for the device."""
+    """The attributes of ``replica`` that are not the user's own: set by a forward, or made for the
+    device."""
     theirs = original.__dict__
-    changed = [item for item in replica.__dict__.items() if item[1] is not theirs.get(item[0], _NOTHING)]
+    changed = [
+        item for item in replica.__dict__.items() if item[1] is not theirs.get(item[0], _NOTHING)
+    ]
     return ((name, value) for name, value in changed if name not in STRUCTURE)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether an attribute of a replica is the user's own, neither made for the device nor bound to the replica."""
+    """Whether an attribute of a replica is the user's own, neither made for the device nor bound to
+    the replica."""
     is_ours = isinstance(value, (torch.Tensor, types.MethodType)) or is_rebound(value)
     return not is_ours and type(value) not in _CONTAINERS

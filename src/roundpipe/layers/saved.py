@@ -1,4 +1,5 @@
-"""What the forward of a layer leaves for its recompute, so that running it again gives the same result."""
+"""What the forward of a layer leaves for its recompute, so that running it again gives the same
+result."""
 
 from itertools import chain
 
@@ -12,9 +13,9 @@ Key = tuple[int, int]  # layer, microbatch
 class Kept:
     """What one call keeps, also for the backward round that a later ``backward()`` makes.
 
-    Written by the workers of the forward, each its own keys, and taken by those of the backward. ``inputs``: of layers
-    at which a backward stage run starts; ``states``: what layers saw of their buffers and attributes; ``data``: what they
-    gave to ``save_for_recompute``.
+    Written by the workers of the forward, each its own keys, and taken by those of the backward.
+    ``inputs``: of layers at which a backward stage run starts; ``states``: what layers saw of their
+    buffers and attributes; ``data``: what they gave to ``save_for_recompute``.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,20 @@
-"""What a layer's forward saw of the buffers and attributes of its modules, so that a recompute sees the same.
+"""What a layer's forward saw of the buffers and attributes of its modules, so that a recompute sees
+the same.
 
-By the time of the recompute the modules may be further on: by the microbatches after, by what the call has written to
-the user's modules, by later calls, by the user.
+By the time of the recompute the modules may be further on: by the microbatches after, by what the
+call has written to the user's modules, by later calls, by the user.
 
 [Note: looking before a forward]
-[1] Of tensors that nobody writes the value is kept: one copy on the host for all microbatches, calls and devices.
-[2] Of modules known to write to their tensors (batch norm, spectral norm, running averages) copies are kept.
-[3] Whoever writes for the first time writes to its device's own copy. That was equal to the value kept by [1], from
-    which every device, this one too, makes itself another copy when it recomputes.
-[4] Forwards have the user's own lists and dictionaries. Recomputes have copies, because the user may be putting
-    something else in at that moment, and because what they put in themselves is for nobody.
+[1] Of tensors that nobody writes the value is kept: one copy on the host for all microbatches,
+    calls and devices.
+[2] Of modules known to write to their tensors (batch norm, spectral norm, running averages) copies
+    are kept.
+[3] Whoever writes for the first time writes to its device's own copy. That was equal to the value
+    kept by [1], from which every device, this one too, makes itself another copy when it
+    recomputes.
+[4] Forwards have the user's own lists and dictionaries. Recomputes have copies, because the user
+    may be putting something else in at that moment, and because what they put in themselves is for
+    nobody.
 """
 
 import operator
@@ -27,7 +32,9 @@ from .replica import STRUCTURE, Modes, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
 
 _NOTHING = object()
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))  # a set of names among them, which no forward looks at
+_OF_ALL_MODULES = frozenset(
+    vars(nn.Module())
+)  # a set of names among them, which no forward looks at
 KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 
@@ -39,16 +46,23 @@ class ModuleState(NamedTuple):
     tensors: dict[str, KeptTensor]
 
     def is_that_of(self, attributes: dict[str, Any], kept: Iterable[str]) -> bool:
-        """Whether a module without tensors of its own has these ``attributes``, of which ``kept`` are what is kept."""
+        """Whether a module without tensors of its own has these ``attributes``, of which ``kept``
+        are what is kept."""
         return (
             not (self.buffers or self.tensors)
-            and all(attributes.get(name, _NOTHING) is value for name, value in self.attributes.items())
+            and all(
+                attributes.get(name, _NOTHING) is value for name, value in self.attributes.items()
+            )
             and all(name in self.attributes for name in kept)
         )
 
     def containers(self) -> dict[str, Any]:
         """Those among the attributes."""
-        return {n: value for n, value in self.attributes.items() if is_container(value) and n not in _OF_ALL_MODULES}
+        return {
+            n: value
+            for n, value in self.attributes.items()
+            if is_container(value) and n not in _OF_ALL_MODULES
+        }
 
     def kept(self) -> Iterator[KeptTensor]:
         yield from (kept for kept in self.buffers.values() if kept is not None)
@@ -56,7 +70,8 @@ class ModuleState(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete once ``ready``.
+    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete
+    once ``ready``.
 
     ``contents``: of the containers among all attributes, see [4].
     """
@@ -68,7 +83,8 @@ class LayerState(NamedTuple):
 
 
 class _Loan:
-    """Copies of the containers of ``state``, which replicas have in the places of those during a recompute: see [4]."""
+    """Copies of the containers of ``state``, which replicas have in the places of those during a
+    recompute: see [4]."""
 
     def __init__(self, state: LayerState, replicas: Iterable[nn.Module]) -> None:
         self.state = state
@@ -77,7 +93,13 @@ class _Loan:
         self._places = [
             (replica.__dict__, own, {name: copies[id(value)] for name, value in own.items()})
             for replica, module in zip(replicas, state.modules, strict=True)
-            if (own := {name: value for name, value in module.containers().items() if id(value) in copies})
+            if (
+                own := {
+                    name: value
+                    for name, value in module.containers().items()
+                    if id(value) in copies
+                }
+            )
         ]
         self.is_out = False
 
@@ -107,7 +129,8 @@ class Writers:
 
 
 class _Held(NamedTuple):
-    """The tensors of a module's replica but for its weights: buffers, and those set as plain attributes."""
+    """The tensors of a module's replica but for its weights: buffers, and those set as plain
+    attributes."""
 
     buffers: dict[str, torch.Tensor | None]
     tensors: dict[str, torch.Tensor]
@@ -126,7 +149,10 @@ class _Held(NamedTuple):
         )
 
     def has_only_names_of(self, owner: nn.Module) -> bool:
-        return self.tensors.keys() <= owner.__dict__.keys() and self.buffers.keys() <= owner._buffers.keys()
+        return (
+            self.tensors.keys() <= owner.__dict__.keys()
+            and self.buffers.keys() <= owner._buffers.keys()
+        )
 
     def all(self) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in self.buffers.values() if tensor is not None)
@@ -142,7 +168,8 @@ class _Held(NamedTuple):
 
 
 class LayerWatch:
-    """Looks after one replica of a layer, for one stage run. Used by the worker that made it, on the compute lane."""
+    """Looks after one replica of a layer, for one stage run. Used by the worker that made it, on
+    the compute lane."""
 
     def __init__(
         self,
@@ -160,11 +187,17 @@ class LayerWatch:
         self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
         self._held: list[_Held] = []  # when it was looked at
-        self._unclear: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # what of that has to be compared
+        self._unclear: list[
+            list[tuple[torch.Tensor, torch.Tensor]]
+        ] = []  # what of that has to be compared
         self._versions: dict[int, int] = {}
         self._loan: _Loan | None = None  # the last one
         # By id: the replica's own lists, of its modules or weights.
-        self._made = {id(value): value for owner, replica in replicas for value in _containers_set(owner, replica)}
+        self._made = {
+            id(value): value
+            for owner, replica in replicas
+            for value in _containers_set(owner, replica)
+        }
         self._remember()
 
     def _remember(self) -> None:
@@ -195,7 +228,11 @@ class LayerWatch:
 
         def kept(tensor: torch.Tensor, original: Any) -> KeptTensor:
             if id(tensor) not in made:
-                value = self._buffers.value_in(tensor, original) if isinstance(original, torch.Tensor) else None
+                value = (
+                    self._buffers.value_in(tensor, original)
+                    if isinstance(original, torch.Tensor)
+                    else None
+                )
                 if value is None or id(tensor) in written:
                     made[id(tensor)] = _copy(tensor)
                 else:
@@ -210,27 +247,36 @@ class LayerWatch:
                     for name, value in replica.__dict__.items()
                     if name not in STRUCTURE and self._is_kept_as_it_is(owner, name, value)
                 },
-                {name: b if b is None else kept(b, owner._buffers.get(name)) for name, b in held.buffers.items()},
-                {name: kept(tensor, owner.__dict__.get(name)) for name, tensor in held.tensors.items()},
+                {
+                    name: b if b is None else kept(b, owner._buffers.get(name))
+                    for name, b in held.buffers.items()
+                },
+                {
+                    name: kept(tensor, owner.__dict__.get(name))
+                    for name, tensor in held.tensors.items()
+                },
             )
             for (owner, replica), held in zip(self._replicas, self._held, strict=True)
         )
         contents = Contents(value for module in modules for value in module.containers().values())
         self._state = LayerState(modules, contents, self._device, self._device.compute.record())
-        self._versions = {id(tensor): tensor._version for held in self._held for tensor in held.all()}
+        self._versions = {
+            id(tensor): tensor._version for held in self._held for tensor in held.all()
+        }
         self._remember()
         return self._state
 
     def _is_kept_as_it_is(self, owner: nn.Module, name: str, value: Any) -> bool:
-        """Whether an attribute is neither a tensor nor made for the replica. Lists may be the user's own, for which he
-        may put others (PEFT does when another adapter is set), or a forward's: not those with tensors, because one
-        would be kept for every microbatch."""
+        """Whether an attribute is neither a tensor nor made for the replica. Lists may be the
+        user's own, for which he may put others (PEFT does when another adapter is set), or a
+        forward's: not those with tensors, because one would be kept for every microbatch."""
         if is_plain(value) or value is owner.__dict__.get(name):
             return True
         return is_container(value) and id(value) not in self._made and not has_tensors([value])
 
     def _written(self, tensors: Iterable[Iterable[KeptTensor]]) -> set[int]:
-        """By id, of each module's tensors those that it, or another one that shares them, is known to write."""
+        """By id, of each module's tensors those that it, or another one that shares them, is known
+        to write."""
         known = self._writers.known
         return {
             id(tensor)
@@ -243,7 +289,9 @@ class LayerWatch:
         """After a forward that ``look`` came before: see [3]."""
         if not self._versions:
             return
-        for (owner, replica), held, unclear in zip(self._replicas, self._held, self._unclear, strict=True):
+        for (owner, replica), held, unclear in zip(
+            self._replicas, self._held, self._unclear, strict=True
+        ):
             is_open = (held.buffers or held.tensors) and id(owner) not in self._writers.known
             if is_open and self._has_written(replica, held, unclear):
                 self._writers.add(owner)
@@ -258,7 +306,8 @@ class LayerWatch:
         )
 
     def restore(self, state: LayerState) -> None:
-        """The modules are as ``state`` has them, whatever a forward has done to them since, until ``give_back``."""
+        """The modules are as ``state`` has them, whatever a forward has done to them since, until
+        ``give_back``."""
         self.give_back()
         if state is not self._state or not self._is_as_left():
             self._set(state)
@@ -300,7 +349,8 @@ class LayerWatch:
             own = [
                 name
                 for name, value in attributes.items()
-                if name not in STRUCTURE and (_is_tensor(value) or self._is_kept_as_it_is(owner, name, value))
+                if name not in STRUCTURE
+                and (_is_tensor(value) or self._is_kept_as_it_is(owner, name, value))
             ]
             if not replica._buffers and module.is_that_of(attributes, own):
                 continue  # because a module that nothing was set on can be used again

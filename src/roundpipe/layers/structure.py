@@ -1,4 +1,5 @@
-"""Which modules and parameters something is made of, walked once and compared in no time at every call."""
+"""Which modules and parameters something is made of, walked once and compared in no time at every
+call."""
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -9,7 +10,8 @@ from torch import nn
 
 
 class Snapshot:
-    """What was in some dictionaries and containers when it was taken: values by identity, and their names.
+    """What was in some dictionaries and containers when it was taken: values by identity, and their
+    names.
 
     Compared for every call, or for every layer and stage run, so it looks at as little as possible.
 
@@ -38,7 +40,10 @@ class Snapshot:
         sizes = list(map(len, self._sized))
         try:
             self._then = sizes, list(self._look())
-        except (KeyError, RuntimeError):  # a name has gone just now, or another thread is putting something in
+        except (
+            KeyError,
+            RuntimeError,
+        ):  # a name has gone just now, or another thread is putting something in
             self.forget()
 
     def forget(self) -> None:
@@ -50,19 +55,26 @@ class Snapshot:
         """Whether all is as it was."""
         sizes, then = self._then
         try:
-            return list(map(len, self._sized)) == sizes and all(map(operator.is_, self._look(), then))
-        except (KeyError, RuntimeError):  # a name is gone, or another thread is just putting something in
+            return list(map(len, self._sized)) == sizes and all(
+                map(operator.is_, self._look(), then)
+            )
+        except (
+            KeyError,
+            RuntimeError,
+        ):  # a name is gone, or another thread is just putting something in
             return False
 
     def _look(self) -> Iterator[Any]:
-        """What there is: if sizes are as before, as many. One after the other, because making a list of it all takes
-        as long as comparing it."""
+        """What there is: if sizes are as before, as many. One after the other, because making a
+        list of it all takes as long as comparing it."""
         own = map(operator.call, self._getters, self._chosen)
         return chain(chain.from_iterable(own), chain.from_iterable(self._filled))
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    return operator.itemgetter(*(names if len(names) > 1 else names * 2))  # because of a single one it makes no tuple
+    return operator.itemgetter(
+        *(names if len(names) > 1 else names * 2)
+    )  # because of a single one it makes no tuple
 
 
 def _parts(held: Collection[Any]) -> tuple[Collection[Any], ...]:
@@ -73,9 +85,13 @@ class Structure:
     """The modules and parameters of ``roots``, each once, as they are now."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
-        self.modules: list[nn.Module] = list({id(m): m for root in roots for m in root.modules()}.values())
+        self.modules: list[nn.Module] = list(
+            {id(m): m for root in roots for m in root.modules()}.values()
+        )
         own = [list(module._parameters.values()) for module in self.modules]
-        self.parameters: list[nn.Parameter] = list({id(p): p for some in own for p in some if p is not None}.values())
+        self.parameters: list[nn.Parameter] = list(
+            {id(p): p for some in own for p in some if p is not None}.values()
+        )
         self._parts = [
             (module, list(module._modules.values()), parameters)
             for module, parameters in zip(self.modules, own, strict=True)
@@ -88,10 +104,14 @@ class Structure:
         self._kinds = [(parameter.dtype, parameter.shape) for parameter in self.parameters]
 
     def has_changed(self) -> bool:
-        """Whether modules or parameters were added, removed or replaced since, or parameters cast or resized."""
+        """Whether modules or parameters were added, removed or replaced since, or parameters cast
+        or resized."""
         # What is not in the same dictionaries may be the same all the same.
         is_other = not self._snapshot.is_true and any(
-            not (_are(module._modules.values(), children) and _are(module._parameters.values(), parameters))
+            not (
+                _are(module._modules.values(), children)
+                and _are(module._parameters.values(), parameters)
+            )
             for module, children, parameters in self._parts
         )
         return is_other or any(

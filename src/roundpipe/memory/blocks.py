@@ -13,7 +13,8 @@ _PAGE = 4096
 class HostBlock:
     """Room for one tensor. Goes back to where it came from when nobody holds it any more.
 
-    ``free``: whoever writes makes its lane wait for it first; whoever has queued a copy from or to here sets it.
+    ``free``: whoever writes makes its lane wait for it first; whoever has queued a copy from or to
+    here sets it.
     """
 
     def __init__(self, arena: HostArena, free: Event | None, home: "HostBlocks") -> None:
@@ -31,12 +32,13 @@ class HostBlock:
 
 
 class HostBlocks:
-    """Blocks by size, used again and again, because to page-lock memory is slow. Any thread may call it."""
+    """Blocks by size, used again and again, because to page-lock memory is slow. Any thread may
+    call it."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        # Because workers take blocks, and whoever lets go of one last gives it back: perhaps a garbage collection, that
-        # comes while its own thread is inside.
+        # Because workers take blocks, and whoever lets go of one last gives it back: perhaps a
+        # garbage collection, that comes while its own thread is inside.
         self._lock = threading.RLock()
         self._free: dict[int, list[tuple[HostArena, Event | None]]] = {}
         self.num_bytes = 0

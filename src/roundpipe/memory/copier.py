@@ -1,7 +1,8 @@
-"""Whole tensors copied between pageable host memory and one device, both ways, through a few page-locked slices.
+"""Whole tensors copied between pageable host memory and one device, both ways, through a few
+page-locked slices.
 
-As in a ring (`ring.py`, which says why) the host copies one slice while the link carries another. Knows nothing of what
-the tensors are for.
+As in a ring (`ring.py`, which says why) the host copies one slice while the link carries another.
+Knows nothing of what the tensors are for.
 """
 
 import threading
@@ -27,8 +28,9 @@ class Pair(NamedTuple):
 class PinnedCopier:
     """Copies over one lane. ``up`` and ``down`` block until everything is where it belongs.
 
-    Called by any thread, one at a time, whose the slices are until the call ends, but for what the lane copies. They
-    are made when a copy first needs them, which one of page-locked memory does not.
+    Called by any thread, one at a time, whose the slices are until the call ends, but for what the
+    lane copies. They are made when a copy first needs them, which one of page-locked memory does
+    not.
 
     Args:
         largest: as many bytes a slice has at most.
@@ -76,18 +78,21 @@ class PinnedCopier:
             for index in direct:
                 if is_wanted(index):
                     arrived(index)
-            self._through_slices(pairs, staged, lambda loads: self._drain(pairs, loads, is_wanted, arrived))
+            self._through_slices(
+                pairs, staged, lambda loads: self._drain(pairs, loads, is_wanted, arrived)
+            )
 
     def close(self) -> None:
         """Gives the slices' memory back. Later copies make new ones."""
         with self._lock:
             if self._slices:
-                self._lane.record().wait()  # because a call that raised may have left copies under way
+                # Because a call that raised may have left copies under way.
+                self._lane.record().wait()
             self._slices = []
 
     def _sorted(self, pairs: Sequence[Pair]) -> tuple[list[int], list[int]]:
-        """Which go through slices, and which do not: none does if they are in use, which a signal's handler finds that
-        came in the midst of another call of this thread."""
+        """Which go through slices, and which do not: none does if they are in use, which a signal's
+        handler finds that came in the midst of another call of this thread."""
         direct = [
             index
             for index, (host, _) in enumerate(pairs)
@@ -96,15 +101,22 @@ class PinnedCopier:
         return sorted(set(range(len(pairs))).difference(direct)), direct
 
     def _through_slices(
-        self, pairs: Sequence[Pair], staged: Sequence[int], copy: "Callable[[Iterator[_Load]], None]"
+        self,
+        pairs: Sequence[Pair],
+        staged: Sequence[int],
+        copy: "Callable[[Iterator[_Load]], None]",
     ) -> None:
         if not staged:
             return
         self._is_busy = True
         try:
             if not self._slices:
-                with torch.inference_mode(False):  # because later threads that write to them need not be in that mode
-                    self._slices = [self._memory.staging(self.slice_bytes) for _ in range(NUM_SLICES)]
+                with torch.inference_mode(
+                    False
+                ):  # because later threads that write to them need not be in that mode
+                    self._slices = [
+                        self._memory.staging(self.slice_bytes) for _ in range(NUM_SLICES)
+                    ]
             self._lane.record().wait()  # because a call that raised may have left copies under way
             copy(_loads(((index, pairs[index].host.nbytes) for index in staged), self.slice_bytes))
         finally:

@@ -1,8 +1,10 @@
-"""Memory for what every step reads and writes in full: in pages of 2 MiB, and not for forked processes.
+"""Memory for what every step reads and writes in full: in pages of 2 MiB, and not for forked
+processes.
 
-With pages of 4 KiB such a pass spends a fifth of its time looking up where they are. And after a fork (data loaders
-make some) whoever writes to a page first gets a copy of it, so that soon there would be two of everything. A forked
-process that reads such memory is killed; it is the optimizer's, whose thread does not exist there either.
+With pages of 4 KiB such a pass spends a fifth of its time looking up where they are. And after a
+fork (data loaders make some) whoever writes to a page first gets a copy of it, so that soon there
+would be two of everything. A forked process that reads such memory is killed; it is the
+optimizer's, whose thread does not exist there either.
 """
 
 import contextlib
@@ -17,17 +19,21 @@ _IS_LINUX = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Host memory with arbitrary content, freed with the tensor. Ordinary if it is small or the system is not Linux."""
+    """Host memory with arbitrary content, freed with the tensor. Ordinary if it is small or the
+    system is not Linux."""
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
     if num_bytes < _PAGE or not _IS_LINUX:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    # Of its own, because advice outlives what malloc is given back, and a page longer, so that it can begin at one.
+    # Of its own, because advice outlives what malloc is given back, and a page longer, so that it
+    # can begin at one.
     memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     memory.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE)  # whole ones: it takes no byte more
+        memory.madvise(
+            mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE
+        )  # whole ones: it takes no byte more
     # `data`, because a view would keep the flat tensor, and with it a second way to the memory.
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape)).data
 

@@ -1,4 +1,5 @@
-"""Which tensors lie in a file that is mapped into this process: nobody has read or copied them as a whole."""
+"""Which tensors lie in a file that is mapped into this process: nobody has read or copied them as a
+whole."""
 
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -20,7 +21,8 @@ class FileMapping(NamedTuple):
 
 
 class FileMappings:
-    """This process's file mappings as they were when it was made. Empty on systems that do not tell them."""
+    """This process's file mappings as they were when it was made. Empty on systems that do not tell
+    them."""
 
     def __init__(self, mappings: Iterable[FileMapping]) -> None:
         self._mappings = sorted(mappings)
@@ -31,7 +33,8 @@ class FileMappings:
         return cls(_parse(_MAPS.read_text()) if _MAPS.exists() else ())
 
     def file_of(self, tensor: torch.Tensor) -> str | None:
-        """The file that all of the tensor's bytes lie in, if there is one. Without bytes it lies nowhere."""
+        """The file that all of the tensor's bytes lie in, if there is one. Without bytes it lies
+        nowhere."""
         start = tensor.data_ptr()
         found = bisect_right(self._starts, start) - 1
         if found < 0 or tensor.device.type != "cpu" or not tensor.nbytes:

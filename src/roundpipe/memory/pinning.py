@@ -14,15 +14,17 @@ from ..errors import ConfigError
 
 PinMode = Literal["alloc", "register", "off"]
 _PAGE = mmap.PAGESIZE
-_LEAST_BYTES = 64 << 10  # CUDA sends what is smaller along with the command, so locking it gains nothing
+_LEAST_BYTES = (
+    64 << 10
+)  # CUDA sends what is smaller along with the command, so locking it gains nothing
 _log = logging.getLogger("roundpipe")
 
 
 class _Memory(mmap.mmap):
     """Anonymous memory that unlocks its pages before the system takes it back.
 
-    Shared with forked processes, which is mmap's default: of private pages whoever writes first after a fork (a data
-    loader makes some) gets a copy, and devices would go on with the old ones.
+    Shared with forked processes, which is mmap's default: of private pages whoever writes first
+    after a fork (a data loader makes some) gets a copy, and devices would go on with the old ones.
     """
 
     locked_at: int = 0
@@ -41,7 +43,9 @@ class HostArena:
     def __init__(self, num_bytes: int, *, lock: bool) -> None:
         self.num_bytes = num_bytes
         self._memory = _Memory(-1, max(num_bytes, 1))
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
+        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(num_bytes, 1))[
+            :num_bytes
+        ]
         if lock and num_bytes and _lock_pages(self.bytes.data_ptr(), num_bytes):
             self._memory.locked_at = self.bytes.data_ptr()
 
@@ -50,14 +54,17 @@ class HostArena:
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(
+            tuple(shape)
+        )
 
 
 class HostMemory:
     """How an engine's host memory is pinned.
 
     Args:
-        mode: ``"alloc"`` new page-locked memory; ``"register"`` pages locked where they are; ``"off"`` neither.
+        mode: ``"alloc"`` new page-locked memory; ``"register"`` pages locked where they are;
+            ``"off"`` neither.
         accelerated: whether any device can use page-locked memory at all.
     """
 
@@ -70,7 +77,8 @@ class HostMemory:
         self._locks_buffers = mode != "off" and accelerated
         self.needs_staging = mode == "off"
         self._locked: list[_Pages] = []
-        # An engine that is never closed must not leave pages locked: CUDA would take what lies there later for them.
+        # An engine that is never closed must not leave pages locked: CUDA would take what lies
+        # there later for them.
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def arena(self, num_bytes: int) -> HostArena:
@@ -78,18 +86,19 @@ class HostMemory:
         return HostArena(num_bytes, lock=self._locks_buffers)
 
     def staging(self, num_bytes: int) -> HostArena:
-        """New memory of the engine's own that weights and optimizer state pass through, page-locked whatever becomes of
-        the model's."""
+        """New memory of the engine's own that weights and optimizer state pass through, page-locked
+        whatever becomes of the model's."""
         return HostArena(num_bytes, lock=self.is_accelerated)
 
     def lock_in_place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Page-locks the memory under ``tensors``, but for edges that they may share with others.
 
-        [Note: locked in place] CUDA refuses to copy what begins in locked pages and ends outside, and copies as
-        pageable what begins outside. So whatever else lies in the first or last page of a weight, a batch perhaps,
-        could not be copied any more if that page were locked. Hence only pages after the first that are the tensor's
-        alone are locked; the tensor as a whole can then still be copied by anybody, and `copies` has its locked part
-        copied on its own. Who copies a slice from the midst of a weight to its end has to clone it first.
+        [Note: locked in place] CUDA refuses to copy what begins in locked pages and ends outside,
+        and copies as pageable what begins outside. So whatever else lies in the first or last page
+        of a weight, a batch perhaps, could not be copied any more if that page were locked. Hence
+        only pages after the first that are the tensor's alone are locked; the tensor as a whole can
+        then still be copied by anybody, and `copies` has its locked part copied on its own. Who
+        copies a slice from the midst of a weight to its end has to clone it first.
         """
         if not self._locks_in_place:
             return
@@ -98,8 +107,11 @@ class HostMemory:
             if last > first and _lock_pages(tensor.data_ptr() + first, last - first):
                 self._locked.append(_Pages(tensor.data_ptr() + first, tensor))
 
-    def copies(self, target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What to copy to have ``source``, on the host, in a contiguous ``target``: see [Note: locked in place]."""
+    def copies(
+        self, target: torch.Tensor, source: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy to have ``source``, on the host, in a contiguous ``target``: see [Note:
+        locked in place]."""
         first, last = _own_pages(source) if self._locks_in_place else (0, 0)
         if first == last:
             yield target, source
@@ -114,7 +126,8 @@ class HostMemory:
 
 
 class _Pages(NamedTuple):
-    """``inside``: the tensor there, which keeps the pages from being freed while they are locked."""
+    """``inside``: the tensor there, which keeps the pages from being freed while they are
+    locked."""
 
     start: int
     inside: torch.Tensor
@@ -141,26 +154,32 @@ _LOCKED_ALREADY = 712  # cudaErrorHostMemoryAlreadyRegistered
 def _lock_pages(address: int, num_bytes: int) -> bool:
     """Page-locks for all devices; whether the pages are the caller's to unlock.
 
-    Says once when the system refuses, since transfers are then several times slower. Pages that somebody else has
-    locked, another engine over neighbouring weights perhaps, stay his: that is no refusal.
+    Says once when the system refuses, since transfers are then several times slower. Pages that
+    somebody else has locked, another engine over neighbouring weights perhaps, stay his: that is no
+    refusal.
     """
     global _refused
     if _refused:
         return False
-    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1)  # 1: portable, for every device
+    error = torch.cuda.cudart().cudaHostRegister(
+        address, num_bytes, 1
+    )  # 1: portable, for every device
     if int(error) == 0:
         return True
     _take_back_error()
     if int(error) != _LOCKED_ALREADY:
         _refused = True
         _log.warning(
-            "the system refused to page-lock %d bytes (%s); going on unpinned, transfers are slower", num_bytes, error
+            "the system refused to page-lock %d bytes (%s); going on unpinned, transfers are "
+            "slower",
+            num_bytes,
+            error,
         )
     return False
 
 
 def _take_back_error() -> None:
-    """CUDA keeps a thread's last error until somebody asks, which torch does only after launching a kernel: the next
-    one of this thread would be said to have failed."""
+    """CUDA keeps a thread's last error until somebody asks, which torch does only after launching a
+    kernel: the next one of this thread would be said to have failed."""
     with contextlib.suppress(RuntimeError):
         torch.zeros((), device="cuda")

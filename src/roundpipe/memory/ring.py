@@ -1,8 +1,9 @@
 """A few page-locked slices that unpinned memory passes through on its way to one device.
 
-A copy from pageable memory is staged by the driver, which keeps the calling thread and reaches a fraction of what the
-link carries. Through a ring the host copies one slice while the link carries the one before; memory-mapped weights are
-read from their file by exactly this copy and are never locked, written or kept.
+A copy from pageable memory is staged by the driver, which keeps the calling thread and reaches a
+fraction of what the link carries. Through a ring the host copies one slice while the link carries
+the one before; memory-mapped weights are read from their file by exactly this copy and are never
+locked, written or kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,8 @@ class Piece(NamedTuple):
 class PinnedRing:
     """Copies pieces of host memory to targets of at most ``largest`` bytes, over one lane.
 
-    Used by one thread at a time. A slice is that thread's while it is filled and the lane's from the copy until
-    ``free``. Pieces are only read, and no more once ``send`` has returned.
+    Used by one thread at a time. A slice is that thread's while it is filled and the lane's from
+    the copy until ``free``. Pieces are only read, and no more once ``send`` has returned.
     """
 
     def __init__(self, lane: Lane, memory: HostMemory, largest: int) -> None:
@@ -42,12 +43,14 @@ class PinnedRing:
     def __repr__(self) -> str:
         return f"<PinnedRing: {len(self._slices)} slices of {self.slice_bytes / 2**20:.1f} MiB>"
 
-    def send(self, target: torch.Tensor, pieces: Sequence[Piece], is_wanted: Callable[[], bool]) -> Event:
+    def send(
+        self, target: torch.Tensor, pieces: Sequence[Piece], is_wanted: Callable[[], bool]
+    ) -> Event:
         """Queues the copies of pieces, in whatever order, into ``target``.
 
-        Nothing else of ``target`` is written but what aligns neighbouring pieces, which is undefined afterwards.
-        Blocks while all slices are under way, so for as long as the lane waits for ``target`` to be free. Ends early
-        once ``is_wanted`` says no.
+        Nothing else of ``target`` is written but what aligns neighbouring pieces, which is
+        undefined afterwards. Blocks while all slices are under way, so for as long as the lane
+        waits for ``target`` to be free. Ends early once ``is_wanted`` says no.
 
         Returns:
             The event after the last copy.

@@ -1,4 +1,5 @@
-"""Memory for the values in between of one update, kept per thread: fresh memory costs a page fault per 4 KiB."""
+"""Memory for the values in between of one update, kept per thread: fresh memory costs a page fault
+per 4 KiB."""
 
 import threading
 
@@ -14,7 +15,8 @@ _kept = _Kept()
 
 
 def scratch(name: str, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A flat tensor with arbitrary content, valid until this thread asks for the same name again."""
+    """A flat tensor with arbitrary content, valid until this thread asks for the same name
+    again."""
     tensor = _kept.tensors.get((name, dtype))
     if tensor is None or tensor.numel() < count:
         tensor = _kept.tensors[name, dtype] = torch.empty(count, dtype=dtype)

@@ -1,4 +1,5 @@
-"""Reusable device buffers for weights, so that nothing is allocated while training and addresses stay the same."""
+"""Reusable device buffers for weights, so that nothing is allocated while training and addresses
+stay the same."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ class Slot(NamedTuple):
 
 
 class SlotPool:
-    """Free buffers of one device, by size. Used by that device's worker only, so it needs no lock."""
+    """Free buffers of one device, by size. Used by that device's worker only, so it needs no
+    lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -12,21 +12,25 @@ from .specs import REPLICATE, Leaf, has_dim, is_function, show, walk
 
 
 def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
-    """Join the outputs of the microbatches, keeping their structure; a single one comes back as it is.
+    """Join the outputs of the microbatches, keeping their structure; a single one comes back as it
+    is.
 
-    Tensors whose dim 0 is the microbatch's rows, in every microbatch, are concatenated; 0-d floating-point tensors are
-    averaged, weighted by rows; everything else must agree and is taken from the first. All of it is differentiable.
-    The rule sees shapes only: with one row in each microbatch, a (1, S) tensor that belongs to no row (position ids,
-    say) is concatenated too. Mark it with a spec if that matters.
+    Tensors whose dim 0 is the microbatch's rows, in every microbatch, are concatenated; 0-d
+    floating-point tensors are averaged, weighted by rows; everything else must agree and is taken
+    from the first. All of it is differentiable. The rule sees shapes only: with one row in each
+    microbatch, a (1, S) tensor that belongs to no row (position ids, say) is concatenated too. Mark
+    it with a spec if that matters.
 
     Args:
         outputs: one tree per microbatch.
         rows: the rows of each, as ``split`` gave them.
-        how: a function ``(outputs, rows) -> merged``, called for a single microbatch too, so that the form of the
-            result does not depend on the batch; or a spec ([Note: marks]); None or True for the rule.
+        how: a function ``(outputs, rows) -> merged``, called for a single microbatch too, so that
+            the form of the result does not depend on the batch; or a spec ([Note: marks]); None or
+            True for the rule.
 
     Raises:
-        ConfigError: a leaf neither concatenates, averages nor agrees, or the structures differ; names the leaf.
+        ConfigError: a leaf neither concatenates, averages nor agrees, or the structures differ;
+            names the leaf.
     """
     assert 0 < len(outputs) == len(rows), f"{len(outputs)} outputs for {len(rows)} microbatches"
     if is_function(how):
@@ -42,9 +46,12 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
             where = next((a or b for a, b in paths if a != b), "output")
             raise ConfigError(
                 f"microbatches 0 and {i} returned different structures, first at {where}; "
-                "give merge_output a function (outputs, rows) -> merged, or False to get them unmerged"
+                "give merge_output a function (outputs, rows) -> merged, or False to get them "
+                "unmerged"
             )
-    return tree_unflatten([_merge_leaf(leaves, rows) for leaves in zip(*columns, strict=True)], structure)
+    return tree_unflatten(
+        [_merge_leaf(leaves, rows) for leaves in zip(*columns, strict=True)], structure
+    )
 
 
 def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
@@ -65,9 +72,12 @@ def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
     if other is None:
         return values[0]
     raise ConfigError(
-        f"cannot merge {leaves[0].path}: {show(values[0])} in microbatch 0 and {show(values[other])} in microbatch "
-        f"{other} neither agree nor concatenate over rows {list(rows)}. Give merge_output a spec such as "
-        "TensorChunkSpec(dim), a function (outputs, rows) -> merged, or False to get the microbatches unmerged"
+        f"cannot merge {leaves[0].path}: {show(values[0])} in microbatch 0 and "
+        f"{show(values[other])} in microbatch "
+        f"{other} neither agree nor concatenate over rows {list(rows)}. Give merge_output a spec "
+        "such as "
+        "TensorChunkSpec(dim), a function (outputs, rows) -> merged, or False to get the "
+        "microbatches unmerged"
     )
 
 
@@ -94,4 +104,6 @@ def _agree(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
     same = a == b
-    return bool(same.all()) if hasattr(same, "all") else bool(same)  # NumPy arrays compare element by element.
+    return (
+        bool(same.all()) if hasattr(same, "all") else bool(same)
+    )  # NumPy arrays compare element by element.

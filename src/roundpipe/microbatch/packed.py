@@ -1,4 +1,5 @@
-"""The outputs of a call as its microbatches gave them: for another engine, or for code that wants them one by one."""
+"""The outputs of a call as its microbatches gave them: for another engine, or for code that wants
+them one by one."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,11 +8,13 @@ from ..device import Event
 
 
 class RoundPipePackedData(list[Any]):
-    """One value per microbatch, each on the device that made it (or on ``output_device`` if that was set).
+    """One value per microbatch, each on the device that made it (or on ``output_device`` if that
+    was set).
 
-    What ``forward`` returns with ``merge_output=False``. Another engine takes it as an argument, keyword argument or
-    label, also inside containers: its microbatches are then those of this one, and what lies on the device that needs
-    it is not copied. Part of the autograd graph like any output.
+    What ``forward`` returns with ``merge_output=False``. Another engine takes it as an argument,
+    keyword argument or label, also inside containers: its microbatches are then those of this one,
+    and what lies on the device that needs it is not copied. Part of the autograd graph like any
+    output.
 
     Args:
         values: per microbatch.
@@ -24,7 +27,9 @@ class RoundPipePackedData(list[Any]):
         >>> loss = second.forward_backward((hidden,), label=y, loss_fn=loss_fn)
     """
 
-    def __init__(self, values: Iterable[Any], rows: Sequence[int], ready: Sequence[Event] = ()) -> None:
+    def __init__(
+        self, values: Iterable[Any], rows: Sequence[int], ready: Sequence[Event] = ()
+    ) -> None:
         super().__init__(values)
         self.rows = tuple(rows)
         self._ready = tuple(ready)

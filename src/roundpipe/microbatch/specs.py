@@ -1,10 +1,11 @@
 """What a spec says of each leaf of a tree of inputs or outputs.
 
-[Note: marks] The rule is: what has the batch size along dim 0 is cut there, all else goes to every microbatch. A *mark*
-overrides it for one leaf: an int is the dim to cut (or concatenate) along, REPLICATE gives every microbatch the whole
-leaf (or, merging, wants it to agree), None leaves it to the rule. Users write marks as specs: trees of
-``torch.distributed.pipelining``'s ``TensorChunkSpec`` / ``_Replicate`` / None. A marker in place of a container covers
-everything in it, and a dict may name only some of the keys.
+[Note: marks] The rule is: what has the batch size along dim 0 is cut there, all else goes to every
+microbatch. A *mark* overrides it for one leaf: an int is the dim to cut (or concatenate) along,
+REPLICATE gives every microbatch the whole leaf (or, merging, wants it to agree), None leaves it to
+the rule. Users write marks as specs: trees of ``torch.distributed.pipelining``'s
+``TensorChunkSpec`` / ``_Replicate`` / None. A marker in place of a container covers everything in
+it, and a dict may name only some of the keys.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,19 +30,23 @@ class Leaf(NamedTuple):
 
 
 def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
-    """The leaves in pytree order, each with its mark; ``option`` is what to blame in an error. Not torch's
-    ``tree_flatten_with_path``: that one refuses types registered without key names."""
+    """The leaves in pytree order, each with its mark; ``option`` is what to blame in an error. Not
+    torch's ``tree_flatten_with_path``: that one refuses types registered without key names."""
     if tree_is_leaf(node):
         mark = _mark(spec, path, option)
         leaf = Leaf(path, node, mark)
         if isinstance(mark, int) and not has_dim(node, mark):
             if node is not None:  # An optional input that was left out is no mistake of the spec's.
-                raise ConfigError(f"{option} has TensorChunkSpec({mark}) for {leaf}, which has no such dim")
+                raise ConfigError(
+                    f"{option} has TensorChunkSpec({mark}) for {leaf}, which has no such dim"
+                )
             leaf = Leaf(path, node, None)
         yield leaf
     elif tree_is_leaf(spec):
         mark = _mark(spec, path, option)
-        for leaf in (leaf for key, child in _children(node) for leaf in walk(child, None, path + key, option)):
+        for leaf in (
+            leaf for key, child in _children(node) for leaf in walk(child, None, path + key, option)
+        ):
             covered = mark == REPLICATE or (isinstance(mark, int) and has_dim(leaf.value, mark))
             yield leaf._replace(mark=mark) if covered else leaf
     else:
@@ -49,7 +54,9 @@ def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
         unknown = specs.keys() - {key for key, _ in children}
         if unknown or (len(specs) < len(children) and not isinstance(spec, Mapping)):
             has, needs = (", ".join(keys) or "nothing" for keys in (specs, dict(children)))
-            raise ConfigError(f"{option} does not fit {path}: it has {has} where the value has {needs}")
+            raise ConfigError(
+                f"{option} does not fit {path}: it has {has} where the value has {needs}"
+            )
         for key, child in children:
             yield from walk(child, specs.get(key), path + key, option)
 
@@ -57,11 +64,15 @@ def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
 def _children(node: Any) -> list[tuple[str, Any]]:
     whole = [node]
     values, _ = tree_flatten(node, is_leaf=lambda inner: inner is not whole[0])
-    whole.clear()  # because what torch flattens with is garbage in a circle, and would hold the batch until it is found
+    # Because what torch flattens with is garbage in a circle, and would hold the batch until it is
+    # found.
+    whole.clear()
     if isinstance(node, Mapping) and len(node) == len(values):
         keys = [f"[{key!r}]" for key in node]
     else:
-        keys = [f".{field}" for field in getattr(node, "_fields", ())] or [f"[{i}]" for i in range(len(values))]
+        keys = [f".{field}" for field in getattr(node, "_fields", ())] or [
+            f"[{i}]" for i in range(len(values))
+        ]
     return list(zip(keys, values, strict=True))
 
 
@@ -76,7 +87,8 @@ def _mark(spec: Any, path: str, option: str) -> Mark:
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return REPLICATE
     raise ConfigError(
-        f"{option} has {spec!r} for {path}; use TensorChunkSpec(dim) or _Replicate() of torch.distributed.pipelining, "
+        f"{option} has {spec!r} for {path}; use TensorChunkSpec(dim) or _Replicate() of "
+        "torch.distributed.pipelining, "
         "None for the usual rule, or a function"
     )
 
@@ -85,12 +97,17 @@ def pair_of_specs(spec: Any) -> tuple[Any, Any]:
     if tree_is_leaf(spec):
         return spec, spec
     if not isinstance(spec, (tuple, list)) or len(spec) != 2:
-        raise ConfigError(f"split_input is {spec!r}; a spec is a pair, for args and for kwargs, or one marker for both")
+        raise ConfigError(
+            f"split_input is {spec!r}; a spec is a pair, for args and for kwargs, or one marker "
+            "for both"
+        )
     return spec[0], spec[1]
 
 
 def is_function(override: Any) -> bool:
-    return callable(override) and not isinstance(override, type)  # The class _Replicate is a marker too.
+    return callable(override) and not isinstance(
+        override, type
+    )  # The class _Replicate is a marker too.
 
 
 def has_dim(value: Any, dim: int) -> bool:

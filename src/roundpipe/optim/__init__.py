@@ -1,4 +1,7 @@
-"""The optimizer side: optimizers over masters, clipping, and the thread that steps them behind the GPU's back."""
+"""What users construct: optimizers over masters, clipping, and loss scaling.
+
+Imports `step`, `params`, `kernels` and what these may import.
+"""
 
 from ..step.context import OptimizerCtx
 from .clipping import clip_grad_norm_

@@ -15,8 +15,9 @@ from ..step import context
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Gradients are read as they offloaded and are not written: the factor is applied when an optimizer reads them. Nor are
-    they read twice: devices send the sums of squares along, unless several calls or uses of a weight were added up.
+    Gradients are read as they offloaded and are not written: the factor is applied when an
+    optimizer reads them. Nor are they read twice: devices send the sums of squares along, unless
+    several calls or uses of a weight were added up.
 
     Args:
         optimizer_or_model: an optimizer over masters, or the engine.
@@ -29,11 +30,14 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
         ConfigError: outside ``step_fn``, where there is no gradient.
     """
     if context.current_step() is None:
-        raise ConfigError("clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside")
+        raise ConfigError(
+            "clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside"
+        )
     masters = list(_masters_of(optimizer_or_model))
     total = math.fsum(_squares(masters))
     norm = math.sqrt(total) if total >= 0 else total
-    # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite stays visible.
+    # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite
+    # stays visible.
     factor = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else max_norm / (norm + 1e-6)
     if factor != 1.0:
         for master in masters:
@@ -43,7 +47,9 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
 
 def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
     if isinstance(optimizer_or_model, torch.optim.Optimizer):
-        return [parameter for group in optimizer_or_model.param_groups for parameter in group["params"]]
+        return [
+            parameter for group in optimizer_or_model.param_groups for parameter in group["params"]
+        ]
     masters: Iterable[torch.Tensor] = optimizer_or_model.optim_parameters()
     return masters
 
@@ -60,8 +66,12 @@ def _squares(parameters: Sequence[torch.Tensor]) -> Iterator[float]:
 
 
 def offloaded_squares(parameters: Sequence[torch.Tensor]) -> list[float | None]:
-    """Sums of squares of gradients before ``scale`` is applied, where devices have sent them along; elsewhere None."""
-    norms = [parameter.gradient_norms if isinstance(parameter, Master) else None for parameter in parameters]
+    """Sums of squares of gradients before ``scale`` is applied, where devices have sent them along;
+    elsewhere None."""
+    norms = [
+        parameter.gradient_norms if isinstance(parameter, Master) else None
+        for parameter in parameters
+    ]
     sent = [own for own in norms if own is not None]
     # All in one call of torch's, because after each the interpreter has to be waited for again.
     found = iter(torch.stack(torch._foreach_norm(sent)).square().tolist() if sent else ())

@@ -1,8 +1,10 @@
-"""Loss scaling for fp16 over three threads: losses on workers, gradients on the optimizer thread, the scale on yours.
+"""Loss scaling for fp16 over three threads: losses on workers, gradients on the optimizer thread,
+the scale on yours.
 
-[Note: iterations] An iteration lies between two calls of ``update``. A step belongs to the iteration in which it was
-called, and what it finds is kept there. A synchronous ``update`` takes up its own iteration; an asynchronous one the
-iteration before, whether or not its own step is already done, so that timing decides nothing.
+[Note: iterations] An iteration lies between two calls of ``update``. A step belongs to the
+iteration in which it was called, and what it finds is kept there. A synchronous ``update`` takes up
+its own iteration; an asynchronous one the iteration before, whether or not its own step is already
+done, so that timing decides nothing.
 """
 
 import math
@@ -24,7 +26,8 @@ from .clipping import offloaded_squares
 
 
 class _Stage(Enum):
-    """READY -> UNSCALED by ``unscale_``; either -> STEPPED by ``step``. A new iteration begins at READY."""
+    """READY -> UNSCALED by ``unscale_``; either -> STEPPED by ``step``. A new iteration begins at
+    READY."""
 
     READY = 0
     UNSCALED = 1
@@ -32,7 +35,8 @@ class _Stage(Enum):
 
 
 class _Checked:
-    """What one iteration knows of one optimizer. ``found_inf`` is None until some gradient was looked at."""
+    """What one iteration knows of one optimizer. ``found_inf`` is None until some gradient was
+    looked at."""
 
     def __init__(self, found_inf: bool | None = None) -> None:
         self.stage = _Stage.READY
@@ -40,27 +44,34 @@ class _Checked:
 
 
 class _Iteration:
-    """See [Note: iterations]. ``optimizers`` belongs to the optimizer thread until all of ``steps`` are over."""
+    """See [Note: iterations]. ``optimizers`` belongs to the optimizer thread until all of ``steps``
+    are over."""
 
     def __init__(self) -> None:
         self.steps: list[StepHandle] = []
         self.optimizers: dict[int, _Checked] = {}
 
     def wait_found(self) -> list[bool]:
-        """Blocks until its steps are over: one entry per optimizer that was checked, True for infs or NaNs.
+        """Blocks until its steps are over: one entry per optimizer that was checked, True for infs
+        or NaNs.
 
         Raises:
             ConfigError: no step failed, and yet none checked a gradient.
         """
         have_succeeded = [handle.wait_over() for handle in self.steps]
-        found = [checked.found_inf for checked in self.optimizers.values() if checked.found_inf is not None]
+        found = [
+            checked.found_inf
+            for checked in self.optimizers.values()
+            if checked.found_inf is not None
+        ]
         if not found and all(have_succeeded):
             raise ConfigError(_NOTHING_CHECKED)
         return found
 
 
 class _Called(NamedTuple):
-    """What a step remembers of its call: its iteration, and the scale that its losses were multiplied with."""
+    """What a step remembers of its call: its iteration, and the scale that its losses were
+    multiplied with."""
 
     iteration: _Iteration
     scale: torch.Tensor | None
@@ -69,9 +80,10 @@ class _Called(NamedTuple):
 class GradScaler:
     """``torch.amp.GradScaler`` for engines, safe across their threads.
 
-    ``scale`` belongs into ``loss_fn``, ``unscale_`` and ``step`` into ``step_fn``, ``update`` after ``RoundPipe.step``.
-    With synchronous steps scales and skipped steps are torch's exactly. With asynchronous ones what step t found takes
-    effect at the next ``update``, always; each step is unscaled by the scale of its own losses.
+    ``scale`` belongs into ``loss_fn``, ``unscale_`` and ``step`` into ``step_fn``, ``update`` after
+    ``RoundPipe.step``. With synchronous steps scales and skipped steps are torch's exactly. With
+    asynchronous ones what step t found takes effect at the next ``update``, always; each step is
+    unscaled by the scale of its own losses.
 
     Args:
         device: accepted as torch's is, and ignored: gradients are on the host.
@@ -110,15 +122,20 @@ class GradScaler:
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._lock = threading.Lock()  # because workers read the scale while the caller's thread replaces it
-        # Replaced and never written: the backward of a loss multiplied with it may still be running.
+        self._lock = (
+            threading.Lock()
+        )  # because workers read the scale while the caller's thread replaces it
+        # Replaced and never written: the backward of a loss multiplied with it may still be
+        # running.
         self._scale = torch.full((), init_scale, dtype=torch.float32, device="cpu")
         self._multiplied: torch.Tensor | None = None  # the scale of the newest losses
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device="cpu")
         self._current = _Iteration()
         self._pending: _Iteration | None = None  # the one before, its findings not yet taken up
         self._is_async = False
-        self._calls: weakref.WeakKeyDictionary[StepOptimizers, _Called] = weakref.WeakKeyDictionary()
+        self._calls: weakref.WeakKeyDictionary[StepOptimizers, _Called] = (
+            weakref.WeakKeyDictionary()
+        )
         context.listen(self)
 
     def __repr__(self) -> str:
@@ -127,7 +144,8 @@ class GradScaler:
     # In loss_fn, on workers.
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor times the scale, or a list, tuple or iterable of such. Callable on any thread."""
+        """A tensor times the scale, or a list, tuple or iterable of such. Callable on any
+        thread."""
         if not self._enabled:
             return outputs
         with self._lock:
@@ -144,26 +162,32 @@ class GradScaler:
             self._is_async = is_async
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of the optimizer's parameters by the scale and looks for infs and NaNs in them.
+        """Divides the gradients of the optimizer's parameters by the scale and looks for infs and
+        NaNs in them.
 
-        The division is applied when the gradients are read. Once per optimizer and iteration, before ``step``.
+        The division is applied when the gradients are read. Once per optimizer and iteration,
+        before ``step``.
 
         Raises:
             RuntimeError: it was called before, or ``step`` was.
-            ConfigError: outside ``step_fn``; or masters are fp16, in which what was unscaled may vanish.
+            ConfigError: outside ``step_fn``; or masters are fp16, in which what was unscaled may
+                vanish.
         """
         if not self._enabled:
             return
         called, checked = self._look_up(optimizer, "unscale_()")
         if checked.stage is _Stage.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
         if checked.stage is _Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(optimizer, called, checked)
         checked.stage = _Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps the optimizer unless a gradient of any of its parameters is inf or NaN; unscales first if need be.
+        """Steps the optimizer unless a gradient of any of its parameters is inf or NaN; unscales
+        first if need be.
 
         Returns:
             What ``optimizer.step(*args, **kwargs)`` returned; None if it was skipped.
@@ -178,7 +202,9 @@ class GradScaler:
         if checked.stage is _Stage.READY:
             self._unscale(optimizer, called, checked)
         if checked.found_inf is None:
-            raise ConfigError("no parameter of this optimizer has a gradient, so there is nothing to step")
+            raise ConfigError(
+                "no parameter of this optimizer has a gradient, so there is nothing to step"
+            )
         result = None if checked.found_inf else optimizer.step(*args, **kwargs)
         checked.stage = _Stage.STEPPED
         return result
@@ -186,43 +212,61 @@ class GradScaler:
     def _look_up(self, optimizer: torch.optim.Optimizer, what: str) -> tuple[_Called, _Checked]:
         step = context.current_step()
         if step is None:
-            raise ConfigError(f"GradScaler.{what} was called outside step_fn, where there is no gradient")
+            raise ConfigError(
+                f"GradScaler.{what} was called outside step_fn, where there is no gradient"
+            )
         called = self._calls.get(step)
         if called is None:
-            raise ConfigError("this GradScaler was made after step() was called; make it before the first loss")
+            raise ConfigError(
+                "this GradScaler was made after step() was called; make it before the first loss"
+            )
         return called, called.iteration.optimizers.setdefault(id(optimizer), _Checked())
 
     @torch.no_grad()
-    def _unscale(self, optimizer: torch.optim.Optimizer, called: _Called, checked: _Checked) -> None:
+    def _unscale(
+        self, optimizer: torch.optim.Optimizer, called: _Called, checked: _Checked
+    ) -> None:
         if called.scale is None:
-            raise ConfigError("no loss was multiplied by GradScaler.scale() before this step; do so in loss_fn")
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            raise ConfigError(
+                "no loss was multiplied by GradScaler.scale() before this step; do so in loss_fn"
+            )
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for parameter in parameters:
             if parameter.dtype is torch.float16:
                 raise ConfigError(
-                    f"the optimizer's copy of a parameter of shape {tuple(parameter.shape)} is torch.float16, in which "
+                    f"the optimizer's copy of a parameter of shape {tuple(parameter.shape)} is "
+                    "torch.float16, in which "
                     "an unscaled gradient may vanish; pass optim_dtype=torch.float32 to RoundPipe"
                 )
         inverse = float(called.scale.double().reciprocal().float())
         squares = offloaded_squares(parameters)
-        found = [_unscale(parameter, square, inverse) for parameter, square in zip(parameters, squares, strict=True)]
+        found = [
+            _unscale(parameter, square, inverse)
+            for parameter, square in zip(parameters, squares, strict=True)
+        ]
         checks = [found_inf for found_inf in found if found_inf is not None]
         checked.found_inf = any(checks) if checks else None
 
     # On the caller's thread.
 
-    def update(self, new_scale: float | torch.Tensor | None = None, is_async: bool | None = None) -> None:
-        """Moves the scale: back if a gradient was inf or NaN, up after ``growth_interval`` steps without.
+    def update(
+        self, new_scale: float | torch.Tensor | None = None, is_async: bool | None = None
+    ) -> None:
+        """Moves the scale: back if a gradient was inf or NaN, up after ``growth_interval`` steps
+        without.
 
         Waits for the steps whose findings it takes up, see [Note: iterations].
 
         Args:
             new_scale: the scale from now on, in place of those findings.
-            is_async: whether this iteration's own findings are left for the next ``update``; None follows the last
-                ``RoundPipe.step``.
+            is_async: whether this iteration's own findings are left for the next ``update``; None
+                follows the last ``RoundPipe.step``.
 
         Raises:
-            ConfigError: in ``step_fn``, a layer or ``loss_fn``; or no gradient was checked since the last ``update``.
+            ConfigError: in ``step_fn``, a layer or ``loss_fn``; or no gradient was checked since
+                the last ``update``.
         """
         context.refuse_inside("GradScaler.update()")
         if not self._enabled:
@@ -232,7 +276,11 @@ class GradScaler:
         waits_on = self._is_async if is_async is None else is_async
         due = [self._pending] if waits_on else [self._pending, self._current]
         try:
-            found = [iteration.wait_found() for iteration in due if iteration is not None] if new_scale is None else []
+            found = (
+                [iteration.wait_found() for iteration in due if iteration is not None]
+                if new_scale is None
+                else []
+            )
         except ConfigError:
             self._pending = None  # because what was amiss then is not to come up again
             raise
@@ -242,7 +290,12 @@ class GradScaler:
         for flags in filter(None, found):
             found_inf = torch.full((), float(any(flags)), dtype=torch.float32, device="cpu")
             torch._amp_update_scale_(
-                scale, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
+                scale,
+                tracker,
+                found_inf,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
             )
         with self._lock:
             self._scale, self._growth_tracker = scale, tracker
@@ -275,7 +328,8 @@ class GradScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries, and what the last step found if that is still to be taken up. To be called after ``update``.
+        """torch's entries, and what the last step found if that is still to be taken up. To be
+        called after ``update``.
 
         Waits for that step.
         """
@@ -288,28 +342,37 @@ class GradScaler:
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": int(self._growth_tracker),
-            "_found_pending": (None if self._pending is None else self._pending.wait_found()) or None,
+            "_found_pending": (None if self._pending is None else self._pending.wait_found())
+            or None,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over the state of another, or of a ``torch.amp.GradScaler``. Nothing if disabled.
 
         Raises:
-            ConfigError: the state is empty, as a disabled scaler's is, or lacks an entry; nothing was changed.
+            ConfigError: the state is empty, as a disabled scaler's is, or lacks an entry; nothing
+                was changed.
         """
         context.refuse_inside("GradScaler.load_state_dict()")
         if not self._enabled:
             return
         missing = [name for name in _TORCH_STATE if name not in state_dict]
         if missing:
-            raise ConfigError(f"the scaler's state lacks {', '.join(missing)}; was it saved by a disabled GradScaler?")
+            raise ConfigError(
+                f"the scaler's state lacks {', '.join(missing)}; was it saved by a disabled "
+                "GradScaler?"
+            )
         pending = None
         if state_dict.get("_found_pending") is not None:
             pending = _Iteration()
-            pending.optimizers = {place: _Checked(found) for place, found in enumerate(state_dict["_found_pending"])}
+            pending.optimizers = {
+                place: _Checked(found) for place, found in enumerate(state_dict["_found_pending"])
+            }
         with self._lock:
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32, device="cpu")
-            self._growth_tracker = torch.full((), state_dict["_growth_tracker"], dtype=torch.int32, device="cpu")
+            self._growth_tracker = torch.full(
+                (), state_dict["_growth_tracker"], dtype=torch.int32, device="cpu"
+            )
             self._current, self._pending, self._multiplied = _Iteration(), pending, None
         self._growth_factor = state_dict["growth_factor"]
         self._backoff_factor = state_dict["backoff_factor"]
@@ -317,9 +380,7 @@ class GradScaler:
 
 
 _TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_NOTHING_CHECKED = (
-    "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a step_fn first"
-)
+_NOTHING_CHECKED = "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a step_fn first"
 
 
 def _times(outputs: Any, scale: torch.Tensor) -> Any:
@@ -329,7 +390,9 @@ def _times(outputs: Any, scale: torch.Tensor) -> Any:
         return type(outputs)(_times(output, scale) for output in outputs)
     if isinstance(outputs, Iterable):
         return (_times(output, scale) for output in outputs)
-    raise ConfigError(f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}")
+    raise ConfigError(
+        f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}"
+    )
 
 
 def _unscale(parameter: torch.Tensor, square: float | None, inverse: float) -> bool | None:
@@ -341,13 +404,16 @@ def _unscale(parameter: torch.Tensor, square: float | None, inverse: float) -> b
         parameter.scale *= inverse
         if square is not None and math.isfinite(square):
             return False  # the device has looked already
-        # Uses of a tied weight may each be finite and their sum not; a square may overflow where its root does not.
+        # Uses of a tied weight may each be finite and their sum not; a square may overflow where
+        # its root does not.
         values = parts if len(parts) == 1 else (chunk for _, chunk in chunks(parts))
         return not all(map(_is_finite, values))
     if parameter.grad is None:
         return None
     found_inf = torch.zeros((), dtype=torch.float32, device=parameter.grad.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found_inf, torch.full_like(found_inf, inverse))
+    torch._amp_foreach_non_finite_check_and_unscale_(
+        [parameter.grad], found_inf, torch.full_like(found_inf, inverse)
+    )
     return bool(found_inf)
 
 

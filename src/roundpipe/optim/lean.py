@@ -1,7 +1,8 @@
-"""AdamW for hosts with little memory: moments in bf16 or 8 bits, masters in fp32 or bf16. Not exact, by choice.
+"""AdamW for hosts with little memory: moments in bf16 or 8 bits, masters in fp32 or bf16. Not
+exact, by choice.
 
-Bytes per parameter beside the working copy and the gradient: masters 4 (bf16: 2), both moments 8 (bf16: 4, 8 bits:
-2.03). See docs/optimizers.md.
+Bytes per parameter beside the working copy and the gradient: masters 4 (bf16: 2), both moments 8
+(bf16: 4, 8 bits: 2.03). See docs/optimizers.md.
 """
 
 from collections.abc import Sequence
@@ -34,14 +35,18 @@ _NAMES = (("exp_avg", "exp_avg_scale"), ("exp_avg_sq", "exp_avg_sq_scale"))
 
 @dataclass(frozen=True)
 class LeanRule:
-    """AdamW in fp32 on what the formats hold. ``noise`` is drawn from as the chunks come, in order."""
+    """AdamW in fp32 on what the formats hold. ``noise`` is drawn from as the chunks come, in
+    order."""
 
     adam: AdamRule
     formats: tuple[Format, Format]
     noise: Noise
 
     def apply(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
     ) -> None:
         for weight, gradient, own in zip(weights, gradients, moments, strict=True):
             self._apply_to(weight, gradient, own)
@@ -51,13 +56,21 @@ class LeanRule:
         for start in range(0, weight.numel(), PIECE):
             piece = slice(start, min(start + PIECE, weight.numel()))
             blocks = slice(start // BLOCK, -(-piece.stop // BLOCK))
-            stored = [[pair[0][piece], *(s[blocks] for s in pair[1:])] for pair in (moments[:half], moments[half:])]
+            stored = [
+                [pair[0][piece], *(s[blocks] for s in pair[1:])]
+                for pair in (moments[:half], moments[half:])
+            ]
             self._apply(weight[piece], gradient[piece], stored)
 
-    def _apply(self, weight: torch.Tensor, gradient: torch.Tensor, stored: list[list[torch.Tensor]]) -> None:
+    def _apply(
+        self, weight: torch.Tensor, gradient: torch.Tensor, stored: list[list[torch.Tensor]]
+    ) -> None:
         is_wide = weight.dtype is torch.float32
         wide = weight if is_wide else scratch("weight", weight.numel()).copy_(weight)
-        values = [form.read(kept, name) for form, kept, (name, _) in zip(self.formats, stored, _NAMES, strict=True)]
+        values = [
+            form.read(kept, name)
+            for form, kept, (name, _) in zip(self.formats, stored, _NAMES, strict=True)
+        ]
         self.adam.apply([wide], [gradient], [values])
         for form, moment, kept in zip(self.formats, values, stored, strict=True):
             form.write(moment, kept, self.noise)
@@ -69,14 +82,17 @@ class LeanRule:
 
 
 class LeanAdamW(OnePass, torch.optim.AdamW):
-    """AdamW whose moments, and masters if they are bf16, are rounded stochastically. Over ``optim_parameters()``.
+    """AdamW whose moments, and masters if they are bf16, are rounded stochastically. Over
+    ``optim_parameters()``.
 
     Args:
         lr, betas, eps, weight_decay, maximize: as ``torch.optim.AdamW``'s.
-        moments: ``torch.bfloat16``, ``"8bit"`` (block-wise), or ``torch.float32`` (exact, for bf16 masters).
+        moments: ``torch.bfloat16``, ``"8bit"`` (block-wise), or ``torch.float32`` (exact, for bf16
+            masters).
 
     Raises:
-        ConfigError: another value for ``moments``; in ``step``, masters that are neither fp32 nor bf16.
+        ConfigError: another value for ``moments``; in ``step``, masters that are neither fp32 nor
+            bf16.
     """
 
     def __init__(
@@ -91,10 +107,14 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
         maximize: bool = False,
     ) -> None:
         if moments not in _FORMATS:
-            raise ConfigError(f"moments is {moments!r}; use torch.bfloat16, '8bit' or torch.float32")
+            raise ConfigError(
+                f"moments is {moments!r}; use torch.bfloat16, '8bit' or torch.float32"
+            )
         self._moments = moments
         self._places: dict[int, int] = {}
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -111,7 +131,9 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
                 for form, names in zip(formats, _NAMES, strict=True):
                     state.update(zip(names, form.zeros(master.data), strict=False))
         steps = count_steps(states)
-        rules = {step: adam_rule(step, group, amsgrad=False, is_decoupled=True) for step in set(steps)}
+        rules = {
+            step: adam_rule(step, group, amsgrad=False, is_decoupled=True) for step in set(steps)
+        }
         updates = []
         for master, state, step in zip(masters, states, steps, strict=True):
             # Another for each parameter and step, and the same whenever a run is repeated.
@@ -123,27 +145,38 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
     def _has_rules(self) -> bool:
         for group in self.param_groups:
             for master in group["params"]:
-                if not isinstance(master, Master) or master.dtype not in (torch.float32, torch.bfloat16):
+                if not isinstance(master, Master) or master.dtype not in (
+                    torch.float32,
+                    torch.bfloat16,
+                ):
                     raise ConfigError(
                         f"LeanAdamW has a {type(master).__name__} in {master.dtype}; make it over "
-                        "RoundPipe.optim_parameters() with optim_dtype torch.float32 or torch.bfloat16"
+                        "RoundPipe.optim_parameters() with optim_dtype torch.float32 or "
+                        "torch.bfloat16"
                     )
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Its own state to the bit; or that of ``torch.optim.AdamW``, rounded into this optimizer's formats."""
+        """Its own state to the bit; or that of ``torch.optim.AdamW``, rounded into this optimizer's
+        formats."""
         formats = [group["moments"] for group in self.param_groups]
-        super().load_state_dict({**state_dict, "state": {}})  # because torch would cast codes to the master's dtype
+        super().load_state_dict(
+            {**state_dict, "state": {}}
+        )  # because torch would cast codes to the master's dtype
         for group, own in zip(self.param_groups, formats, strict=True):
             group.setdefault("moments", own)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]
         masters = [(master, group) for group in self.param_groups for master in group["params"]]
         for key, (master, group) in zip(saved, masters, strict=True):
             if key in state_dict["state"]:
-                self.state[master] = _adopted(state_dict["state"][key], master, _FORMATS[group["moments"]])
+                self.state[master] = _adopted(
+                    state_dict["state"][key], master, _FORMATS[group["moments"]]
+                )
 
 
-def _adopted(saved: dict[str, Any], master: torch.Tensor, formats: tuple[Format, Format]) -> dict[str, Any]:
+def _adopted(
+    saved: dict[str, Any], master: torch.Tensor, formats: tuple[Format, Format]
+) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).clone()}
     noise = Noise(0)
     for form, names in zip(formats, _NAMES, strict=True):
@@ -156,5 +189,9 @@ def _adopted(saved: dict[str, Any], master: torch.Tensor, formats: tuple[Format,
         for start in range(0, values.numel(), PIECE):
             codes = stored[0][start : start + PIECE]
             blocks = slice(start // BLOCK, -(-(start + codes.numel()) // BLOCK))
-            form.write(values[start : start + PIECE].float().clone(), [codes, *(s[blocks] for s in stored[1:])], noise)
+            form.write(
+                values[start : start + PIECE].float().clone(),
+                [codes, *(s[blocks] for s in stored[1:])],
+                noise,
+            )
     return state

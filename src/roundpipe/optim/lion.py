@@ -1,4 +1,5 @@
-"""Lion: steps by the sign of a momentum, whose only state is that momentum (Chen et al. 2023, algorithm 2)."""
+"""Lion: steps by the sign of a momentum, whose only state is that momentum (Chen et al. 2023,
+algorithm 2)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +27,22 @@ class LionRule:
     maximize: bool
 
     def apply(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
     ) -> None:
         for weight, gradient, [momentum] in zip(weights, gradients, moments, strict=True):
             self.apply_to(weight, gradient, momentum)
 
     def apply_to(self, weight: Tensor, gradient: Tensor, momentum: Tensor) -> None:
-        """w *= 1 - lr * decay;  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 - beta2) * g"""
+        """w *= 1 - lr * decay;  w -= lr * sign(beta1 * m + (1 - beta1) * g);  m = beta2 * m + (1 -
+        beta2) * g"""
         sign = -1.0 if self.maximize else 1.0
         direction = scratch("lion", gradient.numel()).view_as(gradient)
-        torch.mul(momentum, self.beta1, out=direction).add_(gradient, alpha=sign * (1 - self.beta1)).sign_()
+        torch.mul(momentum, self.beta1, out=direction).add_(
+            gradient, alpha=sign * (1 - self.beta1)
+        ).sign_()
         weight.mul_(1 - self.lr * self.weight_decay).sub_(direction, alpha=self.lr)
         momentum.mul_(self.beta2).add_(gradient, alpha=sign * (1 - self.beta2))
 
@@ -60,7 +67,13 @@ class _PlainLion(torch.optim.Optimizer):
             raise ConfigError(f"lr is {lr}; it must be at least 0")
         if not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(f"betas are {betas}; each must be at least 0 and less than 1")
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize, "fused": fused}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "fused": fused,
+        }
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -79,7 +92,9 @@ class _PlainLion(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["exp_avg"] = huge_pages.zeros(parameter.shape, parameter.dtype).to(parameter.device)
+            state["exp_avg"] = huge_pages.zeros(parameter.shape, parameter.dtype).to(
+                parameter.device
+            )
         momentum: torch.Tensor = state["exp_avg"]
         return momentum
 

@@ -1,9 +1,11 @@
-"""How the moments of an optimizer lie in memory between steps: in fp32, in bf16, or in 8 bits with a scale per block.
+"""How the moments of an optimizer lie in memory between steps: in fp32, in bf16, or in 8 bits with
+a scale per block.
 
-[Note: stochastic rounding] A running average moves by 0.1 % of the difference per step, which is less than bf16 or
-8 bits can tell apart: rounded to nearest, it would stand still. So values are rounded up or down at random, with the
-probability that makes the expectation exact. The random numbers are drawn from the step's number and the parameter's
-place, so that a run can be repeated and resumed to the bit.
+[Note: stochastic rounding] A running average moves by 0.1 % of the difference per step, which is
+less than bf16 or 8 bits can tell apart: rounded to nearest, it would stand still. So values are
+rounded up or down at random, with the probability that makes the expectation exact. The random
+numbers are drawn from the step's number and the parameter's place, so that a run can be repeated
+and resumed to the bit.
 """
 
 import random
@@ -17,15 +19,19 @@ from ..memory import huge_pages
 from ..memory.scratch import scratch
 from ..step.updates import BLOCK
 
-PIECE = 1 << 18  # elements handled at a time, so that values in between stay in the cache; whole blocks
+PIECE = (
+    1 << 18
+)  # elements handled at a time, so that values in between stay in the cache; whole blocks
 
 _KEEP_UPPER_HALF = -(1 << 16)
 
 
 class Noise:
-    """Random numbers for rounding: a stretch of one long table, begun at a place drawn anew each time.
+    """Random numbers for rounding: a stretch of one long table, begun at a place drawn anew each
+    time.
 
-    Drawing each number would cost more than the update itself; each value sees another number at each step.
+    Drawing each number would cost more than the update itself; each value sees another number at
+    each step.
     """
 
     def __init__(self, seed: int) -> None:
@@ -45,7 +51,9 @@ class Noise:
 
 @cache
 def _table() -> torch.Tensor:
-    return torch.randint(1 << 16, (2 * PIECE,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        1 << 16, (2 * PIECE,), dtype=torch.int32, generator=torch.Generator().manual_seed(0)
+    )
 
 
 @cache
@@ -54,7 +62,8 @@ def _table_of_fractions() -> torch.Tensor:
 
 
 def round_to_bf16(values: torch.Tensor, target: torch.Tensor, noise: Noise) -> None:
-    """[Note: stochastic rounding]: fp32 to bf16 keeps the upper 16 bits, after a random number was added to the lower.
+    """[Note: stochastic rounding]: fp32 to bf16 keeps the upper 16 bits, after a random number was
+    added to the lower.
 
     ``values`` are overwritten. Infs stay.
     """
@@ -70,7 +79,8 @@ class Format(Protocol):
         """What a moment of this shape begins with."""
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        """Its values in fp32, to be updated in place; scratch memory of that name, or the stored tensor itself."""
+        """Its values in fp32, to be updated in place; scratch memory of that name, or the stored
+        tensor itself."""
 
     def write(self, values: torch.Tensor, stored: Sequence[torch.Tensor], noise: Noise) -> None:
         """Stores what became of them; may overwrite ``values``."""
@@ -104,10 +114,11 @@ class BFloat16:
 
 
 class Blocks8:
-    """1 byte per value and 4 per block of 256: ``(code / levels) ** power`` times the block's largest, and a sign.
+    """1 byte per value and 4 per block of 256: ``(code / levels) ** power`` times the block's
+    largest, and a sign.
 
-    The power puts codes close together near zero, where most values of a block lie. ``least`` is the smallest code:
-    where values are divided by, a small one must not become 0.
+    The power puts codes close together near zero, where most values of a block lie. ``least`` is
+    the smallest code: where values are divided by, a small one must not become 0.
     """
 
     def __init__(self, *, dtype: torch.dtype, power: Literal[2, 4], least: int) -> None:
@@ -118,7 +129,9 @@ class Blocks8:
         self._least = least
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return huge_pages.zeros(like.shape, self._dtype), torch.zeros(-(-like.numel() // BLOCK), dtype=torch.float32)
+        return huge_pages.zeros(like.shape, self._dtype), torch.zeros(
+            -(-like.numel() // BLOCK), dtype=torch.float32
+        )
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         codes, scales = stored
@@ -131,7 +144,8 @@ class Blocks8:
         return values
 
     def write(self, values: torch.Tensor, stored: Sequence[torch.Tensor], noise: Noise) -> None:
-        """Values are brought to where codes are whole numbers to the power, and go to the one below or above."""
+        """Values are brought to where codes are whole numbers to the power, and go to the one below
+        or above."""
         codes, scales = stored
         count = values.numel()
         sizes = torch.abs(values, out=scratch("sizes", count))
@@ -155,8 +169,11 @@ class Blocks8:
         return codes
 
 
-def _by_block(values: torch.Tensor, scales: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views: whole blocks as rows and their scales as a column, then the same of a shorter last block."""
+def _by_block(
+    values: torch.Tensor, scales: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views: whole blocks as rows and their scales as a column, then the same of a shorter last
+    block."""
     whole = values.numel() // BLOCK
     parts = [(values[: whole * BLOCK].view(-1, BLOCK), scales[:whole].view(-1, 1))]
     if values.numel() % BLOCK:

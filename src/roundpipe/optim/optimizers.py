@@ -1,4 +1,5 @@
-"""Drop-in optimizers for masters on the host, which read gradients as they offloaded and update in one pass."""
+"""Drop-in optimizers for masters on the host, which read gradients as they offloaded and update in
+one pass."""
 
 import math
 import operator
@@ -20,7 +21,8 @@ _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
 
 
 class OnePass(SteadyState, torch.optim.Optimizer):
-    """Steps by rules where it can, else as torch does. To be named before a class of ``torch.optim``.
+    """Steps by rules where it can, else as torch does. To be named before a class of
+    ``torch.optim``.
 
     ``step`` only decides; see [Note: pending updates] in params/pending.py.
     """
@@ -30,7 +32,8 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         context.introduce(self)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        """What this step does to those masters of a group that have a gradient. Makes their state on first use."""
+        """What this step does to those masters of a group that have a gradient. Makes their state
+        on first use."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -76,7 +79,10 @@ class AdamRule:
     is_decoupled: bool
 
     def apply(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
     ) -> None:
         means, squares, *largest = map(list, zip(*moments, strict=True))
         step = torch.full((), self.step, dtype=torch.float32, device=weights[0].device)
@@ -144,21 +150,32 @@ def count_steps(states: Sequence[dict[str, Any]]) -> list[float]:
 
 class _AdamFamily(OnePass):
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+        names = (
+            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            if group["amsgrad"]
+            else ("exp_avg", "exp_avg_sq")
+        )
         states = [self.state[master] for master in masters]
         for master, state in zip(masters, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
                 state.update((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
         steps = count_steps(states)
-        rules = {step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"]) for step in set(steps)}
+        rules = {
+            step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"])
+            for step in set(steps)
+        }
         moments = map(operator.itemgetter(*names), states)
-        return [update_of(*given) for given in zip(masters, moments, map(rules.__getitem__, steps), strict=True)]
+        return [
+            update_of(*given)
+            for given in zip(masters, moments, map(rules.__getitem__, steps), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class SGDRule:
-    """Stochastic gradient descent. ``is_first``: the velocity is not there yet and becomes the gradient."""
+    """Stochastic gradient descent. ``is_first``: the velocity is not there yet and becomes the
+    gradient."""
 
     lr: float
     momentum: float
@@ -169,7 +186,10 @@ class SGDRule:
     is_first: bool
 
     def apply(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
     ) -> None:
         torch._fused_sgd_(
             list(weights),
@@ -187,7 +207,13 @@ class SGDRule:
     def formula(self) -> Formula:
         return Formula(
             rule=_SGD if self.momentum == 0 else _SGD_MOMENTUM,
-            coefficients=(self.momentum, 1 - self.dampening, self.is_first, self.nesterov, -self.lr),
+            coefficients=(
+                self.momentum,
+                1 - self.dampening,
+                self.is_first,
+                self.nesterov,
+                -self.lr,
+            ),
             sign=-1.0 if self.maximize else 1.0,
             coupled_decay=self.weight_decay,
         )
@@ -216,7 +242,9 @@ class SGD(OnePass, torch.optim.SGD):
             is_first = momentum != 0 and state.get("momentum_buffer") is None
             if is_first:
                 state["momentum_buffer"] = huge_pages.empty(master.shape, master.dtype)
-            updates.append(update_of(master, (state["momentum_buffer"],) if momentum else (), rules[is_first]))
+            updates.append(
+                update_of(master, (state["momentum_buffer"],) if momentum else (), rules[is_first])
+            )
         return updates
 
 

@@ -1,4 +1,5 @@
-"""torch's optimizers whose update is more than elementwise: they run as torch wrote them, on ``.grad``."""
+"""torch's optimizers whose update is more than elementwise: they run as torch wrote them, on
+``.grad``."""
 
 from typing import Any
 
@@ -17,8 +18,10 @@ class _Introduced(SteadyState, torch.optim.Optimizer):
 
 
 class Adafactor(_Introduced, torch.optim.Adafactor):
-    """``torch.optim.Adafactor``, same arguments and state. Construct it over ``optim_parameters()``."""
+    """``torch.optim.Adafactor``, same arguments and state. Construct it over
+    ``optim_parameters()``."""
 
 
 class Muon(_Introduced, torch.optim.Muon):
-    """``torch.optim.Muon``, same arguments and state. Construct it over matrices among ``optim_parameters()``."""
+    """``torch.optim.Muon``, same arguments and state. Construct it over matrices among
+    ``optim_parameters()``."""

@@ -6,11 +6,14 @@ import torch
 
 from ..step import context
 
-KERNEL_CHOICES = frozenset(("capturable", "differentiable", "foreach", "fused"))  # in param groups, yet no state
+KERNEL_CHOICES = frozenset(
+    ("capturable", "differentiable", "foreach", "fused")
+)  # in param groups, yet no state
 
 
 class SteadyState(torch.optim.Optimizer):
-    """``state_dict`` and ``load_state_dict`` wait for pending steps. To be named before a class of ``torch.optim``."""
+    """``state_dict`` and ``load_state_dict`` wait for pending steps. To be named before a class of
+    ``torch.optim``."""
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, every step called so far in it."""
@@ -19,7 +22,10 @@ class SteadyState(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also from torch's optimizer of the same name, whose choice of a kernel stays behind."""
-        own = [{key: group[key] for key in KERNEL_CHOICES if key in group} for group in self.param_groups]
+        own = [
+            {key: group[key] for key in KERNEL_CHOICES if key in group}
+            for group in self.param_groups
+        ]
         with context.OptimizerCtx():
             super().load_state_dict(state_dict)
             for group, choices in zip(self.param_groups, own, strict=True):

@@ -1,4 +1,5 @@
-"""The copies of every parameter: working (host), master (host), resident (device), and their gradients.
+"""The copies of every parameter: working (host), master (host), resident (device), and their
+gradients.
 
 Imports `kernels`, `memory`, `device` and what these may import.
 """

@@ -20,7 +20,8 @@ from .working import LayerParameters, ParameterUse
 
 
 class GradientDtypes(NamedTuple):
-    """``summed``: what microbatches add up in; ``offloaded``: what crosses to the host, rounded once."""
+    """``summed``: what microbatches add up in; ``offloaded``: what crosses to the host, rounded
+    once."""
 
     summed: torch.dtype
     offloaded: torch.dtype
@@ -29,8 +30,8 @@ class GradientDtypes(NamedTuple):
 class GradientRules:
     """Decides the dtypes of gradients.
 
-    Sums are in fp32 whenever masters are (or wider, if the weights are); they offload in ``grad_dtype`` or the working
-    dtype.
+    Sums are in fp32 whenever masters are (or wider, if the weights are); they offload in
+    ``grad_dtype`` or the working dtype.
     """
 
     def __init__(self, optim_dtype: torch.dtype | None, grad_dtype: torch.dtype | None) -> None:
@@ -48,9 +49,10 @@ class GradientRules:
 class Accumulator:
     """Sums one layer's gradients over the microbatches of a stage run, on the device.
 
-    During the stage run's last microbatch it offloads them by itself as soon as all are there, so that they go down while
-    shallower layers are still in their backward. ``offloaded`` is what it has sent; a gradient that comes after that
-    (a layer may run backward inside its own backward) takes it back.
+    During the stage run's last microbatch it offloads them by itself as soon as all are there, so
+    that they go down while shallower layers are still in their backward. ``offloaded`` is what it
+    has sent; a gradient that comes after that (a layer may run backward inside its own backward)
+    takes it back.
     """
 
     def __init__(self, layer: LayerParameters, rules: GradientRules) -> None:
@@ -61,15 +63,19 @@ class Accumulator:
         self.uses: list[ParameterUse] = []
         self._offloaded_dtypes: dict[int, torch.dtype] = {}
         self._missing: set[int] = set()
-        self.buffer: GradientBuffer | None = None  # offloading again writes to the same one: the lane keeps the order
+        self.buffer: GradientBuffer | None = (
+            None  # offloading again writes to the same one: the lane keeps the order
+        )
         self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
 
     def offload_when_complete(self, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
-        """The stage run's last microbatch begins. ``offload`` is called on whichever thread runs its backward."""
+        """The stage run's last microbatch begins. ``offload`` is called on whichever thread runs
+        its backward."""
         self._offload = offload
 
     def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
-        """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch order."""
+        """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch
+        order."""
         sums, place = self.sums, use.place
         summed, self._offloaded_dtypes[place] = self._rules.dtypes(use.parameter)
         self.uses.append(use)
@@ -94,11 +100,13 @@ class Accumulator:
         return self._offloaded_dtypes[place]
 
     def let_go(self) -> None:
-        """Everything has offloaded. Said because a layer's replica may be part of a circle, and holds this by a hook: what
-        is in here would stay until the circle is found."""
+        """Everything has offloaded. Said because a layer's replica may be part of a circle, and
+        holds this by a hook: what is in here would stay until the circle is found."""
         self.sums.clear()
         self.offloaded = self.buffer = self._offload = None
-        self._missing = {use.place for use in self.uses}  # because the next stage run may go on with it
+        self._missing = {
+            use.place for use in self.uses
+        }  # because the next stage run may go on with it
 
     def _came(self, place: int, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
         self.offloaded = None
@@ -108,10 +116,12 @@ class Accumulator:
 
 
 class OffloadedLayer(NamedTuple):
-    """A layer's gradients on the host, or on the device if it has a device state there; complete once ``ready`` is reached.
+    """A layer's gradients on the host, or on the device if it has a device state there; complete
+    once ``ready`` is reached.
 
-    ``gradients`` maps a use's index to them, ``norms`` to what `norms_of` them is. ``first_microbatch`` tells apart
-    what several stage runs of a layer, each for a share of the microbatches, have sent.
+    ``gradients`` maps a use's index to them, ``norms`` to what `norms_of` them is.
+    ``first_microbatch`` tells apart what several stage runs of a layer, each for a share of the
+    microbatches, have sent.
     """
 
     layer: LayerParameters
@@ -123,8 +133,8 @@ class OffloadedLayer(NamedTuple):
 
 
 Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
-# Elements. Smaller gradients go down together, because queueing a copy of each takes longer than copying: adapters,
-# norms and biases.
+# Elements. Smaller gradients go down together, because queueing a copy of each takes longer than
+# copying: adapters, norms and biases.
 _LEAST_ALONE = 1 << 20
 
 
@@ -136,12 +146,15 @@ class Pack(NamedTuple):
 
 
 class GradientBuffer:
-    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and ``num_norms`` of their norms.
+    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and
+    ``num_norms`` of their norms.
 
     ``home`` is the list of free buffers that it goes back to.
     """
 
-    def __init__(self, layout: Layout, num_norms: int, memory: HostMemory, home: "list[GradientBuffer]") -> None:
+    def __init__(
+        self, layout: Layout, num_norms: int, memory: HostMemory, home: "list[GradientBuffer]"
+    ) -> None:
         self.layout = layout
         self.num_norms = num_norms
         self.home = home
@@ -152,7 +165,9 @@ class GradientBuffer:
                 small.setdefault(dtype, []).append((place, shape))
             else:
                 alone.append((place, shape, dtype))
-        counts = [(sum(shape.numel() for _, shape in pieces), dtype) for dtype, pieces in small.items()]
+        counts = [
+            (sum(shape.numel() for _, shape in pieces), dtype) for dtype, pieces in small.items()
+        ]
         sizes = [shape.numel() * dtype.itemsize for _, shape, dtype in alone]
         *offsets, end = _aligned([*sizes, *(count * dtype.itemsize for count, dtype in counts)])
         arena = memory.arena(end + num_norms * torch.float64.itemsize)
@@ -169,12 +184,15 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """Reuses gradient memory from step to step, because fresh host memory costs a page fault per 4 KiB."""
+    """Reuses gradient memory from step to step, because fresh host memory costs a page fault per 4
+    KiB."""
 
     def __init__(self, memory: HostMemory, rules: GradientRules) -> None:
         self._memory = memory
         self._rules = rules
-        self._lock = threading.Lock()  # because workers take buffers and the optimizer thread gives them back
+        self._lock = (
+            threading.Lock()
+        )  # because workers take buffers and the optimizer thread gives them back
         self._offloaded: dict[int, list[GradientBuffer]] = {}
         self._summed: dict[int, list[GradientBuffer]] = {}
 
@@ -190,7 +208,12 @@ class GradientBuffers:
     def take_sums(self, layer: LayerParameters, uses: Iterable[ParameterUse]) -> GradientBuffer:
         """For sums over calls that are too wide for the memory that gradients offload in."""
         dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
-        return self._take(self._summed, layer, [(use, to.summed) for use, to in dtypes if to.summed != to.offloaded], 0)
+        return self._take(
+            self._summed,
+            layer,
+            [(use, to.summed) for use, to in dtypes if to.summed != to.offloaded],
+            0,
+        )
 
     def _take(
         self,
@@ -242,14 +265,16 @@ def num_norms(shape: torch.Size) -> int:
 
 
 def norms_of(gradient: torch.Tensor) -> torch.Tensor:
-    """2-norms whose own 2-norm is the gradient's: of a large one each row's, of a small one its own."""
+    """2-norms whose own 2-norm is the gradient's: of a large one each row's, of a small one its
+    own."""
     if num_norms(gradient.shape) > 1:
         return row_norms(gradient)
     return _norms_of_all([gradient])
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of each row, in fp32 or wider: short sums, which stay precise for any size of the whole."""
+    """The 2-norm of each row, in fp32 or wider: short sums, which stay precise for any size of the
+    whole."""
     dtype = torch.float32 if gradient.itemsize < 4 else None
     inner = tuple(range(1, gradient.ndim)) or None
     norms: torch.Tensor = torch.linalg.vector_norm(gradient, dim=inner, dtype=dtype)
@@ -258,7 +283,9 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 def _norms_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each. They have one dtype."""
-    return torch.stack(torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float64)))
+    return torch.stack(
+        torch._foreach_norm(gradients, 2, torch.promote_types(gradients[0].dtype, torch.float64))
+    )
 
 
 @functools.cache
@@ -270,7 +297,8 @@ def _kernel() -> ModuleType | None:
 
 
 def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """In ``dtype``. ``before`` is a sum of that dtype, which is written to, or the first gradient."""
+    """In ``dtype``. ``before`` is a sum of that dtype, which is written to, or the first
+    gradient."""
     kernel = _kernel() if gradient.is_cuda else None
     if kernel is not None and kernel.can_add(before, gradient, dtype):
         total: torch.Tensor = kernel.add(before, gradient)
@@ -290,8 +318,8 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 
 class _Rounded(NamedTuple):
-    """Gradients as they offload: ``gradients`` by place, and the norms of them in that order. ``whole``: all of them in
-    one, as they lie in a pack, if they are small."""
+    """Gradients as they offload: ``gradients`` by place, and the norms of them in that order.
+    ``whole``: all of them in one, as they lie in a pack, if they are small."""
 
     gradients: dict[int, torch.Tensor]
     norms: torch.Tensor
@@ -312,14 +340,22 @@ def _all_rounded(accumulator: Accumulator) -> list[_Rounded]:
         else:
             gradient, norms = _rounded(sums[place], dtype)
             alone.append(_Rounded({place: gradient}, norms))
-    return [*alone, *(_together({place: sums[place] for place in places}, dtype) for dtype, places in small.items())]
+    return [
+        *alone,
+        *(
+            _together({place: sums[place] for place in places}, dtype)
+            for dtype, places in small.items()
+        ),
+    ]
 
 
 def _together(sums: dict[int, torch.Tensor], dtype: torch.dtype) -> _Rounded:
     totals = list(sums.values())
     whole = torch.empty(sum(map(torch.Tensor.numel, totals)), dtype=dtype, device=totals[0].device)
     gradients = _unpacked(whole, [total.shape for total in totals])
-    torch._foreach_copy_(gradients, totals)  # not one behind the other first, which in fp32 takes twice that memory
+    torch._foreach_copy_(
+        gradients, totals
+    )  # not one behind the other first, which in fp32 takes twice that memory
     return _Rounded(dict(zip(sums, gradients, strict=True)), _norms_of_all(gradients), whole)
 
 
@@ -344,11 +380,13 @@ def offload(
     *,
     stays: bool = False,
 ) -> OffloadedLayer:
-    """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping need not read it.
+    """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping
+    need not read it.
 
-    Called by the device's worker after it queued the last backward of the stage run; returns at once. What is sent stays
-    alive through ``borrow`` until the copies are done. ``copies`` is entered for the time of so many bytes' copies.
-    With ``stays`` only norms go down: the layer is updated on the device.
+    Called by the device's worker after it queued the last backward of the stage run; returns at
+    once. What is sent stays alive through ``borrow`` until the copies are done. ``copies`` is
+    entered for the time of so many bytes' copies. With ``stays`` only norms go down: the layer is
+    updated on the device.
     """
     if accumulator.buffer is None:
         take = buffers.take_norms if stays else buffers.take
@@ -364,7 +402,9 @@ def offload(
             _send(rounded, buffer, device.down)
     device.down.copy_(buffer.norms[: len(all_norms)], all_norms)
     device.down.borrow(all_norms)
-    made = {place: gradient for rounded in all_rounded for place, gradient in rounded.gradients.items()}
+    made = {
+        place: gradient for rounded in all_rounded for place, gradient in rounded.gradients.items()
+    }
     counts = [num_norms(gradient.shape) for gradient in made.values()]
     norms = dict(zip(made, buffer.norms[: len(all_norms)].split(counts), strict=True))
     gradients = made if stays else {place: buffer.tensors[place] for place in made}

@@ -1,4 +1,5 @@
-"""The optimizer's own copies: masters are made on first use, follow loaded weights, and are written back."""
+"""The optimizer's own copies: masters are made on first use, follow loaded weights, and are written
+back."""
 
 import sys
 import threading
@@ -21,9 +22,10 @@ from .working import LayerParameters, ParameterStore, ParameterUse
 class Master(nn.Parameter):
     """A trainable parameter's copy for the optimizer.
 
-    During a step its gradient first is what offloaded, in the offloaded dtype and not yet scaled by clipping; RoundPipe's own
-    optimizers read that directly. ``.grad`` in the master's dtype is made when somebody else first reads it. Only the
-    optimizer thread sees the gradient: a ``zero_grad`` of the caller's must not reach into a step under way.
+    During a step its gradient first is what offloaded, in the offloaded dtype and not yet scaled by
+    clipping; RoundPipe's own optimizers read that directly. ``.grad`` in the master's dtype is made
+    when somebody else first reads it. Only the optimizer thread sees the gradient: a ``zero_grad``
+    of the caller's must not reach into a step under way.
     """
 
     _offloaded: Offloaded | None = None
@@ -33,7 +35,12 @@ class Master(nn.Parameter):
 
     def open(self, offloaded: Offloaded | None) -> None:
         """The calling thread's step owns the gradient, if there is one, from here on."""
-        self._offloaded, self._made, self.scale, self._thread = offloaded, None, 1.0, threading.get_ident()
+        self._offloaded, self._made, self.scale, self._thread = (
+            offloaded,
+            None,
+            1.0,
+            threading.get_ident(),
+        )
 
     def close(self) -> None:
         self._offloaded = self._made = self._thread = None
@@ -48,7 +55,8 @@ class Master(nn.Parameter):
         return self._thread is not None and self._thread != threading.get_ident()
 
     def offloaded(self) -> tuple[torch.Tensor, ...]:
-        """The gradient before ``scale`` is applied, as parts to be added, in whatever dtypes; empty if none arrived.
+        """The gradient before ``scale`` is applied, as parts to be added, in whatever dtypes; empty
+        if none arrived.
 
         Valid until the step ends; not to be written.
         """
@@ -72,7 +80,8 @@ class Master(nn.Parameter):
             return None
         _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
         if self._offloaded is not None:
-            # A copy, because step_fn may keep it while the offloaded memory already serves the next call.
+            # A copy, because step_fn may keep it while the offloaded memory already serves the next
+            # call.
             self._made, self._offloaded = self._offloaded.total().to(self.dtype, copy=True), None
         if self._made is not None and self.scale != 1.0:
             self._made.mul_(self.scale)
@@ -93,10 +102,12 @@ hold_as(Master, HeldMaster)
 
 
 def _refuse_torch_grad_scaler(reader: str) -> None:
-    """Its scale may have moved on by now and its skips would come too late. ``reader``: the module that reads."""
+    """Its scale may have moved on by now and its skips would come too late. ``reader``: the module
+    that reads."""
     if reader.startswith("torch.") and reader.endswith("grad_scaler"):
         raise ConfigError(
-            "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes into loss_fn, "
+            "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes "
+            "into loss_fn, "
             "unscale_() and step() into step_fn, and update() after RoundPipe.step()"
         )
 
@@ -104,16 +115,21 @@ def _refuse_torch_grad_scaler(reader: str) -> None:
 class Masters:
     """One master per trainable parameter, tied weights once.
 
-    Owned by the optimizer thread while a step runs; the caller reads them only in an optimizer context, which waits.
+    Owned by the optimizer thread while a step runs; the caller reads them only in an optimizer
+    context, which waits.
     """
 
-    def __init__(self, store: ParameterStore, rules: GradientRules, device_states: DeviceStates) -> None:
+    def __init__(
+        self, store: ParameterStore, rules: GradientRules, device_states: DeviceStates
+    ) -> None:
         self._store = store
         self._rules = rules
         self._device_states = device_states
         self._masters: dict[int, Master] = {}
         self._is_ahead: set[int] = set()
-        self._writes: dict[int, int] = {}  # torch's counts of in-place writes to parameters, when masters last followed
+        self._writes: dict[
+            int, int
+        ] = {}  # torch's counts of in-place writes to parameters, when masters last followed
 
     def of(self, parameter: nn.Parameter) -> Master:
         """The master of a trainable parameter, made from its working copy on first use."""
@@ -136,7 +152,8 @@ class Masters:
         """Opens every master's gradient to the step that begins.
 
         Raises:
-            ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has no master yet.
+            ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has
+                no master yet.
         """
         handed_out = bool(self._masters)
         for parameter in self._store.parameters:
@@ -148,7 +165,8 @@ class Masters:
                     continue
                 if handed_out and offloaded is not None:
                     raise ConfigError(
-                        f"parameter {self._store.name_of(parameter)!r} became trainable after the optimizer was made "
+                        f"parameter {self._store.name_of(parameter)!r} became trainable after the "
+                        "optimizer was made "
                         "and would get no update; make the optimizer again over optim_parameters()"
                     )
                 master = self.of(parameter)
@@ -165,10 +183,12 @@ class Masters:
     def write_back(
         self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates | None = None
     ) -> None:
-        """Writes the layers' newest weights into the user's parameters, pending updates in the same pass.
+        """Writes the layers' newest weights into the user's parameters, pending updates in the same
+        pass.
 
-        No upload of the user's parameters may be in flight. A layer with a device state has its weights written there, and into
-        the user's parameters only if no update is ``pending``: when somebody may look.
+        No upload of the user's parameters may be in flight. A layer with a device state has its
+        weights written there, and into the user's parameters only if no update is ``pending``: when
+        somebody may look.
         """
         targets: dict[int, torch.Tensor] = {}
         turned: list[SecondBuffer] = []
@@ -195,14 +215,16 @@ class Masters:
         for spare in turned:
             spare.turn(False, version)
 
-    def write_back_aside(self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates) -> set[int]:
+    def write_back_aside(
+        self, layers: Iterable[LayerParameters], version: int, pending: PendingUpdates
+    ) -> set[int]:
         """The same, each layer into whichever of two working copies is idle.
 
         See [Note: two working copies]. Those of a layer with a device state are both on the device.
 
         Returns:
-            The layers that hold ``version`` now. To the others, which have but one working copy of what is to be
-            written, nothing was done.
+            The layers that hold ``version`` now. To the others, which have but one working copy of
+            what is to be written, nothing was done.
         """
         done: set[int] = set()
         targets: dict[int, torch.Tensor] = {}
@@ -218,7 +240,9 @@ class Masters:
             elif is_done := all(use.place in spare.tensors for use in ahead):
                 is_spare = not spare.is_newest
                 for use in ahead:
-                    targets[id(use.parameter)] = spare.tensors[use.place] if is_spare else use.parameter
+                    targets[id(use.parameter)] = (
+                        spare.tensors[use.place] if is_spare else use.parameter
+                    )
                 turned.append((spare, is_spare))
             if is_done:
                 done.add(layer.layer)
@@ -235,8 +259,8 @@ class Masters:
         return [use for use in layer.uses if id(use.parameter) in self._is_ahead]
 
     def _write(self, targets: Mapping[int, torch.Tensor], pending: PendingUpdates | None) -> None:
-        """Masters that are ahead into working copies, by the ``id`` of the parameter. All updates at once, because
-        small ones share their threads."""
+        """Masters that are ahead into working copies, by the ``id`` of the parameter. All updates
+        at once, because small ones share their threads."""
         updated = []
         for key, target in targets.items():
             master = self._masters[key]
@@ -251,20 +275,25 @@ class Masters:
     def _device_state(
         self, layer: LayerParameters, pending: PendingUpdates | None, *, aside: bool
     ) -> DeviceState | None:
-        """The layer's device state. Taken when an update is to come that makes all of its weights, if there is room."""
+        """The layer's device state. Taken when an update is to come that makes all of its weights,
+        if there is room."""
         device_state = self._device_states.of(layer)
         if device_state is not None or pending is None or not self._device_states.has_room:
             return device_state
         layers = self._store.tied_with(layer)
         uses = {id(use.parameter): use for each in layers for use in each.uses}
         masters = [self._masters.get(key) for key in uses]
-        updates = [pending.of(master) for master in masters if master is not None and master in pending]
+        updates = [
+            pending.of(master) for master in masters if master is not None and master in pending
+        ]
         is_whole = len(updates) == len(masters) and all(each.num_bytes for each in layers)
         if not is_whole:
             return None
-        # Those of the next call come while the update still reads these, or where the image would be that is not used.
+        # Those of the next call come while the update still reads these, or where the image would
+        # be that is not used.
         offloaded = (
-            self._rules.dtypes(use.parameter).offloaded.itemsize * use.parameter.numel() for use in uses.values()
+            self._rules.dtypes(use.parameter).offloaded.itemsize * use.parameter.numel()
+            for use in uses.values()
         )
         return self._device_states.take(layers, updates, sum(offloaded) if aside else 0)
 
@@ -277,7 +306,8 @@ class Masters:
         *,
         aside: bool,
     ) -> bool:
-        """Masters that are ahead into an image. Nothing, and False, if there is no memory for it."""
+        """Masters that are ahead into an image. Nothing, and False, if there is no memory for
+        it."""
         ahead = self._ahead(layer)
         if not ahead:
             return True
@@ -310,17 +340,20 @@ class Masters:
         self._device_states.note_failure(error)
 
     def leave_devices(self, version: int) -> Iterator[int]:
-        """Moves to the host what its device has no room for any more. With no update and no call under way.
+        """Moves to the host what its device has no room for any more. With no update and no call
+        under way.
 
         Yields:
-            Layers of which the user's parameters now are at ``version`` and masters ahead of that; each as soon as that
-            is so, because what comes after may raise.
+            Layers of which the user's parameters now are at ``version`` and masters ahead of that;
+            each as soon as that is so, because what comes after may raise.
         """
         for group in self._device_states.leaving():
             for device_state in group:
                 layer = device_state.layer
                 spare = self._store.spares.get(layer.layer)
-                if spare is not None and device_state.image_at(version) is not None:  # else it may lie in the spare
+                if (
+                    spare is not None and device_state.image_at(version) is not None
+                ):  # else it may lie in the spare
                     spare.turn(False, version)
                 if not device_state.bring_home(version):
                     self._is_ahead.update(id(use.parameter) for use in layer.uses)
@@ -339,8 +372,9 @@ class Masters:
         )
 
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
-        """After a load: the master takes the loaded value at its own precision, if that is where the weight came from,
-        else whatever the weight is now, if that is not what the master has written back."""
+        """After a load: the master takes the loaded value at its own precision, if that is where
+        the weight came from, else whatever the weight is now, if that is not what the master has
+        written back."""
         self._writes[id(parameter)] = parameter._version
         if not parameter.requires_grad and id(parameter) not in self._masters:
             return
@@ -355,7 +389,8 @@ class Masters:
             self.follow(parameter)
 
     def follow(self, parameter: nn.Parameter, value: torch.Tensor | None = None) -> None:
-        """Makes the master equal to ``value`` (default: the working copy), at the value's precision."""
+        """Makes the master equal to ``value`` (default: the working copy), at the value's
+        precision."""
         master = self._masters.get(id(parameter))
         if master is not None:
             with torch.no_grad():
@@ -363,14 +398,15 @@ class Masters:
             self._is_ahead.discard(id(parameter))
 
     def follow_others(self) -> None:
-        """Another engine has written to the user's parameters, through ``.data``. With nothing ahead."""
+        """Another engine has written to the user's parameters, through ``.data``. With nothing
+        ahead."""
         self._device_states.follow_load()
         for parameter, _ in self.existing():
             self.follow_load(parameter, None)
 
     def leave_written(self) -> None:
-        """What somebody else has written to the user's parameters in place is not to be overwritten by older updates:
-        masters, and second working copies, take it over."""
+        """What somebody else has written to the user's parameters in place is not to be overwritten
+        by older updates: masters, and second working copies, take it over."""
         for parameter, _ in self.existing():
             if parameter._version == self._writes[id(parameter)]:
                 continue

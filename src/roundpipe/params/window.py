@@ -12,10 +12,11 @@ from .working import LayerParameters, ParameterStore
 
 
 class Offloaded(NamedTuple):
-    """What reached one parameter: memory of the window, not to be written, valid until the window lets go of it.
+    """What reached one parameter: memory of the window, not to be written, valid until the window
+    lets go of it.
 
-    ``parts`` has one tensor for each use and share, in the order of layers, then of microbatches, to be added in
-    ``summed``. ``norms``: what `norms_of` it is, if it is one use in one call.
+    ``parts`` has one tensor for each use and share, in the order of layers, then of microbatches,
+    to be added in ``summed``. ``norms``: what `norms_of` it is, if it is one use in one call.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -33,10 +34,13 @@ class Offloaded(NamedTuple):
 class GradientWindow:
     """The gradients between two optimizer steps: one sum per use over the calls committed so far.
 
-    Touched by the optimizer thread only; the first call's buffers are adopted, so one call per step copies nothing.
+    Touched by the optimizer thread only; the first call's buffers are adopted, so one call per step
+    copies nothing.
     """
 
-    def __init__(self, store: ParameterStore, rules: GradientRules, buffers: GradientBuffers) -> None:
+    def __init__(
+        self, store: ParameterStore, rules: GradientRules, buffers: GradientBuffers
+    ) -> None:
         self._store = store
         self._rules = rules
         self._buffers = buffers
@@ -46,8 +50,8 @@ class GradientWindow:
     def commit(self, offloaded: Iterable[OffloadedLayer]) -> None:
         """Adds one call's gradients. Sums over calls are fp32 (or wider).
 
-        What different shares of the microbatches made stays apart until somebody reads it, because adding it up here
-        would take memory and a pass of its own.
+        What different shares of the microbatches made stays apart until somebody reads it, because
+        adding it up here would take memory and a pass of its own.
         """
         shares_seen: Counter[int] = Counter()
         for one in sorted(offloaded, key=lambda layer: layer.first_microbatch):
@@ -91,7 +95,8 @@ class GradientWindow:
 
 
 class _LayerSums:
-    """One layer's gradients in a window. ``norms`` holds what came with a gradient to which nothing was added."""
+    """One layer's gradients in a window. ``norms`` holds what came with a gradient to which nothing
+    was added."""
 
     def __init__(self, layer: LayerParameters, buffers: GradientBuffers) -> None:
         self.gradients: dict[int, torch.Tensor] = {}
@@ -110,10 +115,19 @@ class _LayerSums:
             )
             return
         if self._summed is None:
-            # Not only those that train now, because the caller may have frozen some since the calls.
-            places = {use.place for use in self._layer.trainable} | self.gradients.keys() | offloaded.gradients.keys()
-            self._summed = self._buffers.take_sums(self._layer, [u for u in self._layer.uses if u.place in places])
-            self.gradients = {place: self._begun(place, gradient) for place, gradient in self.gradients.items()}
+            # Not only those that train now, because the caller may have frozen some since the
+            # calls.
+            places = (
+                {use.place for use in self._layer.trainable}
+                | self.gradients.keys()
+                | offloaded.gradients.keys()
+            )
+            self._summed = self._buffers.take_sums(
+                self._layer, [u for u in self._layer.uses if u.place in places]
+            )
+            self.gradients = {
+                place: self._begun(place, gradient) for place, gradient in self.gradients.items()
+            }
         for place, gradient in offloaded.gradients.items():
             if place in self.gradients:
                 self.gradients[place].add_(gradient.cpu())

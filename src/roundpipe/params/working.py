@@ -1,4 +1,5 @@
-"""Which parameters belong to which layer, where their working copies live, and their names in the user's model."""
+"""Which parameters belong to which layer, where their working copies live, and their names in the
+user's model."""
 
 import copy
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class ParameterUse(NamedTuple):
     """One parameter in one layer. A parameter tied over several layers has one use in each.
 
-    ``place`` numbers the layer's parameters; ``offset`` is its byte position in the layer's image, the layout of the
-    layer's slot.
+    ``place`` numbers the layer's parameters; ``offset`` is its byte position in the layer's image,
+    the layout of the layer's slot.
     """
 
     layer: int
@@ -46,19 +47,25 @@ class LayerParameters:
 class ParameterStore:
     """All parameters of a sequence of layers.
 
-    [Note: parameter copies] The *working* copy is the user's own ``nn.Parameter``; with ``pin_model="alloc"`` its data
-    is moved into the layer's page-locked arena, so that a layer goes up in one copy while each parameter still has a
-    storage of its own. *Masters* (see copies.py) belong to the optimizer and are written back by writing back. *Resident*
-    copies are views of a slot and live for one stage run.
+    [Note: parameter copies] The *working* copy is the user's own ``nn.Parameter``; with
+    ``pin_model="alloc"`` its data is moved into the layer's page-locked arena, so that a layer goes
+    up in one copy while each parameter still has a storage of its own. *Masters* (see copies.py)
+    belong to the optimizer and are written back by writing back. *Resident* copies are views of a
+    slot and live for one stage run.
 
     Args:
-        on_host: parameters that the caller's thread computes with. Each makes up one more layer, which stage runs no
-            device; one that a staged layer has too is tied.
+        on_host: parameters that the caller's thread computes with. Each makes up one more layer,
+            which stage runs no device; one that a staged layer has too is tied.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], memory: HostMemory, on_host: Sequence[nn.Parameter] = ()) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], memory: HostMemory, on_host: Sequence[nn.Parameter] = ()
+    ) -> None:
         staged = tuple(_layout(index, layer) for index, layer in enumerate(layers))
-        host = (ParameterUse(index, 0, parameter, 0) for index, parameter in enumerate(on_host, len(staged)))
+        host = (
+            ParameterUse(index, 0, parameter, 0)
+            for index, parameter in enumerate(on_host, len(staged))
+        )
         self.on_host = tuple(LayerParameters(use.layer, (use,), 0) for use in host)
         self.layers = (*staged, *self.on_host)
         self.first = 0  # the number of the first layer in the whole store
@@ -69,16 +76,21 @@ class ParameterStore:
         if not self.uses:
             raise ConfigError("the model has no parameters; there is nothing to place on a device")
         self.names: dict[int, str] = {}
-        # Those that have a master, also if they are frozen now: an update of theirs may still be on its way.
+        # Those that have a master, also if they are frozen now: an update of theirs may still be on
+        # its way.
         self.stepped: set[int] = set()
         self.spares: dict[int, SecondBuffer] = {}  # by layer; see [Note: two working copies]
         self.device_states: dict[int, DeviceState] = {}  # by layer; see [Note: device states]
-        self.written: set[int] = set()  # layers whose forward has written to a weight, which only a slot may hold then
+        self.written: set[int] = (
+            set()
+        )  # layers whose forward has written to a weight, which only a slot may hold then
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
-        memory.lock_in_place(uses[0].parameter.data for uses in self.uses.values() if uses[0].layer < len(staged))
+        memory.lock_in_place(
+            uses[0].parameter.data for uses in self.uses.values() if uses[0].layer < len(staged)
+        )
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,16 +103,20 @@ class ParameterStore:
 
     def first_trainable_layer(self) -> int:
         """The shallowest layer with something to train; the number of layers if there is none."""
-        return next((index for index, layer in enumerate(self.layers) if layer.trainable), len(self.layers))
+        return next(
+            (index for index, layer in enumerate(self.layers) if layer.trainable), len(self.layers)
+        )
 
     def part(self, layers: range) -> "ParameterStore":
-        """This store as an engine sees it that has only these layers, numbered from 0. What parameters there are, their
-        uses and names stay those of the whole."""
+        """This store as an engine sees it that has only these layers, numbered from 0. What
+        parameters there are, their uses and names stay those of the whole."""
         part = copy.copy(self)
         part.first = layers.start
         own = self.layers[layers.start : layers.stop]
         part.layers = tuple(replace(layer, layer=index) for index, layer in enumerate(own))
-        part._arenas = {index - layers.start: arena for index, arena in self._arenas.items() if index in layers}
+        part._arenas = {
+            index - layers.start: arena for index, arena in self._arenas.items() if index in layers
+        }
         return part
 
     def working(self, use: ParameterUse, version: int) -> torch.Tensor:
@@ -108,7 +124,9 @@ class ParameterStore:
         home = self.uses[id(use.parameter)][0]
         spare = self.spares.get(home.layer)
         is_there = spare is not None and home.place in spare.tensors and spare.holds(version)
-        return spare.tensors[home.place] if spare is not None and is_there else use.parameter.detach()
+        return (
+            spare.tensors[home.place] if spare is not None and is_there else use.parameter.detach()
+        )
 
     def spare_of(self, layer: LayerParameters, version: int) -> SecondBuffer | None:
         """The layer's second working copy, if that is what a call at that version reads."""
@@ -116,9 +134,12 @@ class ParameterStore:
         return spare if spare is not None and spare.holds(version) else None
 
     def image_of(self, layer: LayerParameters) -> torch.Tensor | None:
-        """The user's own parameters of the layer as one block of bytes, if they (still) lie in one."""
+        """The user's own parameters of the layer as one block of bytes, if they (still) lie in
+        one."""
         arena, first_address = self._arenas.get(layer.layer, (None, 0))
-        if arena is None or any(use.parameter.data_ptr() - use.offset != first_address for use in layer.uses):
+        if arena is None or any(
+            use.parameter.data_ptr() - use.offset != first_address for use in layer.uses
+        ):
             return None
         return arena.bytes
 
@@ -132,11 +153,15 @@ class ParameterStore:
         Where the caller's thread computes with a parameter it has to be up to date itself.
         """
         for layer in self._spareable():
-            places = [Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype) for use in layer.trainable]
+            places = [
+                Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype)
+                for use in layer.trainable
+            ]
             self.spares[layer.layer] = SecondBuffer(places, _trained_bytes(layer), self._memory)
 
     def tied_with(self, layer: LayerParameters) -> list[LayerParameters]:
-        """The layer and all that have weights in common with it or with each other, shallow first."""
+        """The layer and all that have weights in common with it or with each other, shallow
+        first."""
         found, wanted = set[int](), {layer.layer}
         while wanted:
             found |= wanted
@@ -147,7 +172,9 @@ class ParameterStore:
     def _spareable(self) -> list[LayerParameters]:
         if self._memory.needs_staging:
             return []  # because who leaves weights where they are has no memory for them
-        on_host = {id(use.parameter) for layer in self.layers if layer.num_bytes == 0 for use in layer.uses}
+        on_host = {
+            id(use.parameter) for layer in self.layers if layer.num_bytes == 0 for use in layer.uses
+        }
         return [
             layer
             for layer in self.layers
@@ -155,14 +182,18 @@ class ParameterStore:
             and layer.layer not in self.device_states
             and layer.trainable
             and all(
-                use == self.uses[id(use.parameter)][0] and id(use.parameter) not in on_host for use in layer.trainable
+                use == self.uses[id(use.parameter)][0] and id(use.parameter) not in on_host
+                for use in layer.trainable
             )
         ]
 
     def _rehome(self, memory: HostMemory, layers: Sequence[LayerParameters]) -> None:
-        """Moves working copies into one arena per layer. A tied parameter moves with its first layer."""
+        """Moves working copies into one arena per layer. A tied parameter moves with its first
+        layer."""
         for layer in layers:
-            own = [use for use in layer.uses if self.uses[id(use.parameter)][0].layer == layer.layer]
+            own = [
+                use for use in layer.uses if self.uses[id(use.parameter)][0].layer == layer.layer
+            ]
             if not own:
                 continue
             arena = memory.arena(layer.num_bytes)
@@ -182,7 +213,11 @@ def _trained_bytes(layer: LayerParameters) -> int:
 def view_of(image: torch.Tensor, use: ParameterUse) -> torch.Tensor:
     """The parameter's place in its layer's image or slot, in its shape and dtype."""
     parameter = use.parameter
-    return image[use.offset : use.offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+    return (
+        image[use.offset : use.offset + parameter.nbytes]
+        .view(parameter.dtype)
+        .view(parameter.shape)
+    )
 
 
 def _layout(index: int, module: nn.Module) -> LayerParameters:
@@ -194,7 +229,10 @@ def _layout(index: int, module: nn.Module) -> LayerParameters:
                 "only plain nn.Parameter can be staged"
             )
         if parameter.device.type != "cpu":
-            raise ConfigError(f"layer {index}: parameter {name!r} is on {parameter.device}; keep the model on the CPU")
+            raise ConfigError(
+                f"layer {index}: parameter {name!r} is on {parameter.device}; keep the model on "
+                "the CPU"
+            )
     offsets, num_bytes = {}, 0
     # Frozen ones first, because what steps change then lies together and goes up in one copy.
     for _, parameter in sorted(named, key=lambda pair: pair[1].requires_grad):

@@ -1,4 +1,5 @@
-"""The vocabulary of a schedule: stage runs and the actions they are made of, with a short repr for drawings."""
+"""The vocabulary of a schedule: stage runs and the actions they are made of, with a short repr for
+drawings."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -47,6 +48,10 @@ class Action:
     microbatch: int = -1
 
     def __repr__(self) -> str:
-        letter = self.stage_run.pass_.value if self.op is Op.COMPUTE else f"{self.op.value}{self.stage_run.pass_.value}"
+        letter = (
+            self.stage_run.pass_.value
+            if self.op is Op.COMPUTE
+            else f"{self.op.value}{self.stage_run.pass_.value}"
+        )
         part = f".{self.microbatch}" if self.microbatch >= 0 else ""
         return f"{letter}{self.stage_run.stage}{part}@{self.stage_run.device}"

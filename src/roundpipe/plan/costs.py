@@ -1,4 +1,5 @@
-"""What planning knows: the numbers of a model's layers, and the round that is planned for. No opinion about either."""
+"""What planning knows: the numbers of a model's layers, and the round that is planned for. No
+opinion about either."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,8 +16,8 @@ _SHARE_READ = 2 / 28
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a forward, ``offloaded_bytes``
-    as ``gradient_bytes``.
+    """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a
+    forward, ``offloaded_bytes`` as ``gradient_bytes``.
 
     Args:
         forward, recompute, backward: milliseconds; backward without the recompute before it.
@@ -26,7 +27,8 @@ class LayerCosts:
         saved_bytes: what autograd keeps of its forward.
         passing_bytes: the largest gradient inside it, alive only while its backward runs.
         input_bytes: the boundary that goes into it.
-        up_ms_per_byte, down_ms_per_byte: of copies to and from a device, each over a lane of their own.
+        up_ms_per_byte, down_ms_per_byte: of copies to and from a device, each over a lane of their
+            own.
     """
 
     forward: tuple[float, ...]
@@ -53,7 +55,11 @@ class LayerCosts:
             "input_bytes",
         ):
             object.__setattr__(self, name, getattr(self, name) or (0,) * self.num_layers)
-        lengths = {f.name: len(value) for f in fields(self) if isinstance(value := getattr(self, f.name), tuple)}
+        lengths = {
+            f.name: len(value)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), tuple)
+        }
         assert set(lengths.values()) == {self.num_layers}, lengths
 
     @property
@@ -61,7 +67,8 @@ class LayerCosts:
         return len(self.forward)
 
     def by_layer(self) -> "LayerCosts":
-        """With grain "layer" a recompute is two runs of a layer: one to reach it, one for its backward."""
+        """With grain "layer" a recompute is two runs of a layer: one to reach it, one for its
+        backward."""
         return replace(self, recompute=tuple(2 * ms for ms in self.recompute))
 
 
@@ -70,14 +77,17 @@ class Workload:
     """What a plan is made for.
 
     Args:
-        overlaps: the next round's forwards may run beside this round's last backward stage runs (async steps).
+        overlaps: the next round's forwards may run beside this round's last backward stage runs
+            (async steps).
         first_trained: nothing below this layer needs a backward.
         limit_bytes: what one device may hold.
         min_stages: at least so many stage runs, while there are layers for them.
-        may_share: a stage may be visited several times, each time for a share of the microbatches. Its gradients are
-            then summed in another order than on one device.
-        optimizer_ms: what an update takes. After a round that stands alone; beside the next one if rounds overlap.
-        keeps_layers: weights that no step changes may stay on devices, in what a plan leaves of the limit.
+        may_share: a stage may be visited several times, each time for a share of the microbatches.
+            Its gradients are then summed in another order than on one device.
+        optimizer_ms: what an update takes. After a round that stands alone; beside the next one if
+            rounds overlap.
+        keeps_layers: weights that no step changes may stay on devices, in what a plan leaves of the
+            limit.
     """
 
     num_devices: int
@@ -92,7 +102,8 @@ class Workload:
     keeps_layers: bool = False
 
     def of_share(self, num_shares: int) -> "Workload":
-        """What is left to plan for each of ``num_shares`` groups of devices, the one with the most microbatches."""
+        """What is left to plan for each of ``num_shares`` groups of devices, the one with the most
+        microbatches."""
         return replace(
             self,
             num_devices=self.num_devices // num_shares,
@@ -118,13 +129,18 @@ class StageSums:
         self.offloaded = sums(costs.offloaded_bytes)
         self.saved = sums(costs.saved_bytes)
         self.inputs = sums(costs.input_bytes)
-        # A gradient that comes in and the one made of it are there at once; where weights train, the activation that
-        # was kept for them goes in between.
+        # A gradient that comes in and the one made of it are there at once; where weights train,
+        # the activation that was kept for them goes in between.
         trains = [
-            2 * offloaded >= own for offloaded, own in zip(costs.offloaded_bytes, costs.weight_bytes, strict=True)
+            2 * offloaded >= own
+            for offloaded, own in zip(costs.offloaded_bytes, costs.weight_bytes, strict=True)
         ]
         self.passing = [n if t else 2 * n for n, t in zip(costs.passing_bytes, trains, strict=True)]
-        self._of_pass = {Pass.FORWARD: self.forward, Pass.FUSED: self.fused, Pass.BACKWARD: self.again}
+        self._of_pass = {
+            Pass.FORWARD: self.forward,
+            Pass.FUSED: self.fused,
+            Pass.BACKWARD: self.again,
+        }
 
     def compute_ms(self, pass_: Pass, layers: range) -> float:
         """One microbatch of a stage run, on the compute lane."""
@@ -137,7 +153,9 @@ class StageSums:
         up = (self.weights[layers.stop] - self.weights[layers.start]) * costs.up_ms_per_byte
         down = 0.0
         if pass_ is not Pass.FORWARD:
-            down = (self.offloaded[layers.stop] - self.offloaded[layers.start]) * costs.down_ms_per_byte
+            down = (
+                self.offloaded[layers.stop] - self.offloaded[layers.start]
+            ) * costs.down_ms_per_byte
         return max(self.compute_ms(pass_, layers), up / num_microbatches, down / num_microbatches)
 
 

@@ -11,14 +11,16 @@ from .schedule import forward_passes
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """Forward stages ascending over ``[0, a)``, then backward stages descending; the first backward stage is fused."""
+    """Forward stages ascending over ``[0, a)``, then backward stages descending; the first backward
+    stage is fused."""
 
     forward: tuple[range, ...]
     backward: tuple[range, ...]
 
 
 class Sizes(NamedTuple):
-    """A cut as layers per stage, both directions counted from the first layer up (backward: from the last stage run).
+    """A cut as layers per stage, both directions counted from the first layer up (backward: from
+    the last stage run).
 
     ``backward`` begins at the first trained layer: what lies below is never visited backward.
     """
@@ -28,7 +30,8 @@ class Sizes(NamedTuple):
     backward: tuple[int, ...]
 
     def stages(self, num_layers: int, first_trained: int) -> Stages:
-        """Complete stages. Frozen layers at the bottom belong to the last backward stage; its stage run leaves them out."""
+        """Complete stages. Frozen layers at the bottom belong to the last backward stage; its stage
+        run leaves them out."""
         forward = _ranges(self.forward, 0)
         backward = _ranges(self.backward, first_trained)
         fused = range(num_layers - self.fused, num_layers)
@@ -43,7 +46,10 @@ class Sizes(NamedTuple):
         return [
             *forward_passes(_ranges(self.forward, 0)),
             (Pass.FUSED, range(num_layers - self.fused, num_layers)),
-            *((Pass.BACKWARD, layers) for layers in reversed(_ranges(self.backward, first_trained))),
+            *(
+                (Pass.BACKWARD, layers)
+                for layers in reversed(_ranges(self.backward, first_trained))
+            ),
         ]
 
     def neighbours(self, first_trained: int) -> Iterator["Sizes"]:
@@ -55,7 +61,8 @@ class Sizes(NamedTuple):
         for fused in (self.fused - 1, self.fused + 1):
             below = sum(self.forward) + self.fused - fused
             if fused and below >= 0:
-                # The fused stage may reach below what trains; then its layers are in no backward stage.
+                # The fused stage may reach below what trains; then its layers are in no backward
+                # stage.
                 change = max(below - first_trained, 0) - sum(self.backward)
                 for forward in _resized(self.forward, self.fused - fused):
                     for backward in _resized(self.backward, change):
@@ -63,7 +70,8 @@ class Sizes(NamedTuple):
 
 
 def _transfers(stages: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One layer from any stage to any other; an emptied stage goes, and one may come at either end."""
+    """One layer from any stage to any other; an emptied stage goes, and one may come at either
+    end."""
     for taken in range(1, len(stages) + 1):
         for given in range(len(stages) + 2):
             if given != taken:
@@ -74,7 +82,8 @@ def _transfers(stages: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _resized(stages: tuple[int, ...], change: int) -> Iterator[tuple[int, ...]]:
-    """``change`` layers more or less, by one at most, in the first stage or in the one next to the fused one."""
+    """``change`` layers more or less, by one at most, in the first stage or in the one next to the
+    fused one."""
     if not stages or not change:
         yield (*stages, change) if change else stages
         return

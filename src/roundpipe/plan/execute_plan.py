@@ -1,4 +1,5 @@
-"""The plan a user can read, write and check: which consecutive layers form a stage in each direction."""
+"""The plan a user can read, write and check: which consecutive layers form a stage in each
+direction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from .search import MAX_STAGE_RUNS_TIMED, plan_fused
 from .together import Member, plan_together
 
 RunType = Literal["infer", "train", "fused"]
-# Of the limit, what a forward may fill whose backward comes in a round of its own: what is fastest first.
+# Of the limit, what a forward may fill whose backward comes in a round of its own: what is fastest
+# first.
 _FORWARD_SHARES = (1.0, 0.5, 0.25)
 
 
@@ -36,14 +38,15 @@ class Plannable(Protocol):
 class ModelExecutePlan:
     """Stages as ``range``s of layer indices.
 
-    A stage that is listed n times in a row is visited n times, by n devices in turn, each time for a share of the
-    microbatches. Gradients are then summed share by share: the sum is not to the bit that of a single stage run.
+    A stage that is listed n times in a row is visited n times, by n devices in turn, each time for
+    a share of the microbatches. Gradients are then summed share by share: the sum is not to the bit
+    that of a single stage run.
 
     Args:
-        fwd_plan: forward stages, ascending. Complete for "infer" and "train"; for "fused" they end where the first
-            backward stage begins.
-        bwd_plan: backward stages, descending and complete; empty for "infer". For "fused" the first one runs forward,
-            loss and backward together and is never recomputed.
+        fwd_plan: forward stages, ascending. Complete for "infer" and "train"; for "fused" they end
+            where the first backward stage begins.
+        bwd_plan: backward stages, descending and complete; empty for "infer". For "fused" the first
+            one runs forward, loss and backward together and is never recomputed.
 
     Example:
         >>> ModelExecutePlan(fwd_plan=[range(0, 4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(0, 3)])
@@ -62,7 +65,10 @@ class ModelExecutePlan:
             object.__setattr__(self, name, stages)
 
     def __repr__(self) -> str:
-        stages = [(pass_.value, _span(stage), len(list(same))) for (pass_, stage), same in groupby(self._stage_runs())]
+        stages = [
+            (pass_.value, _span(stage), len(list(same)))
+            for (pass_, stage), same in groupby(self._stage_runs())
+        ]
         return f"ModelExecutePlan({' | '.join(f'{p} {s} x{n}' if n > 1 else f'{p} {s}' for p, s, n in stages)})"
 
     def __str__(self) -> str:
@@ -74,21 +80,31 @@ class ModelExecutePlan:
                 of_many = f"{share + 1}/{num_shares}" if num_shares > 1 else ""
                 rows.append((str(len(rows) - 1), pass_.name.lower(), _span(stage), of_many))
         width = max(len(layers) for _, _, layers, _ in rows)
-        return "\n".join(f"{n:>5}  {name:8}  {layers:{width}}  {share}".rstrip() for n, name, layers, share in rows)
+        return "\n".join(
+            f"{n:>5}  {name:8}  {layers:{width}}  {share}".rstrip()
+            for n, name, layers, share in rows
+        )
 
     def _stage_runs(self) -> Passes:
         """In order. The first backward stage is fused if the forward stages end where it begins."""
-        fused = bool(self.bwd_plan) and not (self.fwd_plan and self.fwd_plan[-1].stop >= self.bwd_plan[0].stop)
+        fused = bool(self.bwd_plan) and not (
+            self.fwd_plan and self.fwd_plan[-1].stop >= self.bwd_plan[0].stop
+        )
         if fused:
             return fused_passes(self, 0)
-        return [*forward_passes(self.fwd_plan), *((Pass.BACKWARD, stage) for stage in self.bwd_plan)]
+        return [
+            *forward_passes(self.fwd_plan),
+            *((Pass.BACKWARD, stage) for stage in self.bwd_plan),
+        ]
 
     def check(self, run_type: RunType, num_layers: int) -> None:
-        """Raises PlanError, naming the layer, unless this plan is valid for ``run_type`` on ``num_layers`` layers."""
+        """Raises PlanError, naming the layer, unless this plan is valid for ``run_type`` on
+        ``num_layers`` layers."""
         _check_run_type(run_type)
         if run_type != "infer" and not self.bwd_plan:
             raise PlanError(
-                f"a {run_type!r} plan needs bwd_plan; layers {_span(range(num_layers))} have no backward stage"
+                f"a {run_type!r} plan needs bwd_plan; layers {_span(range(num_layers))} have no "
+                "backward stage"
             )
         forward_end = self.bwd_plan[0].start if run_type == "fused" else num_layers
         _check_cover("fwd_plan", list(self.fwd_plan), forward_end)
@@ -96,11 +112,14 @@ class ModelExecutePlan:
             _check_cover("bwd_plan (read from its end)", list(reversed(self.bwd_plan)), num_layers)
 
     def for_run(self, run_type: RunType) -> "ModelExecutePlan":
-        """This plan turned into one of ``run_type``: a fused first backward stage is also the last forward stage."""
+        """This plan turned into one of ``run_type``: a fused first backward stage is also the last
+        forward stage."""
         if not self.bwd_plan:
             return self
         fused_start = self.bwd_plan[0].start
-        forward = [range(s.start, min(s.stop, fused_start)) for s in self.fwd_plan if s.start < fused_start]
+        forward = [
+            range(s.start, min(s.stop, fused_start)) for s in self.fwd_plan if s.start < fused_start
+        ]
         if run_type == "fused":
             is_complete = bool(self.fwd_plan) and self.fwd_plan[-1].stop == self.bwd_plan[0].stop
             return ModelExecutePlan(forward, self.bwd_plan) if is_complete else self
@@ -116,11 +135,16 @@ class ModelExecutePlan:
         )
 
     def rounds(self, run_type: RunType, first_trained: int = 0) -> list[Passes]:
-        """The stage runs of each round that ``run_type`` takes: two for "train", with the user's own graph between them."""
+        """The stage runs of each round that ``run_type`` takes: two for "train", with the user's
+        own graph between them."""
         if run_type == "fused":
             return [fused_passes(self, first_trained)]
         forward = forward_passes(self.fwd_plan)
-        return [forward] if run_type == "infer" else [forward, backward_passes(self.bwd_plan, first_trained)]
+        return (
+            [forward]
+            if run_type == "infer"
+            else [forward, backward_passes(self.bwd_plan, first_trained)]
+        )
 
     @classmethod
     def auto(
@@ -134,13 +158,16 @@ class ModelExecutePlan:
         """A plan for one model, or a list of plans for several that run one after another.
 
         Args:
-            run_type: "infer"; "train" for ``forward`` and ``backward``; "fused" for ``forward_backward``.
-            models: the engines to plan for. Costs are measured while they run; before that they are estimated.
-            min_stages: at least so many stages (of all models together), while there are layers for them.
-            upper_threshold: several models share one target for their slowest stage; how far above it a stage may go
-                before it is cut once more.
-            model_memory_limit: bytes that weights, activations and gradients may take on one device; default what the
-                engine may use of it.
+            run_type: "infer"; "train" for ``forward`` and ``backward``; "fused" for
+                ``forward_backward``.
+            models: the engines to plan for. Costs are measured while they run; before that they are
+                estimated.
+            min_stages: at least so many stages (of all models together), while there are layers for
+                them.
+            upper_threshold: several models share one target for their slowest stage; how far above
+                it a stage may go before it is cut once more.
+            model_memory_limit: bytes that weights, activations and gradients may take on one
+                device; default what the engine may use of it.
 
         Raises:
             PlanError: no plan fits into the limit, or an argument makes no sense.
@@ -164,19 +191,24 @@ def plan_for(run_type: RunType, costs: LayerCosts, workload: Workload) -> ModelE
         PlanError: nothing fits; says what the smallest plan needs.
     """
     best: tuple[float, ModelExecutePlan] | None = None
-    # Not the error itself: raised from here it would hold this frame, which holds it, and all callers' with what they
-    # have on devices.
+    # Not the error itself: raised from here it would hold this frame, which holds it, and all
+    # callers' with what they have on devices.
     failure = ""
     counts, resident = _share_counts(workload), with_all_resident(costs, workload)
     problems = [(costs, workload, MAX_STAGE_RUNS_TIMED)]
     if resident is not None:
-        problems = [(costs, workload, MAX_STAGE_RUNS_TIMED * 3 // 4), (*resident, MAX_STAGE_RUNS_TIMED // 4)]
+        problems = [
+            (costs, workload, MAX_STAGE_RUNS_TIMED * 3 // 4),
+            (*resident, MAX_STAGE_RUNS_TIMED // 4),
+        ]
     for (left, whole, max_stage_runs), num_shares in product(problems, counts):
         if best is not None and _least_ms(run_type, left, whole, num_shares) >= best[0]:
             continue  # because not even a round without any waiting would be shorter
         try:
             share = whole.of_share(num_shares)
-            plan = _pipelined(run_type, left, share, max_stage_runs // len(counts)).shared(num_shares)
+            plan = _pipelined(run_type, left, share, max_stage_runs // len(counts)).shared(
+                num_shares
+            )
         except PlanError as error:
             failure = failure if best or left is not costs else str(error)
             continue
@@ -188,13 +220,18 @@ def plan_for(run_type: RunType, costs: LayerCosts, workload: Workload) -> ModelE
     return best[1]
 
 
-def step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> float:
+def step_ms(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> float:
     """Predicted time from step to step, without what the caller's own graph takes."""
     return _step_ms(plan, run_type, *_problem_of(plan, run_type, costs, workload))
 
 
-def plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> Peak:
-    """What the plan needs on one device beside layers that stay there, and what it has to keep on the host for that."""
+def plan_peak(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> Peak:
+    """What the plan needs on one device beside layers that stay there, and what it has to keep on
+    the host for that."""
     return _plan_peak(plan, run_type, *_problem_of(plan, run_type, costs, workload))
 
 
@@ -203,26 +240,38 @@ def _problem_of(
 ) -> tuple[LayerCosts, Workload]:
     """With all layers resident, if the plan leaves room for that and is faster then."""
     resident = with_all_resident(costs, workload)
-    if resident is None or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].limit_bytes:
+    if (
+        resident is None
+        or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].limit_bytes
+    ):
         return costs, workload
     is_faster = _step_ms(plan, run_type, *resident) < _step_ms(plan, run_type, costs, workload)
     return resident if is_faster else (costs, workload)
 
 
-def _step_ms(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> float:
+def _step_ms(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> float:
     group = group_of(plan.rounds(run_type, workload.first_trained), workload)
     totals = StageSums(costs)
     round_ms = sum(predicted_ms(passes, totals, group.workload) for passes in group.rounds)
     return round_ms if run_type == "infer" else workload.step_ms(round_ms, group.num_groups)
 
 
-def _plan_peak(plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload) -> Peak:
+def _plan_peak(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> Peak:
     group = group_of(plan.rounds(run_type, workload.first_trained), workload)
-    return fitted_peak([stage_run for passes in group.rounds for stage_run in passes], StageSums(costs), group.workload)
+    return fitted_peak(
+        [stage_run for passes in group.rounds for stage_run in passes],
+        StageSums(costs),
+        group.workload,
+    )
 
 
 def _share_counts(workload: Workload) -> list[int]:
-    """Ways to divide devices into groups that each run the whole model for a share, the largest groups last.
+    """Ways to divide devices into groups that each run the whole model for a share, the largest
+    groups last.
 
     One device a group, one group, and one way between, because each is a search of its own.
     """
@@ -230,7 +279,9 @@ def _share_counts(workload: Workload) -> list[int]:
         return [1]
     devices = workload.num_devices
     between = max(n for n in range(1, devices + 1) if devices % n == 0 and n * n <= devices)
-    return sorted((n for n in {1, between, devices} if n <= workload.num_microbatches), reverse=True)
+    return sorted(
+        (n for n in {1, between, devices} if n <= workload.num_microbatches), reverse=True
+    )
 
 
 def _least_ms(run_type: RunType, costs: LayerCosts, workload: Workload, num_shares: int) -> float:
@@ -241,7 +292,9 @@ def _least_ms(run_type: RunType, costs: LayerCosts, workload: Workload, num_shar
     return round_ms if run_type == "infer" else workload.step_ms(round_ms, num_shares)
 
 
-def _pipelined(run_type: RunType, costs: LayerCosts, workload: Workload, max_stage_runs: int) -> ModelExecutePlan:
+def _pipelined(
+    run_type: RunType, costs: LayerCosts, workload: Workload, max_stage_runs: int
+) -> ModelExecutePlan:
     """A plan that stage runs each stage once."""
     if run_type == "fused":
         stages = plan_fused(costs, workload, max_stage_runs)
@@ -252,11 +305,14 @@ def _pipelined(run_type: RunType, costs: LayerCosts, workload: Workload, max_sta
 
 
 def _there_and_back(costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
-    """The backward finds what the forward has kept, in slots too, so the forward may have to be content with less."""
+    """The backward finds what the forward has kept, in slots too, so the forward may have to be
+    content with less."""
     failure = ""
     for share in _FORWARD_SHARES:
         try:
-            forward = plan_one_way(Pass.FORWARD, costs, replace(workload, limit_bytes=workload.limit_bytes * share))
+            forward = plan_one_way(
+                Pass.FORWARD, costs, replace(workload, limit_bytes=workload.limit_bytes * share)
+            )
             backward = plan_one_way(Pass.BACKWARD, costs, workload, before=forward_passes(forward))
             return ModelExecutePlan(forward, _complete(backward))
         except PlanError as error:
@@ -274,11 +330,18 @@ def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:
 
 
 def plans_for(
-    run_type: RunType, parts: Sequence[tuple[LayerCosts, Workload]], *, min_stages: int, upper_threshold: float
+    run_type: RunType,
+    parts: Sequence[tuple[LayerCosts, Workload]],
+    *,
+    min_stages: int,
+    upper_threshold: float,
 ) -> list[ModelExecutePlan]:
     """Plans for models that run one after another, see ``plan_together``."""
     together = plan_together(
-        [Member(costs, workload, run_type != "infer", run_type == "fused") for costs, workload in parts],
+        [
+            Member(costs, workload, run_type != "infer", run_type == "fused")
+            for costs, workload in parts
+        ],
         min_stages=min_stages,
         upper_threshold=upper_threshold,
     )
@@ -291,7 +354,8 @@ def plans_for(
 
 
 def _complete(backward: Sequence[range]) -> list[range]:
-    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that is not fused."""
+    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that
+    is not fused."""
     if not backward or backward[-1].start == 0:
         return list(backward)
     if len(backward) == 1:
@@ -316,7 +380,10 @@ def _check_plan_keys(
     if min_stages < 1:
         raise PlanError(f"min_stages is {min_stages}; it must be at least 1")
     if upper_threshold < 1:
-        raise PlanError(f"upper_threshold is {upper_threshold}; it must be at least 1: a stage may reach the target")
+        raise PlanError(
+            f"upper_threshold is {upper_threshold}; it must be at least 1: a stage may reach the "
+            "target"
+        )
     if model_memory_limit is not None and model_memory_limit <= 0:
         raise PlanError(f"model_memory_limit is {model_memory_limit}; it must be positive")
 
@@ -328,12 +395,21 @@ def _check_cover(name: str, stages: Sequence[range], end: int) -> None:
             continue  # another share of the same stage
         before = stage
         if stage.start != expected:
-            fault = "is in no stage" if stage.start > expected else "is in two stages or out of order"
-            raise PlanError(f"{name}: layer {min(stage.start, expected)} {fault}; {stage!r} should begin at {expected}")
+            fault = (
+                "is in no stage" if stage.start > expected else "is in two stages or out of order"
+            )
+            raise PlanError(
+                f"{name}: layer {min(stage.start, expected)} {fault}; {stage!r} should begin at "
+                f"{expected}"
+            )
         expected = stage.stop
     if expected < end:
         raise PlanError(
-            f"{name}: layer {expected} is in no stage; the stages end at {expected}, they should end at {end}"
+            f"{name}: layer {expected} is in no stage; the stages end at {expected}, they should "
+            f"end at {end}"
         )
     if expected > end:
-        raise PlanError(f"{name}: layer {end} is one too many; the stages end at {expected}, they should end at {end}")
+        raise PlanError(
+            f"{name}: layer {end} is one too many; the stages end at {expected}, they should end "
+            f"at {end}"
+        )

@@ -1,4 +1,5 @@
-"""Which layers stay on a device between stage runs: as many as the memory that a plan leaves holds."""
+"""Which layers stay on a device between stage runs: as many as the memory that a plan leaves
+holds."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ def resident_layers(
 ) -> frozenset[int]:
     """The layers worth keeping, those that save most of their bytes first.
 
-    A device that makes all of a call in one stage run holds those slots anyway, so keeping them costs nothing. A layer of
-    which nothing stays the same is not kept even then: the next call's first layers can use its slot earlier.
+    A device that makes all of a call in one stage run holds those slots anyway, so keeping them
+    costs nothing. A layer of which nothing stays the same is not kept even then: the next call's
+    first layers can use its slot earlier.
 
     Args:
         rounds: the stage runs of one call, or of its forward and its backward.
@@ -34,21 +36,26 @@ def resident_layers(
         for layer in stage_runs
         if weight_bytes[layer]
     }
-    worth = sorted((layer for layer in saved if saved[layer] > 0), key=lambda layer: (-saved[layer], layer))
+    worth = sorted(
+        (layer for layer in saved if saved[layer] > 0), key=lambda layer: (-saved[layer], layer)
+    )
     if len(stages) == 1:
         return frozenset(worth)
     kept = frozenset[int]()
-    # By how much they save, because what saves less may need less: a stage run's own slots are there anyway.
+    # By how much they save, because what saves less may need less: a stage run's own slots are
+    # there anyway.
     for _, alike in groupby(worth, key=saved.__getitem__):
         kept = _with_most_of(list(alike), kept, fits)
     return kept
 
 
 def with_all_resident(costs: LayerCosts, workload: Workload) -> tuple[LayerCosts, Workload] | None:
-    """What is left to plan for if every layer stays on every device: of weights only what trains goes up.
+    """What is left to plan for if every layer stays on every device: of weights only what trains
+    goes up.
 
     Returns:
-        None where that is most of them, where they do not fit, and where computing hides their copies anyway.
+        None where that is most of them, where they do not fit, and where computing hides their
+        copies anyway.
     """
     there = sum(slot_bytes(num_bytes) for num_bytes in costs.weight_bytes if num_bytes)
     trains = 2 * sum(costs.offloaded_bytes) > sum(costs.weight_bytes)

@@ -1,17 +1,23 @@
-"""What a plan needs at most on one device. Counts what the engine holds; workspace of kernels is not known here.
+"""What a plan needs at most on one device. Counts what the engine holds; workspace of kernels is
+not known here.
 
 [Note: device memory] Four things share a device:
 
-* *slots*: the weights of the stage run that runs and of the device's next one, already on its way up. Slots are kept by
-  size (memory/slots.py), so a size counts with the most layers of it ever held at once.
-* *graph*: what autograd keeps of one microbatch, for the layers whose backward runs at once: the whole stage, or with
-  grain "layer" one layer, beside the inputs of the others. And the largest gradients that pass through a layer.
-* *sums*: gradient accumulators of the stage run, and of the device's stage run before it, which are still going down.
-* *boundaries*: inputs kept for backward stage runs, and tensors on their way to the next stage run, for all microbatches.
-  Kept inputs that do not fit wait on the host (they are *spilled*) and come back one microbatch ahead of their use.
-  A worker runs ahead of its lanes, but not further than is counted here.
+* *slots*: the weights of the stage run that runs and of the device's next one, already on its way
+  up. Slots are kept by size (memory/slots.py), so a size counts with the most layers of it ever
+  held at once.
+* *graph*: what autograd keeps of one microbatch, for the layers whose backward runs at once: the
+  whole stage, or with grain "layer" one layer, beside the inputs of the others. And the largest
+  gradients that pass through a layer.
+* *sums*: gradient accumulators of the stage run, and of the device's stage run before it, which are
+  still going down.
+* *boundaries*: inputs kept for backward stage runs, and tensors on their way to the next stage run,
+  for all microbatches. Kept inputs that do not fit wait on the host (they are *spilled*) and come
+  back one microbatch ahead of their use. A worker runs ahead of its lanes, but not further than is
+  counted here.
 
-A stage visited in shares is not looked at here: each group of devices is a round of its own, see ``Workload.of_share``.
+A stage visited in shares is not looked at here: each group of devices is a round of its own, see
+``Workload.of_share``.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,9 +34,11 @@ from .actions import Pass, Passes
 from .costs import LayerCosts, StageSums, Workload, sums
 from .schedule import saved_layers
 
-# Of spilled inputs: microbatches whose inputs may be on their way down, and inputs that may be back.
+# Of spilled inputs: microbatches whose inputs may be on their way down, and inputs that may be
+# back.
 DOWN_AT_ONCE, BACK_AT_ONCE = 2, 3
-# What a single stage may take of a limit that it shares with prefetched weights and boundaries: loosest first.
+# What a single stage may take of a limit that it shares with prefetched weights and boundaries:
+# loosest first.
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05)
 
 
@@ -97,21 +105,31 @@ def _peak(
 ) -> PeakBytes:
     weights, num_devices = stages.costs.weight_bytes, workload.num_devices
     coming = tuple(0 if layer in resident else num_bytes for layer, num_bytes in enumerate(weights))
-    slots = _slot_bytes([layers for _, layers in passes], coming if resident else weights, num_devices)
+    slots = _slot_bytes(
+        [layers for _, layers in passes], coming if resident else weights, num_devices
+    )
     slots += sum(slot_bytes(weights[layer]) for layer in resident)
     gradients = stages.gradients
-    offloading = [0 if pass_ is Pass.FORWARD else gradients[at.stop] - gradients[at.start] for pass_, at in passes]
+    offloading = [
+        0 if pass_ is Pass.FORWARD else gradients[at.stop] - gradients[at.start]
+        for pass_, at in passes
+    ]
     boundaries = _boundaries(passes, stages.costs, workload, saved, spilled)
     kept, most_passing = stages.saved, max(stages.passing)
     fullest, most = (0, 0, 0), -1
     for stage_run, (pass_, layers) in enumerate(passes):
         offloaded = int(
-            offloading[stage_run] + (offloading[stage_run - num_devices] if stage_run >= num_devices else 0)
+            offloading[stage_run]
+            + (offloading[stage_run - num_devices] if stage_run >= num_devices else 0)
         )
         graph, rest = 0, offloaded + boundaries[stage_run]
         if pass_ is not Pass.FORWARD:
-            if workload.grain == "stage" and kept[layers.stop] - kept[layers.start] + most_passing + rest <= most:
-                continue  # a search asks for thousands of stage runs; what follows would be most of the work
+            if (
+                workload.grain == "stage"
+                and kept[layers.stop] - kept[layers.start] + most_passing + rest <= most
+            ):
+                # A search asks for thousands of stage runs; what follows would be most of the work.
+                continue
             graph = _graph_bytes(pass_, layers, stages, workload)
         if graph + rest > most:
             fullest, most = (graph, offloaded, boundaries[stage_run]), graph + rest
@@ -125,7 +143,8 @@ def least_peak(passes: Passes, stages: StageSums, workload: Workload) -> PeakByt
 
 
 def fitted_peak(passes: Passes, stages: StageSums, workload: Workload) -> Peak:
-    """With as few inputs on the host as the limit asks for: the shallowest first, because they wait longest."""
+    """With as few inputs on the host as the limit asks for: the shallowest first, because they wait
+    longest."""
     saved, spilled = saved_layers(passes), frozenset[int]()
     peak = _peak(passes, stages, workload, saved, spilled)
     for layer in sorted(saved):
@@ -138,7 +157,12 @@ def fitted_peak(passes: Passes, stages: StageSums, workload: Workload) -> Peak:
 
 
 def nothing_fits(
-    costs: LayerCosts, workload: Workload, least: PeakBytes | None, *, has_backward: bool = True, model: str = ""
+    costs: LayerCosts,
+    workload: Workload,
+    least: PeakBytes | None,
+    *,
+    has_backward: bool = True,
+    model: str = "",
 ) -> PlanError:
     """Names the layer that is too large by itself, else says what the smallest plan tried needs."""
     limit, remedy = workload.limit_bytes, "use smaller microbatches or raise max_gpu_memory"
@@ -150,11 +174,13 @@ def nothing_fits(
     if alone[layer] > limit:
         return PlanError(
             f"{model}layer {layer} alone needs {readable(alone[layer])} on a device (weights "
-            f"{readable(costs.weight_bytes[layer])}, the rest activations and gradients), {readable(limit)} is "
+            f"{readable(costs.weight_bytes[layer])}, the rest activations and gradients), "
+            f"{readable(limit)} is "
             f"allowed; {remedy}"
         )
     return PlanError(
-        f"{model}the smallest plan tried needs {least} on a device, {readable(limit)} is allowed; layer {layer} needs "
+        f"{model}the smallest plan tried needs {least} on a device, {readable(limit)} is allowed; "
+        f"layer {layer} needs "
         f"{readable(alone[layer])} of that; {remedy}"
     )
 
@@ -178,7 +204,9 @@ def _layers_of_size(weight_bytes: tuple[int, ...]) -> list[tuple[int, list[float
     return [(size, sums([own == size for own in sizes])) for size in sorted(set(sizes)) if size]
 
 
-def slot_counts(stage_runs: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> dict[int, int]:
+def slot_counts(
+    stage_runs: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int
+) -> dict[int, int]:
     """How many slots of each size a device holds at most: those of a stage run and of its next one.
 
     Args:
@@ -192,14 +220,23 @@ def slot_counts(stage_runs: Sequence[range], weight_bytes: tuple[int, ...], num_
     return most
 
 
-def _slot_bytes(stage_runs: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int) -> int:
-    return sum(size * count for size, count in slot_counts(stage_runs, weight_bytes, num_devices).items())
+def _slot_bytes(
+    stage_runs: Sequence[range], weight_bytes: tuple[int, ...], num_devices: int
+) -> int:
+    return sum(
+        size * count for size, count in slot_counts(stage_runs, weight_bytes, num_devices).items()
+    )
 
 
 def _boundaries(
-    passes: Passes, costs: LayerCosts, workload: Workload, saved: frozenset[int], spilled: frozenset[int]
+    passes: Passes,
+    costs: LayerCosts,
+    workload: Workload,
+    saved: frozenset[int],
+    spilled: frozenset[int],
 ) -> list[int]:
-    """By stage run, on its device. A device alone also holds what its last stage run handed on; else that is elsewhere."""
+    """By stage run, on its device. A device alone also holds what its last stage run handed on;
+    else that is elsewhere."""
     inputs, microbatches = (*costs.input_bytes, 0), workload.num_microbatches
     is_alone = workload.num_devices == 1
     staying, leaving = sorted(saved - spilled), sorted(saved & spilled)
@@ -215,10 +252,15 @@ def _boundaries(
                 on_device[device].append(layer)
                 kept_bytes[device] += inputs[layer] * microbatches
             down = min(DOWN_AT_ONCE, microbatches)
-            moving = down * (leaving_bytes[bisect_left(leaving, stop)] - leaving_bytes[bisect_right(leaving, start)])
+            moving = down * (
+                leaving_bytes[bisect_left(leaving, stop)]
+                - leaving_bytes[bisect_right(leaving, start)]
+            )
             taken = inputs[start] if start in spilled or start not in saved else 0
             going = taken * down if start in spilled else taken
-            moving += max(max(taken * arriving, going) + inputs[stop], going + inputs[stop] * microbatches)
+            moving += max(
+                max(taken * arriving, going) + inputs[stop], going + inputs[stop] * microbatches
+            )
         elif pass_ is Pass.FUSED:
             moving = inputs[start] * (arriving if is_alone else microbatches)
         else:
@@ -232,11 +274,15 @@ def _boundaries(
 
 def stage_limits(workload: Workload) -> list[float]:
     """Limits for the bytes that one stage needs by itself, to try from the loosest."""
-    return [workload.limit_bytes * share for share in _SHARES] if workload.limit_bytes < inf else [inf]
+    return (
+        [workload.limit_bytes * share for share in _SHARES] if workload.limit_bytes < inf else [inf]
+    )
 
 
 def stage_needs(costs: LayerCosts, workload: Workload) -> dict[Pass, list[float]]:
     """Running sums of the bytes that a layer adds to a stage of its pass."""
     graph = costs.input_bytes if workload.grain == "layer" else costs.saved_bytes
-    backward = [sum(parts) for parts in zip(costs.weight_bytes, costs.gradient_bytes, graph, strict=True)]
+    backward = [
+        sum(parts) for parts in zip(costs.weight_bytes, costs.gradient_bytes, graph, strict=True)
+    ]
     return {Pass.FORWARD: sums(costs.weight_bytes), Pass.BACKWARD: sums(backward)}

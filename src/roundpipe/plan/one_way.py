@@ -1,4 +1,5 @@
-"""Cuts for rounds of one direction: inference, and forward and backward apart when a user's graph lies between them."""
+"""Cuts for rounds of one direction: inference, and forward and backward apart when a user's graph
+lies between them."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -11,10 +12,14 @@ from .predict import round_ms
 from .search import STAGE_RUN_TAX
 
 
-def plan_one_way(pass_: Pass, costs: LayerCosts, workload: Workload, before: Passes | None = None) -> tuple[range, ...]:
-    """The stages of a round in the order of its stage runs: the shortest round among evenly packed cuts that fit.
+def plan_one_way(
+    pass_: Pass, costs: LayerCosts, workload: Workload, before: Passes | None = None
+) -> tuple[range, ...]:
+    """The stages of a round in the order of its stage runs: the shortest round among evenly packed
+    cuts that fit.
 
-    ``before``: the stage runs of the forward round whose saved inputs a backward round finds on the devices.
+    ``before``: the stage runs of the forward round whose saved inputs a backward round finds on the
+    devices.
 
     Raises:
         PlanError: no cut fits into the limit.
@@ -26,7 +31,11 @@ def plan_one_way(pass_: Pass, costs: LayerCosts, workload: Workload, before: Pas
         for stages in _cuts(pass_, totals, workload, stage_bytes):
             stage_runs: Passes = [(pass_, layers) for layers in stages]
             ms = round_ms(
-                [totals.stage_run_ms(*stage_run, workload.num_microbatches) for stage_run in stage_runs], workload
+                [
+                    totals.stage_run_ms(*stage_run, workload.num_microbatches)
+                    for stage_run in stage_runs
+                ],
+                workload,
             )
             ms *= 1 + STAGE_RUN_TAX * len(stages)
             if best is not None and ms >= best[0]:
@@ -40,8 +49,11 @@ def plan_one_way(pass_: Pass, costs: LayerCosts, workload: Workload, before: Pas
     raise nothing_fits(costs, workload, least, has_backward=pass_ is not Pass.FORWARD)
 
 
-def _cuts(pass_: Pass, totals: StageSums, workload: Workload, stage_bytes: float) -> Iterator[tuple[range, ...]]:
-    """With and without a ramp at the first layers, where a forward round begins and a backward round ends."""
+def _cuts(
+    pass_: Pass, totals: StageSums, workload: Workload, stage_bytes: float
+) -> Iterator[tuple[range, ...]]:
+    """With and without a ramp at the first layers, where a forward round begins and a backward
+    round ends."""
     num_layers = totals.costs.num_layers
     times = totals.forward if pass_ is Pass.FORWARD else totals.again
     start = 0 if pass_ is Pass.FORWARD else min(workload.first_trained, num_layers - 1)

@@ -1,4 +1,5 @@
-"""Cuts a row of layers into stages. Pure functions over numbers; bytes or milliseconds, that is the caller's choice."""
+"""Cuts a row of layers into stages. Pure functions over numbers; bytes or milliseconds, that is the
+caller's choice."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -10,22 +11,27 @@ _ROUNDING = 1e-9
 
 
 def pack_layers(costs: Sequence[float], limit: float) -> list[range]:
-    """Fewest consecutive stages whose cost stays within ``limit``; a single layer above it gets a stage of its own."""
+    """Fewest consecutive stages whose cost stays within ``limit``; a single layer above it gets a
+    stage of its own."""
     return pack_within([([0.0, *accumulate(costs)], limit)], 0, len(costs))
 
 
-def pack_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0) -> list[range]:
+def pack_within(
+    limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0
+) -> list[range]:
     """Stages over layers ``start`` to ``end``, packed greedily under several limits at once.
 
     Args:
-        limits: pairs of running sums (``sums[j] - sums[i]`` is the cost of layers i to j) and the limit of a stage. A
-            single layer above a limit gets a stage of its own.
+        limits: pairs of running sums (``sums[j] - sums[i]`` is the cost of layers i to j) and the
+            limit of a stage. A single layer above a limit gets a stage of its own.
         ramp: the n-th stage gets only n / ``ramp`` of the first limit.
     """
     return [range(a, b) for a, b in pairwise(cuts_within(limits, start, end, ramp=ramp))]
 
 
-def cuts_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0) -> list[int]:
+def cuts_within(
+    limits: Sequence[tuple[Sequence[float], float]], start: int, end: int, *, ramp: int = 0
+) -> list[int]:
     """Where the stages of ``pack_within`` begin, and where the last one ends."""
     (sums, limit), *others = limits
     fixed = [(own, most * (1 + _ROUNDING)) for own, most in others if most < inf]
@@ -34,7 +40,9 @@ def cuts_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end
         stop = end
         if limit < inf:
             allowed = limit * min(1.0, len(cuts) / ramp) if ramp else limit
-            stop = bisect_right(sums, sums[start] + allowed * (1 + _ROUNDING), start + 1, end + 1) - 1
+            stop = (
+                bisect_right(sums, sums[start] + allowed * (1 + _ROUNDING), start + 1, end + 1) - 1
+            )
         for own, most in fixed:
             stop = bisect_right(own, own[start] + most, start + 1, stop + 1) - 1
         start = max(stop, start + 1)
@@ -45,10 +53,13 @@ def cuts_within(limits: Sequence[tuple[Sequence[float], float]], start: int, end
 def partition_layers(costs: Sequence[float], num_stages: int) -> list[range]:
     """At most ``num_stages`` consecutive stages with the smallest possible largest cost.
 
-    The largest cost of an optimal cut is the sum of some run of layers, so those sums are the only limits to try.
+    The largest cost of an optimal cut is the sum of some run of layers, so those sums are the only
+    limits to try.
     """
     sums = [0.0, *accumulate(costs)]
-    limits = sorted({sums[j] - sums[i] for i in range(len(costs)) for j in range(i + 1, len(costs) + 1)})
+    limits = sorted(
+        {sums[j] - sums[i] for i in range(len(costs)) for j in range(i + 1, len(costs) + 1)}
+    )
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2

@@ -1,13 +1,15 @@
 """How long a round takes, predicted in a few microseconds so that a search can afford it.
 
-[Note: first and last] Stage run k runs its microbatches in a row, each in the same time, on the device that stage run k - N
-leaves. Let ``first`` and ``last`` be the ends of its first and last microbatch::
+[Note: first and last] Stage run k runs its microbatches in a row, each in the same time, on the
+device that stage run k - N leaves. Let ``first`` and ``last`` be the ends of its first and last
+microbatch::
 
     first[k] = max(last[k - N], first[k - 1]) + ms[k]
     last[k]  = max(first[k] + (M - 1) * ms[k], last[k - 1] + ms[k])
 
-That is exact: the ends of stage run k - 1 are convex in the microbatch (by induction a maximum of straight lines), so only
-its two outermost microbatches can hold stage run k up. simulate.py runs every action and agrees (tests/timeline).
+That is exact: the ends of stage run k - 1 are convex in the microbatch (by induction a maximum of
+straight lines), so only its two outermost microbatches can hold stage run k up. simulate.py runs
+every action and agrees (tests/timeline).
 """
 
 from collections.abc import Sequence
@@ -47,24 +49,33 @@ class _Pipeline:
 
 def predicted_ms(passes: Passes, stages: StageSums, workload: Workload) -> float:
     """Time from round to round."""
-    stage_runs_ms = [stages.stage_run_ms(*stage_run, workload.num_microbatches) for stage_run in passes]
+    stage_runs_ms = [
+        stages.stage_run_ms(*stage_run, workload.num_microbatches) for stage_run in passes
+    ]
     if not workload.overlaps:
         return round_ms(stage_runs_ms, workload)
-    announced = next((i for i, (pass_, _) in enumerate(passes) if pass_ is not Pass.FORWARD), len(passes) - 1)
+    announced = next(
+        (i for i, (pass_, _) in enumerate(passes) if pass_ is not Pass.FORWARD), len(passes) - 1
+    )
     return period_ms(stage_runs_ms, announced, workload)
 
 
 def round_ms(stage_runs_ms: Sequence[float], workload: Workload) -> float:
     """A round by itself, from its first forward to its last backward."""
-    return _Pipeline(workload.num_devices).run(stage_runs_ms, workload.num_microbatches - 1, 0.0, -1)[1]
+    return _Pipeline(workload.num_devices).run(
+        stage_runs_ms, workload.num_microbatches - 1, 0.0, -1
+    )[1]
 
 
-def period_ms(stage_runs_ms: Sequence[float], announced: int, workload: Workload, *, settled: bool = True) -> float:
+def period_ms(
+    stage_runs_ms: Sequence[float], announced: int, workload: Workload, *, settled: bool = True
+) -> float:
     """Time from round to round where each begins as soon as the last one's losses are known.
 
     Args:
         announced: the stage run that makes the losses.
-        settled: False times early rounds, a few percent off in rare cases, at a fraction of the work.
+        settled: False times early rounds, a few percent off in rare cases, at a fraction of the
+            work.
     """
     warm_up, timed = _rounds(len(stage_runs_ms), workload.num_devices)
     warm_up = _SETTLED * timed if settled else warm_up
@@ -83,11 +94,14 @@ def stage_runs_in_period(num_stage_runs: int, workload: Workload) -> int:
 
 def _rounds(num_stage_runs: int, num_devices: int) -> tuple[int, int]:
     """Rounds to come near the rhythm, and rounds after which round robin is back where it began."""
-    return -(-_NEAR * num_devices // num_stage_runs), num_devices // gcd(num_stage_runs, num_devices)
+    return -(-_NEAR * num_devices // num_stage_runs), num_devices // gcd(
+        num_stage_runs, num_devices
+    )
 
 
 def least_period_ms(stage_runs_ms: Sequence[float], workload: Workload) -> float:
-    """No rhythm is faster than the busiest device: round robin gives it every gcd(S, N)-th stage run."""
+    """No rhythm is faster than the busiest device: round robin gives it every gcd(S, N)-th stage
+    run."""
     shared = gcd(len(stage_runs_ms), workload.num_devices)
     busiest = max(sum(stage_runs_ms[start::shared]) for start in range(shared))
     return busiest * workload.num_microbatches * shared / workload.num_devices

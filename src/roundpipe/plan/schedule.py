@@ -1,4 +1,5 @@
-"""Turns stages into what each device does, in order. Pure: the same arguments give the same drawing."""
+"""Turns stages into what each device does, in order. Pure: the same arguments give the same
+drawing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 class Schedule:
     """What every device does in one call.
 
-    ``actions[d]`` is device d's list; ``next_device`` is where the next call's first stage run goes, so that round robin
-    carries on across calls.
+    ``actions[d]`` is device d's list; ``next_device`` is where the next call's first stage run
+    goes, so that round robin carries on across calls.
     """
 
     stage_runs: tuple[StageRun, ...]
@@ -41,7 +42,8 @@ def forward_passes(stages: Sequence[range]) -> Passes:
 
 
 def backward_passes(stages: Sequence[range], first_trained: int) -> Passes:
-    """Nothing below the shallowest layer that needs a gradient is visited; the stage that holds it starts there."""
+    """Nothing below the shallowest layer that needs a gradient is visited; the stage that holds it
+    starts there."""
     return [
         (Pass.BACKWARD, range(max(stage.start, first_trained), stage.stop))
         for stage in stages
@@ -55,7 +57,8 @@ def saved_layers(passes: Passes) -> frozenset[int]:
 
 
 def shares(num_microbatches: int, count: int) -> list[range]:
-    """Consecutive microbatches for each of at most ``count`` stage runs, as equal as they can be, larger shares first."""
+    """Consecutive microbatches for each of at most ``count`` stage runs, as equal as they can be,
+    larger shares first."""
     count = min(count, num_microbatches)
     size, larger = divmod(num_microbatches, count)
     ends = [share * size + min(share, larger) for share in range(count + 1)]
@@ -63,7 +66,8 @@ def shares(num_microbatches: int, count: int) -> list[range]:
 
 
 class Group(NamedTuple):
-    """One of ``num_groups`` groups of devices, each of which makes all stage runs of ``rounds`` for its share."""
+    """One of ``num_groups`` groups of devices, each of which makes all stage runs of ``rounds`` for
+    its share."""
 
     num_groups: int
     rounds: list[Passes]
@@ -71,14 +75,16 @@ class Group(NamedTuple):
 
 
 def group_of(rounds: Sequence[Passes], workload: Workload) -> Group:
-    """Stage runs that are all made equally often, by devices that this divides, are rounds of several groups beside each
-    other; any others are one group's."""
+    """Stage runs that are all made equally often, by devices that this divides, are rounds of
+    several groups beside each other; any others are one group's."""
     counts = {len(list(same)) for passes in rounds for _, same in groupby(passes)}
     count = counts.pop() if len(counts) == 1 else 1
     if count == 1 or workload.num_devices % count or count > workload.num_microbatches:
         return Group(1, list(rounds), workload)
     return Group(
-        count, [[stage_run for stage_run, _ in groupby(passes)] for passes in rounds], workload.of_share(count)
+        count,
+        [[stage_run for stage_run, _ in groupby(passes)] for passes in rounds],
+        workload.of_share(count),
     )
 
 
@@ -97,10 +103,17 @@ def round_robin(
     stage_runs: list[StageRun] = []
     for stage, ((pass_, layers), same) in enumerate(groupby(passes)):
         for share in shares(num_microbatches, sum(1 for _ in same)):
-            stage_runs.append(StageRun(pass_, stage, layers, (first_device + len(stage_runs)) % num_devices, share))
+            stage_runs.append(
+                StageRun(
+                    pass_, stage, layers, (first_device + len(stage_runs)) % num_devices, share
+                )
+            )
     return Schedule(
         stage_runs=tuple(stage_runs),
-        actions=tuple(_device_actions([v for v in stage_runs if v.device == d], spilled) for d in range(num_devices)),
+        actions=tuple(
+            _device_actions([v for v in stage_runs if v.device == d], spilled)
+            for d in range(num_devices)
+        ),
         next_device=(first_device + len(stage_runs)) % num_devices,
     )
 
@@ -108,13 +121,15 @@ def round_robin(
 def _device_actions(stage_runs: list[StageRun], spilled: frozenset[int]) -> tuple[Action, ...]:
     """The next stage's upload is issued right after this stage's computes.
 
-    A device works behind the thread that issues, so that upload overlaps these computes; issued earlier it could make
-    them wait for the writing back of deeper layers.
+    A device works behind the thread that issues, so that upload overlaps these computes; issued
+    earlier it could make them wait for the writing back of deeper layers.
     """
     actions: list[Action] = [Action(Op.UPLOAD, stage_run) for stage_run in stage_runs[:1]]
     for position, stage_run in enumerate(stage_runs):
         actions.extend(_computes(stage_run, spilled))
-        actions.extend(Action(Op.UPLOAD, following) for following in stage_runs[position + 1 : position + 2])
+        actions.extend(
+            Action(Op.UPLOAD, following) for following in stage_runs[position + 1 : position + 2]
+        )
         if stage_run.pass_ is not Pass.FORWARD:
             actions.append(Action(Op.OFFLOAD, stage_run))
         actions.append(Action(Op.RELEASE, stage_run))
@@ -122,7 +137,8 @@ def _device_actions(stage_runs: list[StageRun], spilled: frozenset[int]) -> tupl
 
 
 def _computes(stage_run: StageRun, spilled: frozenset[int]) -> Iterator[Action]:
-    """Inputs that wait on the host come back one microbatch ahead, so that the copy overlaps a compute."""
+    """Inputs that wait on the host come back one microbatch ahead, so that the copy overlaps a
+    compute."""
     computes = [Action(Op.COMPUTE, stage_run, microbatch) for microbatch in stage_run.microbatches]
     if stage_run.pass_ is not Pass.BACKWARD or stage_run.layers.start not in spilled:
         yield from computes

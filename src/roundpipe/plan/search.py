@@ -1,15 +1,19 @@
-"""Looks for the cut with the shortest predicted round that fits into memory. Pure, and bounded by work, not by time.
+"""Looks for the cut with the shortest predicted round that fits into memory. Pure, and bounded by
+work, not by time.
 
 What it exploits, for N devices in round robin and M microbatches, N <= M:
 
-* A round that stands alone (sync) loses what devices wait for their first stage run and after their last. Both shrink if
-  the first N forward stages grow one by one and the last N backward stages shrink likewise: *ramps*.
-* Rounds that overlap (async) lose only imbalance, and M > N leaves slack between stage runs that absorbs it, as round robin
-  sends a slow stage to another device each time (if the numbers of stages and devices share no factor).
+* A round that stands alone (sync) loses what devices wait for their first stage run and after their
+  last. Both shrink if the first N forward stages grow one by one and the last N backward stages
+  shrink likewise: *ramps*.
+* Rounds that overlap (async) lose only imbalance, and M > N leaves slack between stage runs that
+  absorbs it, as round robin sends a slow stage to another device each time (if the numbers of
+  stages and devices share no factor).
 * Every layer in the fused stage saves its recompute, until that stage holds up the others.
 
-So: greedy packing described by six numbers (``_Shape``) on a coarse grid, improved one number at a time, then layer by
-layer (hill climbing, as in kernel autotuners: cheap, deterministic, and stopped at any time it has a valid answer).
+So: greedy packing described by six numbers (``_Shape``) on a coarse grid, improved one number at a
+time, then layer by layer (hill climbing, as in kernel autotuners: cheap, deterministic, and stopped
+at any time it has a valid answer).
 """
 
 from collections.abc import Sequence
@@ -25,21 +29,26 @@ from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_nee
 from .partition import cuts_within, even_limits
 from .predict import least_period_ms, period_ms, round_ms, stage_runs_in_period
 
-# Stage runs that the searches for one plan may look at, each in about a microsecond: some 40 ms. To see what one holds of a
-# device takes as long as to time a few.
+# Stage runs that the searches for one plan may look at, each in about a microsecond: some 40 ms. To
+# see what one holds of a device takes as long as to time a few.
 MAX_STAGE_RUNS_TIMED = 48_000
 _TIMED_PER_PEAK = 3
 _GRID, _GRID_TIMED, _DESCENTS, _CLIMBS, _FINALISTS = 6, 30, 3, 3, 8
-# A stage run more has to gain this share of a round, because it costs the host something that no lane shows.
+# A stage run more has to gain this share of a round, because it costs the host something that no
+# lane shows.
 STAGE_RUN_TAX = 1e-6
-# Between the time of the mean stage run and that of the slowest: where overlapping rounds tend to end up.
+# Between the time of the mean stage run and that of the slowest: where overlapping rounds tend to
+# end up.
 _IMBALANCE_FELT = 0.2
 
 
-def plan_fused(costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED) -> Stages:
+def plan_fused(
+    costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED
+) -> Stages:
     """The best cut found for a fused round.
 
-    One device and enough memory give one fused stage, in which nothing is recomputed; less memory a smaller one.
+    One device and enough memory give one fused stage, in which nothing is recomputed; less memory a
+    smaller one.
 
     Raises:
         PlanError: no cut fits into the limit.
@@ -52,8 +61,9 @@ def plan_fused(costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_
 class _Shape(NamedTuple):
     """A cut in six numbers.
 
-    Stages are packed up to ``forward_ms`` and ``backward_ms`` per microbatch, the n-th forward stage and the n-th last
-    backward stage up to n / ramp of it, and none over ``stage_bytes`` of what it alone needs.
+    Stages are packed up to ``forward_ms`` and ``backward_ms`` per microbatch, the n-th forward
+    stage and the n-th last backward stage up to n / ramp of it, and none over ``stage_bytes`` of
+    what it alone needs.
     """
 
     fused_layers: int
@@ -70,12 +80,16 @@ _Ladders = dict[str, Sequence[Any]]
 class Search:
     """One search. ``best_ms`` is the best so far, ``stage_runs_timed`` the work done."""
 
-    def __init__(self, costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED) -> None:
+    def __init__(
+        self, costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED
+    ) -> None:
         self._max_stage_runs = max_stage_runs
         self._round = workload
         self._sums = StageSums(costs)
         self._up = _scaled(self._sums.weights, costs.up_ms_per_byte / workload.num_microbatches)
-        self._down = _scaled(self._sums.offloaded, costs.down_ms_per_byte / workload.num_microbatches)
+        self._down = _scaled(
+            self._sums.offloaded, costs.down_ms_per_byte / workload.num_microbatches
+        )
         self._needs = stage_needs(costs, workload)
         self._num_layers = costs.num_layers
         self._lowest = min(workload.first_trained, costs.num_layers - 1)
@@ -96,7 +110,8 @@ class Search:
         return self._best.stages(self._num_layers, self._lowest)
 
     def run(self) -> None:
-        """Three widths of look: a coarse grid, from its best one number at a time, from the best of all by layer."""
+        """Three widths of look: a coarse grid, from its best one number at a time, from the best of
+        all by layer."""
         ladders = self._ladders()
         for shape in self._grid(ladders):
             self._descend(shape, ladders)
@@ -133,11 +148,14 @@ class Search:
         }
 
     def _fused_ladder(self, shares: Sequence[float]) -> list[int]:
-        """From one layer to the most that fit: that alone on one device, else no more than a device's share of work."""
+        """From one layer to the most that fit: that alone on one device, else no more than a
+        device's share of work."""
         low, high = 1, self._num_layers
         while low < high:
             middle = (low + high + 1) // 2
-            if any(self._fits(self._sizes(_Shape(middle, inf, inf, 0, 0, share))) for share in shares):
+            if any(
+                self._fits(self._sizes(_Shape(middle, inf, inf, 0, 0, share))) for share in shares
+            ):
                 low = middle
             else:
                 high = middle - 1
@@ -149,8 +167,14 @@ class Search:
 
     def _grid(self, ladders: _Ladders) -> list[_Shape]:
         """The best of a coarse grid, under the loosest limit on stages with which anything fits."""
-        axes = [_thinned(ladders[name], _GRID) for name in ("fused_layers", "forward_ms", "backward_ms")]
-        ramps = [0] if self._round.overlaps else ladders["forward_ramp"][:: len(ladders["forward_ramp"]) - 1 or 1]
+        axes = [
+            _thinned(ladders[name], _GRID) for name in ("fused_layers", "forward_ms", "backward_ms")
+        ]
+        ramps = (
+            [0]
+            if self._round.overlaps
+            else ladders["forward_ramp"][:: len(ladders["forward_ramp"]) - 1 or 1]
+        )
         timed: dict[_Shape, float] = {}
         for share in ladders["stage_bytes"]:
             cuts: dict[Sizes, _Shape] = {}
@@ -187,11 +211,15 @@ class Search:
         backward = self._pack(False, fused_start, backward_ms, ramp_down, share)
         return Sizes(forward, shape.fused_layers, backward)
 
-    def _pack(self, is_forward: bool, stop: int, limit: float, ramp: int, share: float) -> tuple[int, ...]:
+    def _pack(
+        self, is_forward: bool, stop: int, limit: float, ramp: int, share: float
+    ) -> tuple[int, ...]:
         key = is_forward, stop, limit, ramp, share
         packed = self._packed.get(key)
         if packed is None:
-            start, times = (0, self._sums.forward) if is_forward else (self._lowest, self._sums.again)
+            start, times = (
+                (0, self._sums.forward) if is_forward else (self._lowest, self._sums.again)
+            )
             needs = self._needs[Pass.FORWARD if is_forward else Pass.BACKWARD]
             cuts = cuts_within([(times, limit), (needs, share)], start, stop, ramp=ramp)
             packed = self._packed[key] = tuple(map(sub, cuts[1:], cuts))
@@ -214,7 +242,8 @@ class Search:
     # What a cut costs.
 
     def _try(self, sizes: Sizes, bar: float) -> float:
-        """The cut's time if that is below ``bar``; infinite if it does not fit or has too few stage runs."""
+        """The cut's time if that is below ``bar``; infinite if it does not fit or has too few stage
+        runs."""
         if sizes not in self._known:
             if self.stage_runs_timed > self._max_stage_runs and self._best is not None:
                 return inf
@@ -248,7 +277,12 @@ class Search:
         stage_runs_ms = self._stage_runs_ms(sizes)
         self.stage_runs_timed += len(stage_runs_ms)
         least = least_period_ms(stage_runs_ms, self._round)
-        most = max(stage_runs_ms) * len(stage_runs_ms) * self._round.num_microbatches / self._round.num_devices
+        most = (
+            max(stage_runs_ms)
+            * len(stage_runs_ms)
+            * self._round.num_microbatches
+            / self._round.num_devices
+        )
         return least + _IMBALANCE_FELT * (most - least)
 
     def _stage_runs_ms(self, sizes: Sizes) -> list[float]:
@@ -261,7 +295,8 @@ class Search:
         ]
 
     def _direction_ms(self, is_forward: bool, sizes: tuple[int, ...]) -> list[float]:
-        """Of its stage runs, in their order. Kept, because most cuts differ from one seen before in one direction only."""
+        """Of its stage runs, in their order. Kept, because most cuts differ from one seen before in
+        one direction only."""
         key = is_forward, sizes
         stage_runs_ms = self._directions_ms.get(key)
         if stage_runs_ms is None:
@@ -300,7 +335,11 @@ def _slowest(stages: Sequence[tuple[int, int]], *kinds: Sequence[float]) -> list
 
 def _most_bytes(costs: LayerCosts, workload: Workload) -> float:
     """More than any plan can need, so that ample memory costs the search nothing."""
-    stages = 2 * sum(costs.weight_bytes) + sum(costs.saved_bytes) + 2 * sum(costs.passing_bytes + costs.gradient_bytes)
+    stages = (
+        2 * sum(costs.weight_bytes)
+        + sum(costs.saved_bytes)
+        + 2 * sum(costs.passing_bytes + costs.gradient_bytes)
+    )
     return stages + (1 + 3 * workload.num_microbatches) * sum(costs.input_bytes)
 
 

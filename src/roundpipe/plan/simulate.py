@@ -1,7 +1,8 @@
-"""Runs schedules on devices with a fake clock: what would happen, action by action, if costs were exact.
+"""Runs schedules on devices with a fake clock: what would happen, action by action, if costs were
+exact.
 
-Slower than predict.py and knows more: every microbatch, uploads and landings on lanes of their own. Boundary transfers
-are left out. Says what a plan promises, in tests and to people.
+Slower than predict.py and knows more: every microbatch, uploads and landings on lanes of their own.
+Boundary transfers are left out. Says what a plan promises, in tests and to people.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,11 @@ class Timeline:
 
     def computes(self, device: int) -> list[Span]:
         """The device's computes in order."""
-        return [s for s in self.spans if s.action.op is Op.COMPUTE and s.action.stage_run.device == device]
+        return [
+            s
+            for s in self.spans
+            if s.action.op is Op.COMPUTE and s.action.stage_run.device == device
+        ]
 
     def busy_ms(self, device: int) -> float:
         return sum(span.end_ms - span.start_ms for span in self.computes(device))
@@ -62,22 +67,31 @@ class Timeline:
             cells = [""] * round(self.makespan_ms / step_ms)
             for span in self.computes(device):
                 begin, end = round(span.start_ms / step_ms), round(span.end_ms / step_ms)
-                cells[begin:end] = [_label(span), *("-" * (width - 1) for _ in range(end - begin - 1))]
+                cells[begin:end] = [
+                    _label(span),
+                    *("-" * (width - 1) for _ in range(end - begin - 1)),
+                ]
             rows.append(f"{device}: " + "".join(cell.ljust(width) for cell in cells).rstrip())
         return "\n".join(rows)
 
 
 class Steady(NamedTuple):
-    """Rounds that follow each other: time from round to round, and the share of it that devices wait."""
+    """Rounds that follow each other: time from round to round, and the share of it that devices
+    wait."""
 
     round_ms: float
     bubble: float
 
 
 def steady_state(passes: Passes, costs: LayerCosts, workload: Workload) -> Steady:
-    """Rounds in a row: each alone, or overlapping and timed over whole rotations once they have found their rhythm."""
-    rotation = workload.num_devices // gcd(len(passes), workload.num_devices) if workload.overlaps else 1
-    schedules = rounds_in_a_row(passes, workload, (_WARM_UP + 1) * rotation if workload.overlaps else 2)
+    """Rounds in a row: each alone, or overlapping and timed over whole rotations once they have
+    found their rhythm."""
+    rotation = (
+        workload.num_devices // gcd(len(passes), workload.num_devices) if workload.overlaps else 1
+    )
+    schedules = rounds_in_a_row(
+        passes, workload, (_WARM_UP + 1) * rotation if workload.overlaps else 2
+    )
     timeline = simulate(schedules, costs, overlaps=workload.overlaps)
     last = len(schedules) - 1
     ms = (timeline.end_ms(last) - timeline.end_ms(last - rotation)) / rotation
@@ -104,8 +118,9 @@ def rounds_in_a_row(passes: Passes, workload: Workload, count: int) -> list[Sche
 def simulate(schedules: Sequence[Schedule], costs: LayerCosts, *, overlaps: bool) -> Timeline:
     """Runs one call after another.
 
-    ``overlaps``: a call begins once the losses of the one before are known, as ``forward_backward`` and an async
-    ``step`` return then; else once the one before is done (a sync step, whose optimizer takes no time here).
+    ``overlaps``: a call begins once the losses of the one before are known, as ``forward_backward``
+    and an async ``step`` return then; else once the one before is done (a sync step, whose
+    optimizer takes no time here).
     """
     num_devices = len(schedules[0].actions)
     devices = [_Device(schedules, device) for device in range(num_devices)]
@@ -138,12 +153,16 @@ class _Clock:
         return None if left[call - 1] else self._gates[call - 1]
 
     def inputs_ms(self, call: int, action: Action) -> float | None:
-        """When everything the compute needs from other stage runs is there; None while that is not known."""
+        """When everything the compute needs from other stage runs is there; None while that is not
+        known."""
         layers, microbatch = action.stage_run.layers, action.microbatch
         if action.stage_run.pass_ is not Pass.BACKWARD:
             needs = [("x", call, layers.start, microbatch)] if layers.start else []
         else:
-            needs = [("g", call, layers.stop, microbatch), ("saved", call, layers.start, microbatch)]
+            needs = [
+                ("g", call, layers.stop, microbatch),
+                ("saved", call, layers.start, microbatch),
+            ]
         times = [self._posted.get(key) for key in needs]
         return None if None in times else max([0.0, *(time for time in times if time is not None)])
 
@@ -184,11 +203,15 @@ class _Device:
     down_ms: float = 0.0
     slot_free_ms: float = 0.0
     uploaded_ms: dict[tuple[int, StageRun], float] = field(default_factory=dict)
-    fetched_ms: dict[tuple[int, int, int], float] = field(default_factory=dict)  # by call, layer, microbatch
+    fetched_ms: dict[tuple[int, int, int], float] = field(
+        default_factory=dict
+    )  # by call, layer, microbatch
 
     def __post_init__(self) -> None:
         self.queue = [
-            (n, action) for n, schedule in enumerate(self.schedules) for action in schedule.actions[self.index]
+            (n, action)
+            for n, schedule in enumerate(self.schedules)
+            for action in schedule.actions[self.index]
         ]
 
     @property
@@ -217,7 +240,9 @@ class _Device:
             if saved is None:
                 return False
             start = max(begin, self.up_ms, saved)
-            self.up_ms = end = start + costs.input_bytes[stage_run.layers.start] * costs.up_ms_per_byte
+            self.up_ms = end = (
+                start + costs.input_bytes[stage_run.layers.start] * costs.up_ms_per_byte
+            )
             self.fetched_ms[call, stage_run.layers.start, action.microbatch] = end
         elif action.op is Op.COMPUTE:
             arrived = clock.inputs_ms(call, action)
@@ -225,7 +250,9 @@ class _Device:
                 return False
             fetched = self.fetched_ms.get((call, stage_run.layers.start, action.microbatch), 0.0)
             start = max(begin, self.compute_ms, arrived, fetched, self.uploaded_ms[call, stage_run])
-            self.compute_ms = end = start + clock.stages.compute_ms(stage_run.pass_, stage_run.layers)
+            self.compute_ms = end = start + clock.stages.compute_ms(
+                stage_run.pass_, stage_run.layers
+            )
         elif action.op is Op.OFFLOAD:
             start = max(self.compute_ms, self.down_ms)
             moved = sum(costs.offloaded_bytes[layer] for layer in stage_run.layers)

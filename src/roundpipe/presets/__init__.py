@@ -1,1 +1,5 @@
-"""How known architectures become a sequence of layers. One file per architecture, found by `preset.cut`."""
+"""How known architectures become a sequence of layers, found by `preset.cut`; the generic preset is
+`decoder`.
+
+Imports `layers`, `kernels`, `microbatch`, `errors`, and the Hugging Face libraries.
+"""

@@ -1,4 +1,5 @@
-"""What lies under a PEFT wrapper, and which adapters a sequence of the base's own blocks reproduces exactly."""
+"""What lies under a PEFT wrapper, and which adapters a sequence of the base's own blocks reproduces
+exactly."""
 
 import sys
 import threading
@@ -16,8 +17,8 @@ _cache_of_parametrizations = threading.Lock()
 def base_of(model: nn.Module) -> nn.Module:
     """The model a PEFT wrapper holds, or ``model`` itself.
 
-    Adapters such as LoRA replace modules *inside* the base, so calling the base's blocks is all that the wrapper's
-    forward does. Adapters that do more there are refused.
+    Adapters such as LoRA replace modules *inside* the base, so calling the base's blocks is all
+    that the wrapper's forward does. Adapters that do more there are refused.
     """
     peft: Any = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
@@ -25,36 +26,55 @@ def base_of(model: nn.Module) -> nn.Module:
     tuner: Any = model.base_model
     for config in model.peft_config.values():
         if config.is_prompt_learning:
-            raise _refused(config, "it changes the inputs of the whole model; use LoRA or another adapter of weights")
+            raise _refused(
+                config,
+                "it changes the inputs of the whole model; use LoRA or another adapter of weights",
+            )
         if getattr(config, "alora_invocation_tokens", None) is not None:
-            raise _refused(config, "activated LoRA needs offsets computed from the whole batch; use plain LoRA")
+            raise _refused(
+                config, "activated LoRA needs offsets computed from the whole batch; use plain LoRA"
+            )
         if config.peft_type.value == "LILY":
-            raise _refused(config, "its router averages over all rows of a batch, which microbatches are not; use LoRA")
+            raise _refused(
+                config,
+                "its router averages over all rows of a batch, which microbatches are not; use "
+                "LoRA",
+            )
     from peft.tuners.tuners_utils import BaseTuner
 
     if type(tuner).forward is not BaseTuner.forward:
-        raise _refused(model.active_peft_config, f"{type(tuner).__name__} has a forward of its own; use LoRA")
+        raise _refused(
+            model.active_peft_config, f"{type(tuner).__name__} has a forward of its own; use LoRA"
+        )
     for name, module in model.named_modules():
         if getattr(module, "tied_adapter", None) is not None:
             raise _refused(
                 model.active_peft_config,
-                f"{name} reads the adapter of the embedding it is tied to, which sits in another layer; "
-                "untie the embeddings, or list them in modules_to_save instead of trainable_token_indices",
+                f"{name} reads the adapter of the embedding it is tied to, which sits in another "
+                "layer; "
+                "untie the embeddings, or list them in modules_to_save instead of "
+                "trainable_token_indices",
             )
     base: nn.Module = tuner.model
     return base
 
 
 def run_one_at_a_time(layers: Iterable[nn.Module]) -> None:
-    """Has layers with adapters of single parameters (``target_parameters``, those of experts) wait for each other.
+    """Has layers with adapters of single parameters (``target_parameters``, those of experts) wait
+    for each other.
 
-    Their forward adds to the parameter by a parametrization and caches the sum in a table that all threads share and
-    the last one out empties. A thread that found the sum of an earlier microbatch there would take it for its own.
+    Their forward adds to the parameter by a parametrization and caches the sum in a table that all
+    threads share and the last one out empties. A thread that found the sum of an earlier microbatch
+    there would take it for its own.
     """
     for layer in layers:
         if any(type(module).__name__ == "ParamWrapper" for module in layer.modules()):
-            layer.register_forward_pre_hook(lambda *_: _cache_of_parametrizations.acquire() and None)
-            layer.register_forward_hook(lambda *_: _cache_of_parametrizations.release(), always_call=True)
+            layer.register_forward_pre_hook(
+                lambda *_: _cache_of_parametrizations.acquire() and None
+            )
+            layer.register_forward_hook(
+                lambda *_: _cache_of_parametrizations.release(), always_call=True
+            )
 
 
 def _refused(config: Any, why: str) -> ConfigError:

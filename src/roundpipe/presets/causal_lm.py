@@ -1,4 +1,5 @@
-"""What the presets of causal language models share: the state between layers, head and loss, microbatching.
+"""What the presets of causal language models share: the state between layers, head and loss,
+microbatching.
 
 Knows nothing of any architecture's blocks.
 """
@@ -26,7 +27,8 @@ _FLASH_OFFSETS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "m
 
 
 class LossState(TypedDict):
-    """The part of what travels that the last layer reads; each architecture adds what its blocks read."""
+    """The part of what travels that the last layer reads; each architecture adds what its blocks
+    read."""
 
     hidden_states: torch.Tensor  # (rows, tokens, hidden)
     block_kwargs: dict[str, Any]  # for every block (offsets of packed sequences, ...)
@@ -55,8 +57,8 @@ class HeadAndLoss(nn.Module):
     def forward(self, state: LossState) -> Any:
         """The model's output. Its past is always None: in training no cache is built.
 
-        A call with ``readout=function`` gets what ``function(self, hidden_states, labels)`` makes of the last hidden
-        states in place of it, without logits.
+        A call with ``readout=function`` gets what ``function(self, hidden_states, labels)`` makes
+        of the last hidden states in place of it, without logits.
         """
         readout: Readout | None = state["loss_kwargs"].get("readout")
         if readout is not None:
@@ -75,24 +77,32 @@ class HeadAndLoss(nn.Module):
         if skips and is_plain_linear(self.head) and self.loss.is_token_mean():
             return None, chunked(kept, self.head, labels, state["loss_kwargs"])
         logits = self.head(kept)
-        kwargs = {"vocab_size": self.config.vocab_size, **state["block_kwargs"], **state["loss_kwargs"]}
+        kwargs = {
+            "vocab_size": self.config.vocab_size,
+            **state["block_kwargs"],
+            **state["loss_kwargs"],
+        }
         weight = state["loss_weight"]
-        loss = weighted(logits, weight, lambda: self.loss.function(logits=logits, labels=labels, **kwargs))
+        loss = weighted(
+            logits, weight, lambda: self.loss.function(logits=logits, labels=labels, **kwargs)
+        )
         return None if skips else logits, loss
 
 
 def wants_only_loss(skip_logits: bool | None) -> bool:
-    """``skip_logits`` of the call, the argument that Liger's models take; where it says nothing, the engine knows."""
+    """``skip_logits`` of the call, the argument that Liger's models take; where it says nothing,
+    the engine knows."""
     return only_loss_is_wanted() if skip_logits is None else skip_logits
 
 
 def split_batch(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that of the batch.
+    """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that
+    of the batch.
 
-    What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left alone and so stays
-    identical to the model's own forward to the bit.
+    What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left
+    alone and so stays identical to the model's own forward to the bit.
     """
     named = by_name(type(model), args, kwargs)
     _warn_if_documents_leak(named)
@@ -101,7 +111,8 @@ def split_batch(
     if len(parts) > 1:
         if any(whole.get(name) is not None for name in _FLASH_OFFSETS):
             raise ConfigError(
-                f"cu_seq_lens_* / max_length_* describe all rows of the batch together, so it cannot be cut into "
+                "cu_seq_lens_* / max_length_* describe all rows of the batch together, so it "
+                "cannot be cut into "
                 f"{len(parts)} microbatches; pack it into one row or use num_microbatch=1"
             )
         if named.get("labels") is not None and whole.get("num_items_in_batch") is None:
@@ -127,13 +138,15 @@ def _valid_tokens(kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _warn_if_documents_leak(kwargs: dict[str, Any]) -> None:
-    """transformers tells packed documents apart by ``position_ids``, but only if there is no mask (case BC-19)."""
+    """transformers tells packed documents apart by ``position_ids``, but only if there is no mask
+    (case BC-19)."""
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or position_ids is None:
         return
     if bool((position_ids.diff(dim=-1) != 1).any()) and bool(mask.all()):
         warnings.warn(
-            "position_ids restart within a row, but an attention_mask of ones is given as well: the documents "
+            "position_ids restart within a row, but an attention_mask of ones is given as well: "
+            "the documents "
             "attend to each other, as in the plain model. Leave the mask out to keep them apart.",
             stacklevel=2,
         )

@@ -1,9 +1,11 @@
-"""Any other Hugging Face causal language model: found out from its parts, and checked against its own forward.
+"""Any other Hugging Face causal language model: found out from its parts, and checked against its
+own forward.
 
-The embeddings are what the model calls its input embeddings, the blocks the one list of modules that may not be split
-between devices (``_no_split_modules``). The first and last layer run the model's own forward in parts ([Note: the
-model's own forward]), so nothing about the architecture is guessed. Whether that gives the model's logits and loss is
-tried out on a few tokens when the model is cut; where it does not, the model has no preset, and the log says why.
+The embeddings are what the model calls its input embeddings, the blocks the one list of modules
+that may not be split between devices (``_no_split_modules``). The first and last layer run the
+model's own forward in parts ([Note: the model's own forward]), so nothing about the architecture is
+guessed. Whether that gives the model's logits and loss is tried out on a few tokens when the model
+is cut; where it does not, the model has no preset, and the log says why.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,14 @@ from .preset import Cut, DoesNotFit
 from .routing import KeptChoice, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
-_OF_TOKENS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "past_key_values")
+_OF_TOKENS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "past_key_values",
+)
 
 
 class State(TypedDict):
@@ -40,7 +49,8 @@ class State(TypedDict):
 
 
 class Prefix(nn.Module):
-    """First layer: takes the arguments of the model's forward. ``kinds``: of each block, which are called alike."""
+    """First layer: takes the arguments of the model's forward. ``kinds``: of each block, which are
+    called alike."""
 
     def __init__(self, model: PreTrainedModel, part: Part, kinds: list[int]) -> None:
         super().__init__()
@@ -50,18 +60,24 @@ class Prefix(nn.Module):
         self.model_class = type(model)
 
     def forward(
-        self, *args: Any, loss_weight: float | None = None, skip_logits: bool | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        loss_weight: float | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
     ) -> State:
         named = by_name(self.model_class, args, kwargs)
         refuse_cache(named.get("past_key_values"), named.pop("use_cache", None))
         refuse_unsupported(self.config, named)
         if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
             raise ConfigError(
-                f"output_router_logits: there is no preset that collects them for {self.model_class.__name__}"
+                "output_router_logits: there is no preset that collects them for "
+                f"{self.model_class.__name__}"
             )
         if named.get("is_causal") is not None:
             raise ConfigError(
-                "is_causal: transformers carries it in the config, which all microbatches share; set it there"
+                "is_causal: transformers carries it in the config, which all microbatches share; "
+                "set it there"
             )
         hidden_states, calls = self.part.first(**named, use_cache=False)
         note_lengths(self.part)
@@ -75,13 +91,16 @@ class Prefix(nn.Module):
         )
 
     def _by_kind(self, calls: list[BlockCall]) -> tuple[BlockCall, ...]:
-        """One call for each kind: shipped once, though many blocks are called with the same mask."""
+        """One call for each kind: shipped once, though many blocks are called with the same
+        mask."""
         first = [calls[self.kinds.index(kind)] for kind in range(max(self.kinds) + 1)]
         for index, (call, kind) in enumerate(zip(calls, self.kinds, strict=True)):
             if not _are_same(call, first[kind]):
                 raise ConfigError(
-                    f"block {index} of {self.model_class.__name__} takes other arguments than block "
-                    f"{self.kinds.index(kind)} in this batch, and took the same when the model was wrapped; pass "
+                    f"block {index} of {self.model_class.__name__} takes other arguments than "
+                    "block "
+                    f"{self.kinds.index(kind)} in this batch, and took the same when the model was "
+                    "wrapped; pass "
                     "use_sequential_preset=False"
                 )
         return tuple(first)
@@ -118,7 +137,9 @@ class Suffix(nn.Module):
     ``head``: name of the head in the model if its logits go to the loss as they are; else None.
     """
 
-    def __init__(self, model: PreTrainedModel, part: Part, head: str | None, output_class: type[Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, part: Part, head: str | None, output_class: type[Any]
+    ) -> None:
         super().__init__()
         self.part = part
         self.head = head
@@ -127,8 +148,14 @@ class Suffix(nn.Module):
         self.loss = Loss(model)
 
     def forward(self, state: State) -> Any:
-        hidden_states, named, labels = state["hidden_states"], dict(state["last_kwargs"]), state["labels"]
-        named["inputs_embeds"] = hidden_states.new_zeros(1, 1, 1).expand(*hidden_states.shape[:2], self.width)
+        hidden_states, named, labels = (
+            state["hidden_states"],
+            dict(state["last_kwargs"]),
+            state["labels"],
+        )
+        named["inputs_embeds"] = hidden_states.new_zeros(1, 1, 1).expand(
+            *hidden_states.shape[:2], self.width
+        )
         if labels is None:
             return self.part.last(hidden_states, use_cache=False, **named)
         skips = wants_only_loss(state["skip_logits"])
@@ -143,9 +170,12 @@ class Suffix(nn.Module):
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether transformers counts the class, or one it is made from, among causal language models."""
+    """Whether transformers counts the class, or one it is made from, among causal language
+    models."""
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return isinstance(model, PreTrainedModel) and any(cls.__name__ in names for cls in type(model).__mro__)
+    return isinstance(model, PreTrainedModel) and any(
+        cls.__name__ in names for cls in type(model).__mro__
+    )
 
 
 def cut(model: PreTrainedModel) -> Cut:
@@ -155,7 +185,9 @@ def cut(model: PreTrainedModel) -> Cut:
         DoesNotFit: the model is not of this shape, or its own forward gives something else.
     """
     if wants_auxiliary_loss(model.config, None):
-        raise DoesNotFit("its config asks for output_router_logits, which only presets of their own collect")
+        raise DoesNotFit(
+            "its config asks for output_router_logits, which only presets of their own collect"
+        )
     path = _path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
     with trial.in_evaluation(model):
@@ -163,12 +195,20 @@ def cut(model: PreTrainedModel) -> Cut:
             made = _cut_at(model, path, blocks)
         except DoesNotFit:
             raise
-        except Exception as error:  # because an unknown forward may raise anything when called in another way
-            raise DoesNotFit(f"run in parts, its forward raises {type(error).__name__}: {error}") from error
+        except (
+            Exception
+        ) as error:  # because an unknown forward may raise anything when called in another way
+            raise DoesNotFit(
+                f"run in parts, its forward raises {type(error).__name__}: {error}"
+            ) from error
     reached = {id(parameter) for parameter in made.sequential.parameters()}
-    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in reached]
+    left_out = [
+        name for name, parameter in model.named_parameters() if id(parameter) not in reached
+    ]
     if left_out:
-        raise DoesNotFit(f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them")
+        raise DoesNotFit(
+            f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them"
+        )
     return made
 
 
@@ -176,7 +216,9 @@ def _cut_at(model: PreTrainedModel, path: tuple[str, ...], blocks: list[nn.Modul
     samples, num_returned = trial.run(model, blocks[0])
     found = trial.find(model, Blocks(path, len(blocks), num_returned), samples[0].inputs)
     kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
-    block_class = RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block
+    block_class = (
+        RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block
+    )
     made = assemble(
         model,
         Prefix(model, found.first, kinds),
@@ -193,10 +235,15 @@ def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     found = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and {type(m).__name__ for m in module} <= classes
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and {type(m).__name__ for m in module} <= classes
     ]
     if len(found) != 1:
-        raise DoesNotFit(f"it has {len(found)} lists of modules of {sorted(classes)}, where one is needed: {found}")
+        raise DoesNotFit(
+            f"it has {len(found)} lists of modules of {sorted(classes)}, where one is needed: "
+            f"{found}"
+        )
     return tuple(found[0].split("."))
 
 

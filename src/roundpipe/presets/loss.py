@@ -1,7 +1,9 @@
-"""A model's own loss, called in the last layer. The rule it serves: the losses of microbatches *add up*.
+"""A model's own loss, called in the last layer. The rule it serves: the losses of microbatches *add
+up*.
 
-A mean over the batch becomes a sum over microbatches by dividing each by the *batch's* count: given as
-``num_items_in_batch`` where the loss takes it, else by weighting each microbatch's own mean (``loss_weight``).
+A mean over the batch becomes a sum over microbatches by dividing each by the *batch's* count: given
+as ``num_items_in_batch`` where the loss takes it, else by weighting each microbatch's own mean
+(``loss_weight``).
 """
 
 import inspect
@@ -20,9 +22,11 @@ _LOSS_KWARGS = ("num_items_in_batch", "shift_labels", "ignore_index", "readout")
 
 
 class Loss:
-    """The model's ``loss_function`` as it is when called, so that assigning another one takes effect.
+    """The model's ``loss_function`` as it is when called, so that assigning another one takes
+    effect.
 
-    Not a module, on purpose: a last layer that registered the model would own every layer's parameters.
+    Not a module, on purpose: a last layer that registered the model would own every layer's
+    parameters.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -35,16 +39,21 @@ class Loss:
         return function
 
     def takes_num_items(self) -> bool:
-        """Whether the loss can be told by how much to divide (every loss of transformers for causal LMs can)."""
+        """Whether the loss can be told by how much to divide (every loss of transformers for causal
+        LMs can)."""
         return "num_items_in_batch" in inspect.signature(self.function).parameters
 
     def is_token_mean(self) -> bool:
-        """Whether it is transformers' own for causal language models: the mean cross-entropy of shifted labels."""
+        """Whether it is transformers' own for causal language models: the mean cross-entropy of
+        shifted labels."""
         return self.function is ForCausalLMLoss
 
 
-def chunked(hidden_states: torch.Tensor, head: Any, labels: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    """What `ForCausalLMLoss` makes of ``head(hidden_states)``, a plain linear layer, without making all the logits."""
+def chunked(
+    hidden_states: torch.Tensor, head: Any, labels: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """What `ForCausalLMLoss` makes of ``head(hidden_states)``, a plain linear layer, without making
+    all the logits."""
     ignored = kwargs.get("ignore_index", -100)
     targets = kwargs.get("shift_labels")
     if targets is None:
@@ -62,26 +71,40 @@ def chunked(hidden_states: torch.Tensor, head: Any, labels: torch.Tensor, kwargs
 
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether its weight is all there is to it: no adapter, no hook, no patched forward."""
-    hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+    hooks = (
+        head._forward_hooks
+        or head._forward_pre_hooks
+        or head._backward_hooks
+        or head._backward_pre_hooks
+    )
     return type(head) is nn.Linear and not hooks and "forward" not in vars(head)
 
 
-def weighted(logits: torch.Tensor, weight: float | None, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """``loss`` times the microbatch's share of a mean over the batch; as it is if None, because then it adds up."""
+def weighted(
+    logits: torch.Tensor, weight: float | None, loss: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """``loss`` times the microbatch's share of a mean over the batch; as it is if None, because
+    then it adds up."""
     if weight == 0.0:  # a mean over nothing is nan, and nan times zero too
         return logits.float().sum() * 0.0
     return loss() if weight is None else loss() * weight
 
 
 def take_loss_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Moves what only the loss reads out of ``kwargs``: blocks ignore it, and compiled ones would recompile for it."""
+    """Moves what only the loss reads out of ``kwargs``: blocks ignore it, and compiled ones would
+    recompile for it."""
     return {name: kwargs.pop(name) for name in _LOSS_KWARGS if name in kwargs}
 
 
 def merge_outputs(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Logits (or what else there is) row by row; the losses' sum, which `split_batch` or the caller made exact."""
+    """Logits (or what else there is) row by row; the losses' sum, which `split_batch` or the caller
+    made exact."""
     if len(outputs) == 1:
         return outputs[0]
     losses = [output.loss for output in outputs if output.loss is not None]
-    by_row = {name: merge([output[name] for output in outputs], rows) for name in outputs[0] if name != "loss"}
+    by_row = {
+        name: merge([output[name] for output in outputs], rows)
+        for name in outputs[0]
+        if name != "loss"
+    }
     return type(outputs[0])(loss=sum(losses[1:], losses[0]) if losses else None, **by_row)

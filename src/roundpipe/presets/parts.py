@@ -1,10 +1,11 @@
 """A model's own forward, run in parts: up to its first block, and from its last block on.
 
-[Note: the model's own forward] Nothing of an unknown architecture's masks, positions, scalings or soft caps is written
-down here. The model's forward itself runs, on a shallow copy of the model whose blocks are stand-ins. In the first part
-they note what each block is called with, and the last one ends the run. In the last part they let pass what they are
-given, but for the last one, which returns the true hidden states. What comes before the blocks runs once more there, on
-embeddings of zeros: a few small kernels, and what they make is not used.
+[Note: the model's own forward] Nothing of an unknown architecture's masks, positions, scalings or
+soft caps is written down here. The model's forward itself runs, on a shallow copy of the model
+whose blocks are stand-ins. In the first part they note what each block is called with, and the last
+one ends the run. In the last part they let pass what they are given, but for the last one, which
+returns the true hidden states. What comes before the blocks runs once more there, on embeddings of
+zeros: a few small kernels, and what they make is not used.
 """
 
 from collections import OrderedDict
@@ -31,8 +32,8 @@ class BlockCall(NamedTuple):
 class Blocks(NamedTuple):
     """Where a model's list of blocks is, and what a block returns.
 
-    ``path``: names of attributes from the model to the list. ``num_returned``: the length of the tuple of which hidden
-    states are the first; None if a block returns them alone.
+    ``path``: names of attributes from the model to the list. ``num_returned``: the length of the
+    tuple of which hidden states are the first; None if a block returns them alone.
     """
 
     path: tuple[str, ...]
@@ -41,13 +42,18 @@ class Blocks(NamedTuple):
 
     def returned(self, hidden_states: torch.Tensor) -> Any:
         """As a block would return it."""
-        return hidden_states if self.num_returned is None else (hidden_states, *[None] * (self.num_returned - 1))
+        return (
+            hidden_states
+            if self.num_returned is None
+            else (hidden_states, *[None] * (self.num_returned - 1))
+        )
 
 
 class _Original:
     """The model's containers, from itself down to the one that holds the blocks.
 
-    No module and no plain container, on purpose: a part that owned the model would own every layer's parameters.
+    No module and no plain container, on purpose: a part that owned the model would own every
+    layer's parameters.
     """
 
     def __init__(self, model: nn.Module, path: Sequence[str]) -> None:
@@ -57,9 +63,11 @@ class _Original:
 
 
 class Part(nn.Module):
-    """The modules that one part of ``model``'s forward calls, and what its containers hold themselves.
+    """The modules that one part of ``model``'s forward calls, and what its containers hold
+    themselves.
 
-    ``is_called`` says of each module directly in a container, by its name from the model on, whether it is called.
+    ``is_called`` says of each module directly in a container, by its name from the model on,
+    whether it is called.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, is_called: Callable[[str], bool]) -> None:
@@ -67,7 +75,9 @@ class Part(nn.Module):
         self.blocks = blocks
         self.original = _Original(model, blocks.path)
         self.owned = nn.ModuleList()
-        for depth, (container, inner) in enumerate(zip(self.original.containers, blocks.path, strict=True)):
+        for depth, (container, inner) in enumerate(
+            zip(self.original.containers, blocks.path, strict=True)
+        ):
             owned = nn.Module()
             owned._parameters = dict(container._parameters)
             owned._buffers = dict(container._buffers)
@@ -84,7 +94,8 @@ class Part(nn.Module):
         except _Reached:
             return notes.hidden_states, notes.calls
         raise ConfigError(
-            f"the model's forward called {len(notes.calls)} of its {self.blocks.number} blocks (layer drop?); the "
+            f"the model's forward called {len(notes.calls)} of its {self.blocks.number} blocks "
+            "(layer drop?); the "
             "pipeline runs all of them. Switch that off, or pass use_sequential_preset=False"
         )
 
@@ -93,7 +104,8 @@ class Part(nn.Module):
         return self._run(self._passing(hidden_states), **kwargs)
 
     def into(self, name: str, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Runs from the last block up to the model's own module ``name``, and returns what that would be called with.
+        """Runs from the last block up to the model's own module ``name``, and returns what that
+        would be called with.
 
         Raises:
             ConfigError: it was not called.
@@ -111,17 +123,29 @@ class Part(nn.Module):
         return [*passing, _Passing(self.blocks, hidden_states)]
 
     def _run(
-        self, stand_ins: Sequence[nn.Module], *args: Any, instead: Mapping[str, nn.Module] = {}, **kwargs: Any
+        self,
+        stand_ins: Sequence[nn.Module],
+        *args: Any,
+        instead: Mapping[str, nn.Module] = {},
+        **kwargs: Any,
     ) -> Any:
-        # Of a module that is called, because nobody keeps the modes of those that only hold modules up to date.
+        # Of a module that is called, because nobody keeps the modes of those that only hold modules
+        # up to date.
         training = next(child for owned in self.owned for child in owned.children()).training
         inner: nn.Module = nn.ModuleList(stand_ins)
         levels = zip(self.original.containers, self.owned, self.blocks.path, strict=True)
         for container, owned, name in reversed(list(levels)):
             twin = container.__new__(type(container))
             state = {key: value for key, value in container.__dict__.items() if key not in _BOUND}
-            state |= {"_parameters": owned._parameters, "_buffers": owned._buffers, "training": training}
-            state |= {"_modules": {**owned._modules, name: inner}, **{hooks: OrderedDict() for hooks in _HOOKS}}
+            state |= {
+                "_parameters": owned._parameters,
+                "_buffers": owned._buffers,
+                "training": training,
+            }
+            state |= {
+                "_modules": {**owned._modules, name: inner},
+                **{hooks: OrderedDict() for hooks in _HOOKS},
+            }
             twin.__dict__ = state
             inner = twin
         inner._modules.update(instead)
@@ -144,7 +168,9 @@ class _Notes:
         by_name = dict(kwargs)
         given, *others = args or (by_name.pop("hidden_states"),)
         if self.calls and given is not self.hidden_states:
-            raise ConfigError(f"the model's forward changes the hidden states before block {len(self.calls)}")
+            raise ConfigError(
+                f"the model's forward changes the hidden states before block {len(self.calls)}"
+            )
         self.hidden_states = given
         self.calls.append(BlockCall(tuple(others), by_name))
         if len(self.calls) == self.blocks.number:
@@ -152,7 +178,8 @@ class _Notes:
 
 
 class _Noting(nn.Module):
-    """``of``: the module whose attributes it shows, as a forward may ask a head for the dtype of its weight."""
+    """``of``: the module whose attributes it shows, as a forward may ask a head for the dtype of
+    its weight."""
 
     def __init__(self, notes: _Notes, of: nn.Module | None = None) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What a preset is, which one fits a model, and the checks every cut must pass.
 
-Never imports transformers: an architecture is recognised by the name of its class, so a preset's own file, which does
-import it, is only loaded for a model whose class came from there.
+Never imports transformers: an architecture is recognised by the name of its class, so a preset's
+own file, which does import it, is only loaded for a model whose class came from there.
 """
 
 import inspect
@@ -31,11 +31,12 @@ class Cut:
     """One model as a sequence, and how its inputs and outputs are microbatched.
 
     Args:
-        sequential: children made of the model's *own* submodules, so its parameters and buffers are the model's. The
-            first takes the arguments of the model's forward, each later one what the one before returned, the last
-            returns what the model's forward returns.
+        sequential: children made of the model's *own* submodules, so its parameters and buffers are
+            the model's. The first takes the arguments of the model's forward, each later one what
+            the one before returned, the last returns what the model's forward returns.
         split_input: sees to it that the losses of the microbatches add up to the loss of the batch.
-        merge_output: adds those losses. The two belong together: whoever replaces ``split_input`` has to keep them so.
+        merge_output: adds those losses. The two belong together: whoever replaces ``split_input``
+            has to keep them so.
     """
 
     sequential: nn.Sequential
@@ -47,7 +48,7 @@ class DoesNotFit(Exception):
     """Why a model that has no preset of its own cannot be cut by the generic one."""
 
 
-# Class of the model -> file in this folder with `cut(model) -> Cut`.
+# Class of the model -> file in `architectures` with `cut(model) -> Cut`.
 _PRESETS = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
@@ -61,19 +62,24 @@ _PRESETS = {
 
 
 def cut(model: nn.Module) -> Cut | None:
-    """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture, else the generic one.
+    """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture, else
+    the generic one.
 
     None if neither fits; the log says why where the model is a causal language model.
     """
     base = base_of(model)
     preset = _preset_of(type(base))
     if preset is not None:
-        made: Cut = import_module(f"{__package__}.{preset}").cut(base)
+        made: Cut = import_module(f"{__package__}.architectures.{preset}").cut(base)
     elif (generic := _generic_for(base)) is not None:
         try:
             made = generic.cut(base)
         except DoesNotFit as reason:
-            logger.warning("%s has no preset, and the generic one does not fit: %s", type(base).__name__, reason)
+            logger.warning(
+                "%s has no preset, and the generic one does not fit: %s",
+                type(base).__name__,
+                reason,
+            )
             return None
     else:
         return None
@@ -89,7 +95,8 @@ def has_own_preset(model: nn.Module) -> bool:
 
 
 def _generic_for(model: nn.Module) -> Any:
-    """The generic preset's module for a causal language model of transformers, which is not imported for others."""
+    """The generic preset's module for a causal language model of transformers, which is not
+    imported for others."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
@@ -99,36 +106,50 @@ def _generic_for(model: nn.Module) -> Any:
 
 
 def _preset_of(cls: type) -> str | None:
-    """The preset of ``cls`` or of an ancestor whose forward it still runs: a subclass with another forward is
-    another architecture."""
+    """The preset of ``cls`` or of an ancestor whose forward it still runs: a subclass with another
+    forward is another architecture."""
     for ancestor in cls.__mro__:
         preset = _PRESETS.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
         if preset is not None:
-            same_forward = inspect.getattr_static(cls, "forward") is inspect.getattr_static(ancestor, "forward")
+            same_forward = inspect.getattr_static(cls, "forward") is inspect.getattr_static(
+                ancestor, "forward"
+            )
             return preset if same_forward else None
     return None
 
 
 def _refuse_left_out(model: nn.Module, sequential: nn.Sequential) -> None:
-    """A parameter the sequence does not reach would train in plain PyTorch and silently stand still here."""
+    """A parameter the sequence does not reach would train in plain PyTorch and silently stand still
+    here."""
     reached = {id(parameter) for parameter in sequential.parameters()}
-    left_out = [name for name, parameter in model.named_parameters() if id(parameter) not in reached]
+    left_out = [
+        name for name, parameter in model.named_parameters() if id(parameter) not in reached
+    ]
     if left_out:
         raise ConfigError(
-            f"the preset for {type(base_of(model)).__name__} reaches none of {len(left_out)} parameters of this model "
+            f"the preset for {type(base_of(model)).__name__} reaches none of {len(left_out)} "
+            "parameters of this model "
             f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}); "
             "pass use_sequential_preset=False to run the model as it is"
         )
 
 
 def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
-    """Says which hooks and patches are lost because the module they sit on is taken apart instead of called."""
+    """Says which hooks and patches are lost because the module they sit on is taken apart instead
+    of called."""
     called = set(sequential.modules())
     lost = [
         name or type(module).__name__
         for name, module in model.named_modules()
         if module not in called
-        and ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and (
+            "forward" in vars(module)
+            or module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+        )
     ]
     if lost:
-        logger.warning("hooks on, or a patched forward of, %s will not run: the preset calls its parts", lost)
+        logger.warning(
+            "hooks on, or a patched forward of, %s will not run: the preset calls its parts", lost
+        )

@@ -1,5 +1,5 @@
-"""Mixture-of-experts blocks: a recompute sends every token to the experts of the forward, and the router's logits
-travel on to the auxiliary loss.
+"""Mixture-of-experts blocks: a recompute sends every token to the experts of the forward, and the
+router's logits travel on to the auxiliary loss.
 
 Knows no architecture: whatever a block chooses, it chooses with ``topk``.
 """
@@ -20,37 +20,44 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from ..recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
 from . import causal_lm
+from .architectures.llama import Block, Prefix, State
 from .calling import by_name
 from .causal_lm import HeadAndLoss
-from .llama import Block, Prefix, State
 
 Chain = tuple[Any, torch.Tensor]
 
 
 class RoutedState(State):
-    """What travels, and for the auxiliary loss the logits of all routers so far (None: it is not wanted).
+    """What travels, and for the auxiliary loss the logits of all routers so far (None: it is not
+    wanted).
 
-    They form a chain, each block adding a link, because a compiled block that saw their number would be compiled anew
-    for each.
+    They form a chain, each block adding a link, because a compiled block that saw their number
+    would be compiled anew for each.
     """
 
-    router_logits: tuple[()] | Chain | None  # ((..., (tokens of all rows, experts)), (tokens of all rows, experts))
+    router_logits: (
+        tuple[()] | Chain | None
+    )  # ((..., (tokens of all rows, experts)), (tokens of all rows, experts))
     attention_mask: torch.Tensor | None  # (rows, tokens): which tokens the auxiliary loss counts
 
 
 class KeptChoice(TorchFunctionMode):
     """Within it ``topk`` chooses in a recompute what it chose in the forward.
 
-    Rounding may differ there (another kernel, another device), and a token close to the border between two experts
-    would get the gradient of an expert that did not compute it.
+    Rounding may differ there (another kernel, another device), and a token close to the border
+    between two experts would get the gradient of an expert that did not compute it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: Iterator[torch.Tensor] | None = iter(get_recompute_data()) if doing_recompute() else None
+        self._kept: Iterator[torch.Tensor] | None = (
+            iter(get_recompute_data()) if doing_recompute() else None
+        )
         self._chosen: list[torch.Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         is_choice = func is torch.topk or func is torch.Tensor.topk
         if is_choice and self._kept is not None:
             return _chosen_again(next(self._kept), *args, **(kwargs or {}))
@@ -65,7 +72,9 @@ class KeptChoice(TorchFunctionMode):
             save_for_recompute(*self._chosen)
 
 
-def _chosen_again(indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
+def _chosen_again(
+    indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any
+) -> Any:
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
@@ -98,7 +107,9 @@ class RoutedPrefix(Prefix):
         )
         wanted = wants_auxiliary_loss(self.config, output_router_logits)
         return RoutedState(
-            **state, router_logits=() if wanted else None, attention_mask=attention_mask if wanted else None
+            **state,
+            router_logits=() if wanted else None,
+            attention_mask=attention_mask if wanted else None,
         )
 
 
@@ -125,7 +136,8 @@ class RoutedBlock(Block):
 
 
 class RoutedHeadAndLoss(HeadAndLoss):
-    """Last layer of a decoder with experts: adds the auxiliary loss, computed by the model's own function."""
+    """Last layer of a decoder with experts: adds the auxiliary loss, computed by the model's own
+    function."""
 
     output_class: type[Any] = MoeCausalLMOutputWithPast
 
@@ -134,7 +146,9 @@ class RoutedHeadAndLoss(HeadAndLoss):
         self.coefficient: float = model.router_aux_loss_coef
         self.num_experts: int = model.num_experts
         self.num_chosen: int = model.num_experts_per_tok
-        self.balance: Callable[..., torch.Tensor] = sys.modules[type(model).__module__].load_balancing_loss_func
+        self.balance: Callable[..., torch.Tensor] = sys.modules[
+            type(model).__module__
+        ].load_balancing_loss_func
 
     def forward(self, state: RoutedState) -> Any:  # type: ignore[override]
         if "readout" in state["loss_kwargs"]:
@@ -145,11 +159,15 @@ class RoutedHeadAndLoss(HeadAndLoss):
         router_logits = _links(state["router_logits"])
         choice = KeptChoice()
         with choice:
-            auxiliary = self.balance(router_logits, self.num_experts, self.num_chosen, state["attention_mask"])
+            auxiliary = self.balance(
+                router_logits, self.num_experts, self.num_chosen, state["attention_mask"]
+            )
         choice.save()
         if loss is not None:
             loss = loss + self.coefficient * auxiliary
-        return self.output_class(loss=loss, aux_loss=auxiliary, logits=logits, router_logits=router_logits)
+        return self.output_class(
+            loss=loss, aux_loss=auxiliary, logits=logits, router_logits=router_logits
+        )
 
 
 def split_batch(
@@ -162,7 +180,8 @@ def split_batch(
     named = by_name(type(model), args, kwargs)
     if n > 1 and wants_auxiliary_loss(model.config, named.get("output_router_logits")):
         warnings.warn(
-            "output_router_logits: the auxiliary loss depends on all rows together, so the batch is one microbatch",
+            "output_router_logits: the auxiliary loss depends on all rows together, so the batch "
+            "is one microbatch",
             stacklevel=2,
         )
         n = 1
@@ -187,8 +206,8 @@ def _links(chain: Any) -> tuple[torch.Tensor, ...]:
 def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
     """What ``module`` returns while the context lasts.
 
-    The dictionary of hooks is replaced, not added to: a replica shares it with the user's module, and another device
-    may be running that at this moment.
+    The dictionary of hooks is replaced, not added to: a replica shares it with the user's module,
+    and another device may be running that at this moment.
     """
     outputs: list[Any] = []
     before = module._forward_hooks

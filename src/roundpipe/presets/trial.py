@@ -1,4 +1,5 @@
-"""Trying the generic preset out on a few tokens: what each part of the model's forward calls, and whether it is right.
+"""Trying the generic preset out on a few tokens: what each part of the model's forward calls, and
+whether it is right.
 
 Runs on the caller's thread when a model is wrapped; the model comes out as it went in.
 """
@@ -33,7 +34,9 @@ def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
     config: Any = model.config
     attention = config._attn_implementation
     model.eval()
-    if attention not in _ON_ANY_DEVICE:  # flash kernels need a GPU; which masks go where is the same
+    if (
+        attention not in _ON_ANY_DEVICE
+    ):  # flash kernels need a GPU; which masks go where is the same
         config._attn_implementation = "eager"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -73,8 +76,8 @@ def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
 class Findings(NamedTuple):
     """What a run of the model's forward in parts has shown.
 
-    ``calls``: what it calls its blocks with. ``head``: the name of its head, if what that returns are the logits, as
-    they go to the loss.
+    ``calls``: what it calls its blocks with. ``head``: the name of its head, if what that returns
+    are the logits, as they go to the loss.
     """
 
     first: Part
@@ -84,15 +87,21 @@ class Findings(NamedTuple):
 
 
 def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Findings:
-    """Runs the model's forward in parts that have all of its modules, to see which of them each needs."""
+    """Runs the model's forward in parts that have all of its modules, to see which of them each
+    needs."""
     everything = Part(model, blocks, lambda _: True)
     with _called_in(everything) as by_first:
         hidden_states, calls = everything.first(**inputs, use_cache=False)
     embeds = hidden_states.new_zeros(*hidden_states.shape[:2], width_of(model))
     head = model.get_output_embeddings()
     returned: list[Any] = []
-    with _called_in(everything) as by_last, head.register_forward_hook(lambda _, __, output: returned.append(output)):
-        output = everything.last(hidden_states, inputs_embeds=embeds, labels=inputs["labels"], use_cache=False)
+    with (
+        _called_in(everything) as by_last,
+        head.register_forward_hook(lambda _, __, output: returned.append(output)),
+    ):
+        output = everything.last(
+            hidden_states, inputs_embeds=embeds, labels=inputs["labels"], use_cache=False
+        )
     names = (name for name, child in model.named_children() if child is head)
     return Findings(
         first=Part(model, blocks, by_first.__contains__),
@@ -110,18 +119,22 @@ def width_of(model: PreTrainedModel) -> int:
 
 @contextmanager
 def _called_in(part: Part) -> Iterator[set[str]]:
-    """Names, from the model on, of the modules in containers that are called while the context lasts."""
+    """Names, from the model on, of the modules in containers that are called while the context
+    lasts."""
     called: set[str] = set()
     with ExitStack() as hooks:
         for depth, owned in enumerate(part.owned):
             for name, child in owned.named_children():
                 full = ".".join((*part.blocks.path[:depth], name))
-                hooks.enter_context(child.register_forward_pre_hook(lambda *_, full=full: called.add(full)))
+                hooks.enter_context(
+                    child.register_forward_pre_hook(lambda *_, full=full: called.add(full))
+                )
         yield called
 
 
 def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> None:
-    """Whether the sequence is the model to the bit, and its losses over microbatches add up to that of the batch.
+    """Whether the sequence is the model to the bit, and its losses over microbatches add up to that
+    of the batch.
 
     Raises:
         DoesNotFit: with the difference.
@@ -131,11 +144,20 @@ def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> Non
         for name in ("logits", "loss"):
             difference = _difference(ours[name], theirs[name])
             if difference:
-                raise DoesNotFit(f"as a sequence, its {name} differ from its own forward's by up to {difference:.3g}")
+                raise DoesNotFit(
+                    f"as a sequence, its {name} differ from its own forward's by up to "
+                    f"{difference:.3g}"
+                )
         allowed = _tolerance(model.dtype) * max(1.0, float(theirs.loss))
         for what, loss in (
-            ("the losses of two microbatches add up to that of their batch", _run(made, inputs, 2).loss),
-            ("its loss is the cross-entropy of its head", _run(made, inputs | {"skip_logits": True}, 1).loss),
+            (
+                "the losses of two microbatches add up to that of their batch",
+                _run(made, inputs, 2).loss,
+            ),
+            (
+                "its loss is the cross-entropy of its head",
+                _run(made, inputs | {"skip_logits": True}, 1).loss,
+            ),
         ):
             difference = _difference(loss, theirs.loss)
             if not difference <= allowed:
@@ -153,7 +175,11 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.shape != theirs.shape:
         return float("inf")
     differences = (ours.double() - theirs.double()).abs()
-    return float(differences.masked_fill(ours.isnan() & theirs.isnan(), 0.0).nan_to_num(nan=float("inf")).max())
+    return float(
+        differences.masked_fill(ours.isnan() & theirs.isnan(), 0.0)
+        .nan_to_num(nan=float("inf"))
+        .max()
+    )
 
 
 def _tolerance(dtype: torch.dtype) -> float:

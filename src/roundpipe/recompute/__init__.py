@@ -1,4 +1,5 @@
-"""What makes running a layer twice give the same result: random streams, draws, and what layers save for it.
+"""What makes running a layer twice give the same result: random streams, draws, and what layers
+save for it.
 
 Imports `device` and `errors`.
 """

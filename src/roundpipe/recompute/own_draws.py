@@ -1,4 +1,5 @@
-"""Random numbers that a layer draws past torch's default generators, which its recompute would draw anew."""
+"""Random numbers that a layer draws past torch's default generators, which its recompute would draw
+anew."""
 
 import random
 import sys
@@ -15,7 +16,8 @@ from ..errors import ConfigError
 
 
 class Source(NamedTuple):
-    """Something to draw from. ``state`` changes with every draw; ``is_shared``: maybe with those of other threads."""
+    """Something to draw from. ``state`` changes with every draw; ``is_shared``: maybe with those of
+    other threads."""
 
     name: str
     state: Callable[[], Any]
@@ -27,7 +29,13 @@ def sources_of(modules: Iterable[nn.Module]) -> list[Source]:
     found = [Source("Python's random module", random.getstate, is_shared=True)]
     numpy = sys.modules.get("numpy")  # if nobody has imported it, nobody draws from it
     if numpy is not None:
-        found.append(Source("NumPy's global generator", lambda: _comparable(numpy.random.get_state()), is_shared=True))
+        found.append(
+            Source(
+                "NumPy's global generator",
+                lambda: _comparable(numpy.random.get_state()),
+                is_shared=True,
+            )
+        )
     for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Generator):
@@ -46,13 +54,16 @@ class OwnDraws:
         self._before = [(source, source.state()) for source in sources]
 
     def refuse(self, layer: str | None) -> None:
-        """Raises ConfigError if something was drawn; only warns if that may have been another thread."""
+        """Raises ConfigError if something was drawn; only warns if that may have been another
+        thread."""
         for source, before in self._before:
             if source.state() == before:
                 continue
             text = (
-                f"layer {layer} draws random numbers from {source.name}, and its recompute would draw others; draw "
-                "from torch's default generator, or save what was drawn with roundpipe.save_for_recompute"
+                f"layer {layer} draws random numbers from {source.name}, and its recompute would "
+                "draw others; draw "
+                "from torch's default generator, or save what was drawn with "
+                "roundpipe.save_for_recompute"
             )
             if not source.is_shared:
                 raise ConfigError(text)

@@ -1,4 +1,5 @@
-"""What makes running a layer twice give the same result: its random stream and the ambient state of the caller."""
+"""What makes running a layer twice give the same result: its random stream and the ambient state of
+the caller."""
 
 import threading
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from ..device import Device
 from ..device.generators import state_of
 from ..threads.interrupts import deferred
 
-# One process has one CPU generator: layers that may draw from it run one at a time on virtual devices.
+# One process has one CPU generator: layers that may draw from it run one at a time on virtual
+# devices.
 _cpu_generator_lock = threading.RLock()
 _MASK = (1 << 64) - 1
 
@@ -28,12 +30,13 @@ def _mix(seed: int, layer: int, microbatch: int) -> int:
 
 
 class RandomStreams:
-    """Every (layer, microbatch) of a call draws from a stream of its own, the same again in recompute.
+    """Every (layer, microbatch) of a call draws from a stream of its own, the same again in
+    recompute.
 
-    [Note: random streams] Streams derive from the caller's CPU generator without advancing it; it advances by one draw
-    when the call ends, and only if some layer drew. Generators of the process are touched only while the caller waits
-    inside the call, because afterwards they are the caller's: a call in which a layer drew returns after its last
-    stage run.
+    [Note: random streams] Streams derive from the caller's CPU generator without advancing it; it
+    advances by one draw when the call ends, and only if some layer drew. Generators of the process
+    are touched only while the caller waits inside the call, because afterwards they are the
+    caller's: a call in which a layer drew returns after its last stage run.
     """
 
     def __init__(self, devices: list[Device], *, enabled: bool) -> None:
@@ -48,10 +51,13 @@ class RandomStreams:
     def take_over(self) -> None:
         """The caller waits from now on: remembers what its generators must look like afterwards."""
         self._before = state_of(torch.default_generator)
-        self._device_states = [device.rng_state() for device in self._devices] if self.enabled else []
+        self._device_states = (
+            [device.rng_state() for device in self._devices] if self.enabled else []
+        )
 
     def give_back(self, *, advance: bool) -> None:
-        """The generators are the caller's again: as before, or with ``advance`` one draw on if a layer drew."""
+        """The generators are the caller's again: as before, or with ``advance`` one draw on if a
+        layer drew."""
         if not self.enabled:
             return
         for device, state in zip(self._devices, self._device_states, strict=True):
@@ -61,7 +67,9 @@ class RandomStreams:
             _draw()
 
     @contextmanager
-    def layer(self, device: Device, layer: int, microbatch: int, *, again: bool = False) -> Iterator[None]:
+    def layer(
+        self, device: Device, layer: int, microbatch: int, *, again: bool = False
+    ) -> Iterator[None]:
         """The block draws from the stream of (layer, microbatch). ``again``: it is a recompute."""
         key = (layer, microbatch)
         if not self.enabled or (again and key not in self.drawn):
@@ -79,10 +87,12 @@ class RandomStreams:
 
     @contextmanager
     def undisturbed(self, device: Device, layers: range, microbatch: int) -> Iterator[None]:
-        """The block is the layers' backward, in which those that checkpoint themselves set the generator to what it was
-        and run again: nobody else draws from it meanwhile."""
+        """The block is the layers' backward, in which those that checkpoint themselves set the
+        generator to what it was and run again: nobody else draws from it meanwhile."""
         draws = (
-            self.enabled and device.shares_generator() and any((layer, microbatch) in self.drawn for layer in layers)
+            self.enabled
+            and device.shares_generator()
+            and any((layer, microbatch) in self.drawn for layer in layers)
         )
         with _cpu_generator_lock if draws else nullcontext():
             yield
@@ -94,7 +104,8 @@ def _draw() -> int:
 
 @dataclass(frozen=True)
 class AmbientState:
-    """The thread-local state of the caller that decides what a layer computes, carried into workers."""
+    """The thread-local state of the caller that decides what a layer computes, carried into
+    workers."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     num_threads: int
@@ -103,7 +114,8 @@ class AmbientState:
     def of_caller(cls, device_types: set[str]) -> "AmbientState":
         return cls(
             autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(device_types)
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in sorted(device_types)
             ),
             num_threads=torch.get_num_threads(),
         )
@@ -112,12 +124,15 @@ class AmbientState:
     def entered(self, device_type: str, *, grad: bool) -> Iterator[None]:
         """The calling thread computes as the caller would.
 
-        But for autocast's cache: all threads share it, and whoever leaves autocast empties it. Whether a weight that a
-        layer uses twice is cast once or twice would be a matter of timing, and gradients add up differently.
+        But for autocast's cache: all threads share it, and whoever leaves autocast empties it.
+        Whether a weight that a layer uses twice is cast once or twice would be a matter of timing,
+        and gradients add up differently.
         """
         if torch.get_num_threads() != self.num_threads:
             torch.set_num_threads(self.num_threads)
-        enabled, dtype = next((on, dtype) for kind, on, dtype in self.autocast if kind == device_type)
+        enabled, dtype = next(
+            (on, dtype) for kind, on, dtype in self.autocast if kind == device_type
+        )
         with (
             torch.set_grad_enabled(grad),
             torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False),

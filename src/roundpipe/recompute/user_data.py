@@ -1,6 +1,8 @@
-"""What a layer says to its own recompute, for layers whose forward is not repeatable: routing, data-dependent shapes.
+"""What a layer says to its own recompute, for layers whose forward is not repeatable: routing,
+data-dependent shapes.
 
-Knows one layer run at a time, that of the calling thread; who keeps the data in between is the executor's business.
+Knows one layer run at a time, that of the calling thread; who keeps the data in between is the
+executor's business.
 """
 
 import threading
@@ -16,11 +18,13 @@ from ..transfer.boundaries import copied
 class LayerRun:
     """One run of a layer in a call that will have a backward.
 
-    ``recalled``: what the forward saved, if this is the recompute and it saved something. ``is_kept``: there will be a
-    recompute, so that what is saved is to be kept.
+    ``recalled``: what the forward saved, if this is the recompute and it saved something.
+    ``is_kept``: there will be a recompute, so that what is saved is to be kept.
     """
 
-    def __init__(self, *, is_recompute: bool, recalled: tuple[Any, ...] | None = None, is_kept: bool = False) -> None:
+    def __init__(
+        self, *, is_recompute: bool, recalled: tuple[Any, ...] | None = None, is_kept: bool = False
+    ) -> None:
         self.is_recompute = is_recompute
         self.recalled = recalled
         self.saved: tuple[Any, ...] | None = None
@@ -29,12 +33,16 @@ class LayerRun:
 
     def save(self, data: tuple[Any, ...]) -> None:
         if self._has_saved:
-            raise ConfigError("save_for_recompute was called twice in one layer; save everything in one call")
+            raise ConfigError(
+                "save_for_recompute was called twice in one layer; save everything in one call"
+            )
         for leaf in pytree.tree_leaves(data):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ConfigError(
-                    f"save_for_recompute got a tensor of shape {tuple(leaf.shape)} that requires grad, which the "
-                    "recompute would cut off from its graph; save what it was chosen by (indices, a mask), or its "
+                    f"save_for_recompute got a tensor of shape {tuple(leaf.shape)} that requires "
+                    "grad, which the "
+                    "recompute would cut off from its graph; save what it was chosen by (indices, "
+                    "a mask), or its "
                     "detach()"
                 )
         self._has_saved = True
@@ -64,11 +72,12 @@ class Running:
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Saves what the recompute of this layer must not find out anew, such as the experts that tokens were sent to.
+    """Saves what the recompute of this layer must not find out anew, such as the experts that
+    tokens were sent to.
 
-    To be called in the forward of a layer, at most once per run of a layer of the sequence, however deep inside it.
-    Data are tensors, containers of them, and plain values; tensors are copied. Does nothing without grad, in a
-    recompute, and outside an engine.
+    To be called in the forward of a layer, at most once per run of a layer of the sequence, however
+    deep inside it. Data are tensors, containers of them, and plain values; tensors are copied. Does
+    nothing without grad, in a recompute, and outside an engine.
 
     Raises:
         ConfigError: a tensor requires grad, or the layer has saved already.
@@ -94,20 +103,26 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """What this layer gave to `save_for_recompute` in its forward, as a tuple, on the device that recomputes.
+    """What this layer gave to `save_for_recompute` in its forward, as a tuple, on the device that
+    recomputes.
 
     Raises:
         ConfigError: this is no recompute, or nothing was saved.
     """
     run = _here.run
     if run is None or not run.is_recompute:
-        raise ConfigError("get_recompute_data was called outside a recompute; ask doing_recompute() first")
+        raise ConfigError(
+            "get_recompute_data was called outside a recompute; ask doing_recompute() first"
+        )
     if run.recalled is None:
-        raise ConfigError("this layer's forward did not call save_for_recompute, so there is nothing to get")
+        raise ConfigError(
+            "this layer's forward did not call save_for_recompute, so there is nothing to get"
+        )
     return run.recalled
 
 
 for _function in (save_for_recompute, doing_recompute, get_recompute_data):
-    # What they answer changes from run to run: a compiled layer must ask, not remember. `torch.compiler.disable` says
-    # the same but loads the whole compiler, which importing an engine must not.
+    # What they answer changes from run to run: a compiled layer must ask, not remember.
+    # `torch.compiler.disable` says the same but loads the whole compiler, which importing an engine
+    # must not.
     setattr(_function, "_torchdynamo_disable", True)  # noqa: B010

@@ -1,4 +1,5 @@
-"""Joins a pipelined forward to the caller's autograd graph: its backward is one more round through the pipeline.
+"""Joins a pipelined forward to the caller's autograd graph: its backward is one more round through
+the pipeline.
 
 [Note: the round's node]
 
@@ -6,14 +7,17 @@
     anchor ------------------------+--[1]--> round --+--[2]--> outputs on the CPU
                                                      +--[3]--> token, lift --> outputs on a device
 
-[1] The anchor is a leaf of ours. Without inputs that want a gradient nothing would be recorded; and only a backward
-    that reaches all leaves, as `loss.backward()` does, reaches it.
-[2] What comes out of the round lies on the CPU, because then its backward runs on the caller's thread: it waits for the
-    devices' own backwards, which run on the threads that autograd keeps for them.
-[3] So a tensor on a device is lifted into the graph by a node of its own, and between that node and the round an empty
-    token stands for it. Its gradient goes by hand, without a detour over the host.
+[1] The anchor is a leaf of ours. Without inputs that want a gradient nothing would be recorded; and
+    only a backward that reaches all leaves, as `loss.backward()` does, reaches it.
+[2] What comes out of the round lies on the CPU, because then its backward runs on the caller's
+    thread: it waits for the devices' own backwards, which run on the threads that autograd keeps
+    for them.
+[3] So a tensor on a device is lifted into the graph by a node of its own, and between that node and
+    the round an empty token stands for it. Its gradient goes by hand, without a detour over the
+    host.
 
-What rounds have made counts when the pass through all of the graph has ended: if a part of it fails, nothing does.
+What rounds have made counts when the pass through all of the graph has ended: if a part of it
+fails, nothing does.
 """
 
 import threading
@@ -36,12 +40,16 @@ RunBackward = Callable[[list[Gradients]], Gradients]
 
 
 class _Round(torch.autograd.Function):
-    """Inputs: the anchor, and the caller's tensors that want a gradient. Outputs: the leaves that carry one, or their
-    tokens."""
+    """Inputs: the anchor, and the caller's tensors that want a gradient. Outputs: the leaves that
+    carry one, or their tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[Gradients], Gradients], made: list[torch.Tensor], anchor: Any, *_: torch.Tensor
+        ctx: Any,
+        run: Callable[[Gradients], Gradients],
+        made: list[torch.Tensor],
+        anchor: Any,
+        *_: torch.Tensor,
     ) -> Any:
         ctx.run = run
         ctx.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
@@ -52,17 +60,22 @@ class _Round(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "a pipelined forward cannot be differentiated twice (create_graph=True); its gradients have no graph"
+                "a pipelined forward cannot be differentiated twice (create_graph=True); its "
+                "gradients have no graph"
             )
         # The one thing that tells: autograd says which nodes it is going to run. See [1].
         if not torch._C._will_engine_execute_node(ctx.anchor):
             raise ConfigError(
-                "torch.autograd.grad() or backward(inputs=...) through a RoundPipe would also add to the gradients of "
-                "its weights, which it was not asked for; use loss.backward() and read .grad of the inputs"
+                "torch.autograd.grad() or backward(inputs=...) through a RoundPipe would also add "
+                "to the gradients of "
+                "its weights, which it was not asked for; use loss.backward() and read .grad of "
+                "the inputs"
             )
         run, ctx.run = ctx.run, None
         if run is None:
-            raise RuntimeError("backward was called twice through one pipelined forward; call the model again")
+            raise RuntimeError(
+                "backward was called twice through one pipelined forward; call the model again"
+            )
         return None, None, None, *run(gradients)
 
 
@@ -109,14 +122,16 @@ class _Here(threading.local):
 
 
 class _Pass:
-    """One backward pass, and what makes its gradients count. Held by autograd, which drops it if the pass fails."""
+    """One backward pass, and what makes its gradients count. Held by autograd, which drops it if
+    the pass fails."""
 
     def __init__(self, held: list[Commit] | None) -> None:
         self.commits: list[Commit] = []
         self._held = held
 
     def end(self) -> None:
-        """Called by whichever thread of autograd's has done the last node; the caller still waits for it."""
+        """Called by whichever thread of autograd's has done the last node; the caller still waits
+        for it."""
         if self._held is not None:
             self._held.extend(self.commits)
             return
@@ -130,13 +145,14 @@ _passes: WeakValueDictionary[int, _Pass] = WeakValueDictionary()
 
 
 def when_pass_ends(commit: Commit) -> None:
-    """``commit`` is called at the end of the pass that autograd runs on this thread, with all others of it or not at
-    all."""
+    """``commit`` is called at the end of the pass that autograd runs on this thread, with all
+    others of it or not at all."""
     task = torch._C._current_graph_task_id()
     running = _passes.get(task)
     if running is None:
         running = _passes[task] = _Pass(_here.held)
-        # What torch's own data parallel modules end a backward with; after an error it is not called.
+        # What torch's own data parallel modules end a backward with; after an error it is not
+        # called.
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(running.end)
     running.commits.append(commit)
@@ -144,7 +160,8 @@ def when_pass_ends(commit: Commit) -> None:
 
 @contextmanager
 def commits_held() -> Iterator[list[Commit]]:
-    """Passes that end in the block do not count yet: the caller gets, and is to call, what makes them."""
+    """Passes that end in the block do not count yet: the caller gets, and is to call, what makes
+    them."""
     _here.held, before = [], _here.held
     try:
         yield _here.held
@@ -152,13 +169,17 @@ def commits_held() -> Iterator[list[Commit]]:
         _here.held = before
 
 
-def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward: RunBackward) -> list[Any]:
+def attach(
+    outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward: RunBackward
+) -> list[Any]:
     """The outputs of each microbatch as parts of the caller's graph. See [Note: the round's node].
 
     Args:
         outputs: per microbatch, its tensors detached and where the caller wants them.
-        inputs: the caller's tensors that want a gradient, in the order ``run_backward`` returns their gradients.
-        run_backward: takes, per microbatch, gradients for the carrying leaves; returns gradients for ``inputs``.
+        inputs: the caller's tensors that want a gradient, in the order ``run_backward`` returns
+            their gradients.
+        run_backward: takes, per microbatch, gradients for the carrying leaves; returns gradients
+            for ``inputs``.
     """
     made = [leaf for boundary in outputs for leaf in _carrying(boundary)]
     if not made:
@@ -167,12 +188,17 @@ def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward
     lifted = {index: _Lifted() for index, tensor in enumerate(made) if tensor.device.type != "cpu"}
 
     def run(gradients: Gradients) -> Gradients:
-        taken = (lifted[i].take() if i in lifted else gradient for i, gradient in enumerate(gradients))
+        taken = (
+            lifted[i].take() if i in lifted else gradient for i, gradient in enumerate(gradients)
+        )
         return run_backward([[next(taken) for _ in range(count)] for count in counts])
 
     anchor = torch.zeros((), device="cpu", requires_grad=True)
     with torch.enable_grad():
-        given = [torch.empty(0, device="cpu") if index in lifted else tensor for index, tensor in enumerate(made)]
+        given = [
+            torch.empty(0, device="cpu") if index in lifted else tensor
+            for index, tensor in enumerate(made)
+        ]
         joined = [
             _Lift.apply(lifted[index], made[index], tensor) if index in lifted else tensor
             for index, tensor in enumerate(_Round.apply(run, given, anchor, *inputs))
@@ -180,13 +206,17 @@ def attach(outputs: list[Boundary], inputs: Sequence[torch.Tensor], run_backward
     remaining = iter(joined)
     attached = []
     for boundary in outputs:
-        leaves = [next(remaining) if c else leaf for leaf, c in zip(boundary.leaves, boundary.carries, strict=True)]
+        leaves = [
+            next(remaining) if c else leaf
+            for leaf, c in zip(boundary.leaves, boundary.carries, strict=True)
+        ]
         attached.append(pytree.tree_unflatten(leaves, boundary.spec))
     return attached
 
 
 def reaches_leaves_beside(losses: Iterable[torch.Tensor], nodes: Iterable[Node | None]) -> bool:
-    """Whether a backward of the losses writes gradients of leaves that it does not reach through ``nodes`` alone."""
+    """Whether a backward of the losses writes gradients of leaves that it does not reach through
+    ``nodes`` alone."""
     waiting, seen = [], set(nodes)
     for loss in losses:
         if loss.is_leaf and loss.requires_grad:
@@ -204,4 +234,6 @@ def reaches_leaves_beside(losses: Iterable[torch.Tensor], nodes: Iterable[Node |
 
 
 def _carrying(boundary: Boundary) -> list[torch.Tensor]:
-    return [leaf for leaf, carries in zip(boundary.leaves, boundary.carries, strict=True) if carries]
+    return [
+        leaf for leaf, carries in zip(boundary.leaves, boundary.carries, strict=True) if carries
+    ]

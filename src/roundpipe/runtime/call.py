@@ -1,4 +1,5 @@
-"""One call's shared state: what goes in, what its workers hand each other, what comes out, and whether it failed."""
+"""One call's shared state: what goes in, what its workers hand each other, what comes out, and
+whether it failed."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,8 @@ LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 
 
 class MicrobatchLoss(NamedTuple):
-    """Detached losses of one microbatch on their device. ``is_sequence``: ``loss_fn`` returned a sequence."""
+    """Detached losses of one microbatch on their device. ``is_sequence``: ``loss_fn`` returned a
+    sequence."""
 
     parts: tuple[torch.Tensor, ...]
     is_sequence: bool
@@ -35,7 +37,8 @@ class MicrobatchLoss(NamedTuple):
 
 
 class BufferUpdate(NamedTuple):
-    """A buffer that a forward changed on a device, written to its owner only when the call succeeds."""
+    """A buffer that a forward changed on a device, written to its owner only when the call
+    succeeds."""
 
     owner: nn.Module
     name: str
@@ -86,8 +89,8 @@ class CallSettings:
 class Call:
     """One round through the pipeline.
 
-    Written by workers, each its own keys; read by the caller after ``wait_results`` and by the optimizer thread after
-    ``wait_finished``. The first error ends it for all.
+    Written by workers, each its own keys; read by the caller after ``wait_results`` and by the
+    optimizer thread after ``wait_finished``. The first error ends it for all.
     """
 
     settings: CallSettings
@@ -114,16 +117,15 @@ class Call:
     def __repr__(self) -> str:
         s = self.settings
         state = "failed" if self.mailbox.error else "finished" if self.is_finished else "running"
-        return (
-            f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.offloaded)} layers offloaded>"
-        )
+        return f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.offloaded)} layers offloaded>"
 
     @property
     def is_finished(self) -> bool:
         return self._devices_left == 0
 
     def finish_device(self) -> None:
-        """A device's worker has done (or dropped) all its actions and holds nothing of this call any more."""
+        """A device's worker has done (or dropped) all its actions and holds nothing of this call
+        any more."""
         with self.condition:
             self._devices_left -= 1
             self.condition.notify_all()
@@ -134,7 +136,9 @@ class Call:
             self.condition.notify_all()
 
     @contextmanager
-    def awaited(self, start: Callable[[], None], commit: Callable[[], None], *, advance: bool = True) -> Iterator[None]:
+    def awaited(
+        self, start: Callable[[], None], commit: Callable[[], None], *, advance: bool = True
+    ) -> Iterator[None]:
         """The caller waits inside. Whatever ends that early, an interrupt too, ends the call.
 
         Args:
@@ -159,14 +163,16 @@ class Call:
                 raise
 
     def wait_results(self) -> None:
-        """Blocks the caller until every loss (or output) is known. Raises the call's first error, after it drained."""
+        """Blocks the caller until every loss (or output) is known. Raises the call's first error,
+        after it drained."""
         results = self.losses if self.settings.loss_fn is not None else self.outputs
         self._wait(lambda: len(results) == self.settings.num_microbatches)
         for loss in list(self.losses.values()):
             loss.ready.wait()
 
     def wait_finished(self) -> None:
-        """Blocks until no worker has anything left to do for this call and its gradients are on the host."""
+        """Blocks until no worker has anything left to do for this call and its gradients are on the
+        host."""
         self._wait(lambda: self.is_finished)
         for layer in self.offloaded:
             layer.ready.wait()
@@ -186,7 +192,8 @@ class Call:
         with self.condition:
             self.condition.wait_for(lambda: self.is_finished or not self.is_started)
         for layer in self.offloaded:
-            layer.ready.wait()  # because the memory that gradients are copied to goes with this call
+            # Because the memory that gradients are copied to goes with this call.
+            layer.ready.wait()
         self.mailbox.clear()
         self.kept.clear()
 

@@ -1,4 +1,5 @@
-"""What forwards have changed of their modules: kept for the user's own modules, or refused because it would be lost."""
+"""What forwards have changed of their modules: kept for the user's own modules, or refused because
+it would be lost."""
 
 import warnings
 from collections.abc import Iterator
@@ -24,46 +25,64 @@ class ModuleChanges:
         self._store = store
         self._buffers = buffers
         self._told: set[tuple[type, str]] = set()
-        self._compared: set[int] = set()  # frozen parameters, by id, that a forward has written at least once
+        self._compared: set[int] = (
+            set()
+        )  # frozen parameters, by id, that a forward has written at least once
 
     def note(self, call: Call, stage: Stage) -> None:
         """A stage run's forwards are over; ``call`` gets what they have changed."""
-        stage.untouched.update(index for index, replica in stage.replicas.items() if replica.is_as_made)
-        self._store.written.update(index for index, residents in stage.residents.items() if residents.is_one_written)
+        stage.untouched.update(
+            index for index, replica in stage.replicas.items() if replica.is_as_made
+        )
+        self._store.written.update(
+            index for index, residents in stage.residents.items() if residents.is_one_written
+        )
         call.buffer_updates.extend(self._buffer_updates(stage))
         call.attribute_updates.extend(self._attribute_updates(stage))
 
     def _buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         updates = []
         ready = self._device.compute.record()
-        written = {index for index, residents in stage.residents.items() if residents.is_frozen_one_written}
+        written = {
+            index for index, residents in stage.residents.items() if residents.is_frozen_one_written
+        }
         for owner, replica in chain.from_iterable(
             replica.with_buffers if index in stage.untouched - written else replica.pairs
             for index, replica in stage.replicas.items()
         ):
             self._refuse_written_parameters(owner, replica)
-            names = [name for name, value in replica._buffers.items() if self._is_replaced(owner, name, value)]
+            names = [
+                name
+                for name, value in replica._buffers.items()
+                if self._is_replaced(owner, name, value)
+            ]
             for name, value in replica._buffers.items():
                 # If a module wrote one buffer openly, it may have written the others silently.
-                if name in names or self._is_written_silently(owner, name, value, look_again=bool(names)):
+                if name in names or self._is_written_silently(
+                    owner, name, value, look_again=bool(names)
+                ):
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
 
     def _refuse_written_parameters(self, owner: nn.Module, replica: nn.Module) -> None:
-        """Raises ConfigError for a frozen parameter whose value a forward has changed: it is in a slot, and lost there.
+        """Raises ConfigError for a frozen parameter whose value a forward has changed: it is in a
+        slot, and lost there.
 
         Compared once, because adapters write to a parameter what it already is, in every forward.
         """
         for name, resident in replica._parameters.items():
             original = owner._parameters.get(name)
-            is_written = resident is not None and resident._version > 0 and not resident.requires_grad
+            is_written = (
+                resident is not None and resident._version > 0 and not resident.requires_grad
+            )
             is_known = id(original) in self._store.stepped or id(original) in self._compared
             if resident is None or original is None or not is_written or is_known:
                 continue
             self._compared.add(id(original))
             if not torch.equal(resident.detach().cpu(), original.detach()):
                 raise ConfigError(
-                    f"{type(owner).__name__}.forward writes to its frozen parameter {name!r}, which would be lost: "
+                    f"{type(owner).__name__}.forward writes to its frozen parameter {name!r}, "
+                    "which would be lost: "
                     "weights on a device are copies. Register it with register_buffer"
                 )
 
@@ -76,11 +95,17 @@ class ModuleChanges:
         original = owner._buffers.get(name)
         if original is None or value is None:
             return False
-        return self._buffers.is_written_silently(original, value, owner.training, look_again=look_again)
+        return self._buffers.is_written_silently(
+            original, value, owner.training, look_again=look_again
+        )
 
     def _attribute_updates(self, stage: Stage) -> Iterator[AttributeUpdate]:
         """Plain attributes. Tensors live on the device and are left there."""
-        touched = (replica.pairs for index, replica in stage.replicas.items() if index not in stage.untouched)
+        touched = (
+            replica.pairs
+            for index, replica in stage.replicas.items()
+            if index not in stage.untouched
+        )
         for owner, replica in chain.from_iterable(touched):
             for name, value in attributes_set(owner, replica):
                 if is_plain(value):
@@ -94,7 +119,9 @@ class ModuleChanges:
         if key not in self._told and not is_theirs:
             self._told.add(key)
             warnings.warn(
-                f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the next call will not see: "
-                "tensors stay on the device that made them. Register it with register_buffer if it is to be kept.",
+                f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the "
+                "next call will not see: "
+                "tensors stay on the device that made them. Register it with register_buffer if it "
+                "is to be kept.",
                 stacklevel=2,
             )

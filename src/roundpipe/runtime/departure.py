@@ -1,7 +1,8 @@
 """When a layer is done with its weights, which is long before its stage run is over.
 
-In a stage run's last backward the deepest layer is done first. Its slot may be filled with the next stage run's first layers
-while shallower ones still work, so that the next call need not wait for its weights.
+In a stage run's last backward the deepest layer is done first. Its slot may be filled with the next
+stage run's first layers while shallower ones still work, so that the next call need not wait for
+its weights.
 """
 
 from collections.abc import Iterable
@@ -15,9 +16,9 @@ from ..device import Event, Lane
 class Departure:
     """One layer in the last backward of its stage run.
 
-    Every node of the layer's graph leads to one of its inputs or to one of its parameters. So once the gradients of
-    all of those have been queued, so has everything that reads the weights. Told of gradients by autograd's threads;
-    read by the worker, which waits for them.
+    Every node of the layer's graph leads to one of its inputs or to one of its parameters. So once
+    the gradients of all of those have been queued, so has everything that reads the weights. Told
+    of gradients by autograd's threads; read by the worker, which waits for them.
     """
 
     def __init__(self, lane: Lane, inputs: Iterable[Any], *, trains: bool) -> None:
@@ -31,7 +32,8 @@ class Departure:
                 leaf.register_hook(self._input_came)
 
     def parameters_came(self) -> None:
-        """All parameters have their gradients. Said again if a layer that runs backward inside its own sends more."""
+        """All parameters have their gradients. Said again if a layer that runs backward inside its
+        own sends more."""
         self._waits_for_parameters = False
         self._look()
 

@@ -1,7 +1,9 @@
-"""Carries out one device's actions of a call. Decides nothing: the schedule says what, this says how.
+"""Carries out one device's actions of a call. Decides nothing: the schedule says what, this says
+how.
 
-[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the stage run that made it, kept in
-``kept.inputs[c, m]`` if a backward stage run starts at c, and its gradient is posted under ("g", c, m) by that stage run.
+[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the stage run
+that made it, kept in ``kept.inputs[c, m]`` if a backward stage run starts at c, and its gradient is
+posted under ("g", c, m) by that stage run.
 """
 
 from collections import deque
@@ -19,24 +21,30 @@ from ..params.gradients import Accumulator, GradientBuffers, OffloadedLayer, off
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..threads.mailbox import Cancelled
 from ..trace import spans
-from ..transfer.boundaries import Boundary, BoundaryGradient, boundary_of, bring, bring_value, copied
+from ..transfer.boundaries import (
+    Boundary,
+    BoundaryGradient,
+    boundary_of,
+    bring,
+    bring_value,
+    copied,
+)
 from ..transfer.spill import Spills
 from .autograd import reaches_leaves_beside
 from .call import Call, MicrobatchLoss, describe
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
-from .loader import StageLoader
+from .loader import StageLoader, Uploads
 from .replica_cache import ReplicaCache
 from .stage import Stage
 from .timing import Stopwatch, Timer, timer_of
-from .uploads import Uploads
 
 
 class Executor:
     """One device's share of every call.
 
-    Runs on the device's worker thread only. Owns the stages it has uploaded until it releases them; boundaries belong
-    to the call.
+    Runs on the device's worker thread only. Owns the stages it has uploaded until it releases them;
+    boundaries belong to the call.
     """
 
     def __init__(
@@ -75,10 +83,15 @@ class Executor:
             Op.COMPUTE: device.compute,
             Op.OFFLOAD: device.down,
         }
-        self._passes = {Pass.FORWARD: self._forward, Pass.FUSED: self._fused, Pass.BACKWARD: self._backward}
+        self._passes = {
+            Pass.FORWARD: self._forward,
+            Pass.FUSED: self._fused,
+            Pass.BACKWARD: self._backward,
+        }
 
     def run(self, call: Call, actions: Sequence[Action]) -> None:
-        """Does the actions in order. Never raises: the first error of a call goes to its mailbox, the rest drains."""
+        """Does the actions in order. Never raises: the first error of a call goes to its mailbox,
+        the rest drains."""
         try:
             stage_runs = [action.stage_run.layers for action in actions if action.op is Op.UPLOAD]
             self._loader.begin_call(stage_runs, call.resident_layers, call.settings.slot_limit)
@@ -88,16 +101,25 @@ class Executor:
                 self._layers.current = None
                 try:
                     lane = self._lanes.get(action.op)
-                    with spans.span(action.op.name.lower(), lane=lane, action=action, device=self.device.name):
+                    with spans.span(
+                        action.op.name.lower(), lane=lane, action=action, device=self.device.name
+                    ):
                         self._do[action.op](call, action)
                 except Cancelled:
                     raise
                 except BaseException as error:
                     error.add_note(
-                        describe(action.stage_run, action.microbatch, self._layers.current, self.device.name)
+                        describe(
+                            action.stage_run,
+                            action.microbatch,
+                            self._layers.current,
+                            self.device.name,
+                        )
                     )
                     if isinstance(error, torch.OutOfMemoryError):
-                        clear_frames(error)  # because a notebook keeps it, and the next call needs the memory
+                        clear_frames(
+                            error
+                        )  # because a notebook keeps it, and the next call needs the memory
                         if call.settings.measured is not None:
                             call.settings.measured.record_shortage()
                     call.mailbox.fail(error)
@@ -124,7 +146,8 @@ class Executor:
         self._uploads.give_up()
         for stage in self._stages.values():
             stage.give_up()
-        # After a failure nobody may still read working copies, or write to gradient memory that stages let go of.
+        # After a failure nobody may still read working copies, or write to gradient memory that
+        # stages let go of.
         for lane in (self.device.up, self.device.compute, self.device.down):
             lane.record().wait()
         for stage in self._stages.values():
@@ -135,20 +158,35 @@ class Executor:
 
     def _upload(self, call: Call, action: Action) -> None:
         settings = call.settings
-        timer = timer_of(action.stage_run, self.device, self._watch, settings.measured if settings.is_timed else None)
-        stage = self._stages[action.stage_run] = self._loader.begin(action.stage_run, settings, timer)
+        timer = timer_of(
+            action.stage_run,
+            self.device,
+            self._watch,
+            settings.measured if settings.is_timed else None,
+        )
+        stage = self._stages[action.stage_run] = self._loader.begin(
+            action.stage_run, settings, timer
+        )
         self._uploads.begin(call, stage)
 
     def _fetch(self, call: Call, action: Action) -> None:
         inputs, key = call.kept.inputs, (action.stage_run.layers.start, action.microbatch)
-        call.mailbox.wait_until(lambda: key in inputs)  # because another device may be still to make it
+        call.mailbox.wait_until(
+            lambda: key in inputs
+        )  # because another device may be still to make it
         inputs[key] = self._spills.fetch(inputs[key])
 
     def _compute(self, call: Call, action: Action) -> None:
         stage, device = self._stages[action.stage_run], self.device
-        if action.stage_run.pass_ is not Pass.FORWARD and action.microbatch == action.stage_run.microbatches[0]:
+        if (
+            action.stage_run.pass_ is not Pass.FORWARD
+            and action.microbatch == action.stage_run.microbatches[0]
+        ):
             self._wait_offloaded()
-        if action.stage_run.pass_ is not Pass.FORWARD and action.microbatch == action.stage_run.microbatches[-1]:
+        if (
+            action.stage_run.pass_ is not Pass.FORWARD
+            and action.microbatch == action.stage_run.microbatches[-1]
+        ):
             stage.offload_when_complete(partial(self._offload_early, stage))
         with device.compute.work():
             self._passes[action.stage_run.pass_](call, stage, action.microbatch)
@@ -162,8 +200,8 @@ class Executor:
         self._offloading.append(self.device.down.record())
 
     def _wait_offloaded(self) -> None:
-        """Before a stage run makes sums. A worker runs ahead of its lanes, and sums are memory in use until they are down:
-        those of one stage run may still be on their way."""
+        """Before a stage run makes sums. A worker runs ahead of its lanes, and sums are memory in
+        use until they are down: those of one stage run may still be on their way."""
         while len(self._offloading) > 1:
             self._offloading.popleft().wait()
 
@@ -174,7 +212,11 @@ class Executor:
     def _offload_layer(self, timer: Timer, accumulator: Accumulator) -> OffloadedLayer:
         stays = self._loader.is_on_device(accumulator.layer)
         return offload(
-            accumulator, self._buffers, self.device, partial(timer.copies, "down", self.device.down), stays=stays
+            accumulator,
+            self._buffers,
+            self.device,
+            partial(timer.copies, "down", self.device.down),
+            stays=stays,
         )
 
     def _release(self, call: Call, action: Action) -> None:
@@ -190,14 +232,18 @@ class Executor:
     def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
         self._spills.begin()
         boundary = self._arrive(call, stage.stage_run.layers.start, microbatch)
-        boundary = self._layers.run_forward(call, stage, stage.stage_run.layers, microbatch, boundary)
+        boundary = self._layers.run_forward(
+            call, stage, stage.stage_run.layers, microbatch, boundary
+        )
         self._note_changes(call, stage, microbatch)
         stop = stage.stage_run.layers.stop
         if stop == call.settings.num_layers and call.settings.loss_fn is not None:
             _, call.losses[microbatch] = self._loss(call, stage, microbatch, boundary.value)
             call.announce()
             return
-        boundary = stage.let_go(boundary)._replace(source=self.device, ready=self.device.compute.record())
+        boundary = stage.let_go(boundary)._replace(
+            source=self.device, ready=self.device.compute.record()
+        )
         if stop == call.settings.num_layers:
             call.outputs[microbatch] = boundary
             call.announce()
@@ -208,8 +254,12 @@ class Executor:
         settings, layers = call.settings, stage.stage_run.layers
         boundary = self._arrive(call, layers.start, microbatch)
         trained = min(max(layers.start, settings.first_trained), layers.stop)
-        boundary = self._layers.run_forward(call, stage, range(layers.start, trained), microbatch, boundary)
-        leaves, output = self._layers.run_with_grad(call, stage, range(trained, layers.stop), microbatch, boundary)
+        boundary = self._layers.run_forward(
+            call, stage, range(layers.start, trained), microbatch, boundary
+        )
+        leaves, output = self._layers.run_with_grad(
+            call, stage, range(trained, layers.stop), microbatch, boundary
+        )
         self._note_changes(call, stage, microbatch)
         if settings.keeps_outputs:
             made = stage.let_go(boundary_of(pytree.tree_map(detached, output), self.device, None))
@@ -219,24 +269,35 @@ class Executor:
             call.streams.undisturbed(self.device, differentiated, microbatch),
             stage.timer.backward(differentiated, microbatch),
         ):
-            ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]  # before losses write to them
+            ends = [
+                leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)
+            ]  # before losses write to them
             losses, known = self._loss(call, stage, microbatch, output)
             call.reaches_out |= not settings.only_loss and reaches_leaves_beside(losses, ends)
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradients(call, trained, microbatch, leaves)
-        # Announced only now, because a parameter of the caller's own in loss_fn has its gradient only now.
+        # Announced only now, because a parameter of the caller's own in loss_fn has its gradient
+        # only now.
         call.losses[microbatch] = known
         call.announce()
 
     def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
         layers = stage.stage_run.layers
         received: BoundaryGradient = call.mailbox.take(("g", layers.stop, microbatch))
-        gradients: Sequence[Any] = bring(received.leaves, received.source, received.ready, self.device)
+        gradients: Sequence[Any] = bring(
+            received.leaves, received.source, received.ready, self.device
+        )
         boundary = self._spills.restored(call.kept.inputs.pop((layers.start, microbatch)))
         for chunk, start in self._chunks(call, stage, microbatch, boundary):
-            leaves, output = self._layers.run_with_grad(call, stage, chunk, microbatch, start, again=True)
+            leaves, output = self._layers.run_with_grad(
+                call, stage, chunk, microbatch, start, again=True
+            )
             outputs = pytree.tree_leaves(output)
-            flowing = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and tracked(o)]
+            flowing = [
+                (o, g)
+                for o, g in zip(outputs, gradients, strict=True)
+                if g is not None and tracked(o)
+            ]
             if flowing:
                 self._layers.current = None
                 with (
@@ -251,7 +312,8 @@ class Executor:
     def _chunks(
         self, call: Call, stage: Stage, microbatch: int, boundary: Boundary
     ) -> Iterator[tuple[range, Boundary]]:
-        """What is recomputed at once, last first: the whole stage, or one layer after a forward that keeps inputs."""
+        """What is recomputed at once, last first: the whole stage, or one layer after a forward
+        that keeps inputs."""
         layers = stage.stage_run.layers
         if call.settings.recompute_grain == "stage" or len(layers) == 1:
             yield layers, boundary
@@ -260,14 +322,21 @@ class Executor:
         for layer in layers[:-1]:
             inputs.append(
                 self._layers.run_forward(
-                    call, stage, range(layer, layer + 1), microbatch, inputs[-1], again=True, keep=True
+                    call,
+                    stage,
+                    range(layer, layer + 1),
+                    microbatch,
+                    inputs[-1],
+                    again=True,
+                    keep=True,
                 )
             )
         for layer in reversed(layers):
             yield range(layer, layer + 1), inputs.pop()
 
     def _note_changes(self, call: Call, stage: Stage, microbatch: int) -> None:
-        """Before the results are announced, because the caller writes the buffers as soon as it has those."""
+        """Before the results are announced, because the caller writes the buffers as soon as it has
+        those."""
         if microbatch == stage.stage_run.microbatches[-1]:
             self._changes.note(call, stage)
 
@@ -292,7 +361,9 @@ class Executor:
         with (
             self._layers.entered(call, grad=settings.needs_grad),
             call.streams.layer(self.device, past_last, microbatch),
-            self._layers.counted(call, None, past_last, output) if settings.needs_grad else nullcontext(),
+            self._layers.counted(call, None, past_last, output)
+            if settings.needs_grad
+            else nullcontext(),
         ):
             loss: Any = settings.loss_fn(output, label)
         self._layers.current = None
@@ -300,16 +371,29 @@ class Executor:
         for part in parts:
             if not isinstance(part, torch.Tensor):
                 raise ConfigError(
-                    f"loss_fn returned {type(part).__name__}; it must return a tensor or a sequence of them"
+                    f"loss_fn returned {type(part).__name__}; it must return a tensor or a "
+                    "sequence of them"
                 )
-        detached = tuple(copied(part.detach()) if stage.holds(part) else part.detach() for part in parts)
+        detached = tuple(
+            copied(part.detach()) if stage.holds(part) else part.detach() for part in parts
+        )
         ready = self.device.compute.record()
         return parts, MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
 
     def _post_gradients(
-        self, call: Call, layer: int, microbatch: int, leaves: Sequence[Any], *, are_gradients: bool = False
+        self,
+        call: Call,
+        layer: int,
+        microbatch: int,
+        leaves: Sequence[Any],
+        *,
+        are_gradients: bool = False,
     ) -> None:
-        gradients = tuple(leaves) if are_gradients else tuple(leaf.grad if tracked(leaf) else None for leaf in leaves)
+        gradients = (
+            tuple(leaves)
+            if are_gradients
+            else tuple(leaf.grad if tracked(leaf) else None for leaf in leaves)
+        )
         posted = BoundaryGradient(gradients, self.device, self.device.compute.record())
         if layer == 0:
             call.input_gradients[microbatch] = posted

@@ -17,22 +17,24 @@ from ..recompute.user_data import LayerRun, Running
 from ..transfer.boundaries import Boundary, boundary_of, bring, copied
 from ..transfer.spill import Spills
 from .call import Call
+from .loader import Uploads
 from .replica_cache import ReplicaCache
 from .stage import Stage
-from .uploads import Uploads
 
 _NO_DRAWS = OwnDraws(())
 
 
 class LayerFacts(NamedTuple):
-    """What running a layer once with autograd told: which outputs carry a gradient, whether it writes to its input."""
+    """What running a layer once with autograd told: which outputs carry a gradient, whether it
+    writes to its input."""
 
     carries: tuple[bool, ...]
     writes_input: bool
 
 
 class LayerKnowledge:
-    """Facts by layer and structure of its input, learnt on the first microbatch that shows them. Shared by devices."""
+    """Facts by layer and structure of its input, learnt on the first microbatch that shows them.
+    Shared by devices."""
 
     def __init__(self) -> None:
         self._facts: dict[Any, LayerFacts] = {}
@@ -46,12 +48,17 @@ class LayerKnowledge:
 
 def _structure(stage: Stage, layer: int, boundary: Boundary) -> Any:
     """What a layer's behaviour may depend on, but for the values of tensors."""
-    constants = tuple(leaf for leaf in boundary.leaves if isinstance(leaf, (bool, int, float, str, bytes, type(None))))
+    constants = tuple(
+        leaf
+        for leaf in boundary.leaves
+        if isinstance(leaf, (bool, int, float, str, bytes, type(None)))
+    )
     return layer, stage.layer_modes[layer], boundary.spec, boundary.carries, constants
 
 
 class LayerRunner:
-    """Used by the device's worker only, on the compute lane. ``current`` names the layer that runs, for errors."""
+    """Used by the device's worker only, on the compute lane. ``current`` names the layer that runs,
+    for errors."""
 
     def __init__(
         self,
@@ -86,11 +93,20 @@ class LayerRunner:
             return boundary
         with self.entered(call, grad=False), wanting(only_loss=call.settings.only_loss):
             for layer in layers:
-                boundary = self._run_one_forward(call, stage, layer, microbatch, boundary, again, keep)
+                boundary = self._run_one_forward(
+                    call, stage, layer, microbatch, boundary, again, keep
+                )
         return boundary
 
     def _run_one_forward(
-        self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary, again: bool, keep: bool
+        self,
+        call: Call,
+        stage: Stage,
+        layer: int,
+        microbatch: int,
+        boundary: Boundary,
+        again: bool,
+        keep: bool,
     ) -> Boundary:
         saves = keep or (not again and layer in call.settings.saved_layers)
         if saves and not again:
@@ -98,7 +114,11 @@ class LayerRunner:
             kept = stage.let_go(boundary)._replace(source=self._device, ready=ready)
             is_spilled = layer in call.settings.spilled_layers
             call.kept.inputs[layer, microbatch] = self._spills.send(kept) if is_spilled else kept
-        facts = self._knowledge.get(stage, layer, boundary) if call.settings.needs_grad else LayerFacts((), False)
+        facts = (
+            self._knowledge.get(stage, layer, boundary)
+            if call.settings.needs_grad
+            else LayerFacts((), False)
+        )
         if facts is None:
             return self._learn(call, stage, layer, microbatch, boundary, again)
         given = boundary.leaves
@@ -108,23 +128,34 @@ class LayerRunner:
         output = self._run_layer(call, stage, layer, microbatch, value, again)
         boundary = boundary_of(output, self._device, None, facts.carries)
         if call.settings.needs_grad and len(boundary.carries) != len(boundary.leaves):
-            # It returned another structure this time. A gradient that turns out not to flow only costs time.
+            # It returned another structure this time. A gradient that turns out not to flow only
+            # costs time.
             boundary = boundary._replace(carries=tuple(map(_is_floating, boundary.leaves)))
         return boundary
 
     def _learn(
         self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary, again: bool
     ) -> Boundary:
-        """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on what."""
+        """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on
+        what."""
         graph = self._graph(call, stage, layer, boundary.leaves)
-        with self.entered(call, grad=True), torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten):
+        with (
+            self.entered(call, grad=True),
+            torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten),
+        ):
             flags = zip(boundary.leaves, boundary.carries, strict=True)
-            given = [copied(leaf.detach().requires_grad_() if carried else leaf) for leaf, carried in flags]
+            given = [
+                copied(leaf.detach().requires_grad_() if carried else leaf)
+                for leaf, carried in flags
+            ]
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             value = pytree.tree_unflatten(given, boundary.spec)
             output = self._run_layer(call, stage, layer, microbatch, value, again)
         self._check_output(output)
-        writes = any(isinstance(t, torch.Tensor) and t._version != v for t, v in zip(given, versions, strict=True))
+        writes = any(
+            isinstance(t, torch.Tensor) and t._version != v
+            for t, v in zip(given, versions, strict=True)
+        )
         carries = tuple(tracked(leaf) for leaf in pytree.tree_leaves(output))
         if _is_settled(stage.layer_modes[layer], given, boundary.carries, output, carries):
             self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
@@ -136,15 +167,25 @@ class LayerRunner:
             inside = getattr(leaf, "__dict__", {}) if not isinstance(leaf, torch.Tensor) else {}
             if any(map(tracked, inside.values())):
                 raise ConfigError(
-                    f"layer {self.current} returned a {type(leaf).__name__} with tensors in it, whose gradients cannot "
-                    "be followed from stage to stage; return tensors in tuples, lists or dictionaries, or register the "
+                    f"layer {self.current} returned a {type(leaf).__name__} with tensors in it, "
+                    "whose gradients cannot "
+                    "be followed from stage to stage; return tensors in tuples, lists or "
+                    "dictionaries, or register the "
                     "class with torch.utils._pytree.register_dataclass or register_pytree_node"
                 )
 
     def run_with_grad(
-        self, call: Call, stage: Stage, layers: range, microbatch: int, boundary: Boundary, *, again: bool = False
+        self,
+        call: Call,
+        stage: Stage,
+        layers: range,
+        microbatch: int,
+        boundary: Boundary,
+        *,
+        again: bool = False,
     ) -> tuple[list[Any], Any]:
-        """Layers with a graph. Returns the boundary's leaves, where gradients will appear, and the output."""
+        """Layers with a graph. Returns the boundary's leaves, where gradients will appear, and the
+        output."""
         if not layers:
             return [], boundary.value
         facts = self._knowledge.get(stage, layers.start, boundary)
@@ -152,11 +193,16 @@ class LayerRunner:
         carries = [carried and below for carried in boundary.carries]
         with self.entered(call, grad=True), wanting(only_loss=call.settings.only_loss):
             flags = zip(boundary.leaves, carries, strict=True)
-            leaves = [leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags]
-            # Leaves of the graph are copied because this layer, or a later one handed the same memory, may write to its
-            # input; other tensors only unless this layer is known not to.
+            leaves = [
+                leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags
+            ]
+            # Leaves of the graph are copied because this layer, or a later one handed the same
+            # memory, may write to its input; other tensors only unless this layer is known not to.
             writes = facts is None or facts.writes_input
-            given = [copied(leaf) if c or writes else leaf for leaf, c in zip(leaves, carries, strict=True)]
+            given = [
+                copied(leaf) if c or writes else leaf
+                for leaf, c in zip(leaves, carries, strict=True)
+            ]
             value = pytree.tree_unflatten(given, boundary.spec)
             is_last = microbatch == stage.stage_run.microbatches[-1]
             for layer in layers:
@@ -167,7 +213,9 @@ class LayerRunner:
                 stage.timer.made(layer, microbatch, value)
         return leaves, value
 
-    def _run_layer(self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool) -> Any:
+    def _run_layer(
+        self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool
+    ) -> Any:
         self.current = self._layer_names[layer]
         module = self._module(call, stage, layer)
         is_kept = not again and call.settings.is_recomputed(stage.stage_run.pass_, layer)
@@ -194,14 +242,18 @@ class LayerRunner:
         if run is not None and run.saved is None:
             draws.refuse(self.current)
         if run is not None and run.saved is not None:
-            call.kept.data[layer, microbatch] = boundary_of(run.saved, self._device, self._device.compute.record())
+            call.kept.data[layer, microbatch] = boundary_of(
+                run.saved, self._device, self._device.compute.record()
+            )
         return output
 
     def _module(self, call: Call, stage: Stage, layer: int) -> nn.Module:
         self._uploads.need(call, stage, layer)
         return self._replicas.module(stage, layer)
 
-    def _layer_run(self, call: Call, layer: int, microbatch: int, *, again: bool, is_kept: bool) -> LayerRun | None:
+    def _layer_run(
+        self, call: Call, layer: int, microbatch: int, *, again: bool, is_kept: bool
+    ) -> LayerRun | None:
         if not call.settings.needs_grad:
             return None
         data = call.kept.data.get((layer, microbatch)) if again else None
@@ -209,10 +261,15 @@ class LayerRunner:
             return LayerRun(is_recompute=again, is_kept=is_kept)
         leaves = bring(data.leaves, data.source, data.ready, self._device)
         # Copied, because a layer may run again twice, and may write to what it gets.
-        return LayerRun(is_recompute=True, recalled=data._replace(leaves=tuple(map(copied, leaves))).value)
+        return LayerRun(
+            is_recompute=True, recalled=data._replace(leaves=tuple(map(copied, leaves))).value
+        )
 
-    def counted(self, call: Call, stage: Stage | None, layer: int, value: Any) -> AbstractContextManager[None]:
-        """Reports what autograd keeps of a layer (past the last one: of the loss), the first time."""
+    def counted(
+        self, call: Call, stage: Stage | None, layer: int, value: Any
+    ) -> AbstractContextManager[None]:
+        """Reports what autograd keeps of a layer (past the last one: of the loss), the first
+        time."""
         if call.settings.measured is None or call.settings.measured.knows_graph(layer):
             return nullcontext()
         return self._counting(call, stage, layer, value)
@@ -225,10 +282,15 @@ class LayerRunner:
             yield
         self._report(call, layer, graph, inputs)
 
-    def _graph(self, call: Call, stage: Stage | None, layer: int, inputs: Sequence[Any]) -> GraphBytes:
+    def _graph(
+        self, call: Call, stage: Stage | None, layer: int, inputs: Sequence[Any]
+    ) -> GraphBytes:
         parameters = self._module(call, stage, layer).parameters() if stage is not None else ()
-        # The caller's own inputs may be views of a whole batch; they count as the boundary that they are.
-        return GraphBytes([*parameters, *(t for t in inputs if layer == 0 and isinstance(t, torch.Tensor))])
+        # The caller's own inputs may be views of a whole batch; they count as the boundary that
+        # they are.
+        return GraphBytes(
+            [*parameters, *(t for t in inputs if layer == 0 and isinstance(t, torch.Tensor))]
+        )
 
     def _report(self, call: Call, layer: int, graph: GraphBytes, inputs: Iterable[Any]) -> None:
         if call.settings.measured is not None:
@@ -243,13 +305,17 @@ class LayerRunner:
 
 
 def _is_settled(
-    mode: Sequence[bool], given: Sequence[Any], carried: Sequence[bool], output: Any, carries: Sequence[bool]
+    mode: Sequence[bool],
+    given: Sequence[Any],
+    carried: Sequence[bool],
+    output: Any,
+    carries: Sequence[bool],
 ) -> bool:
-    """Whether the layer cannot show another picture next time: something carries a gradient, and what does not has
-    only passed through.
+    """Whether the layer cannot show another picture next time: something carries a gradient, and
+    what does not has only passed through.
 
-    Anything else, though the layer trains or was given a gradient's path, may have been cut off by a branch that
-    depends on values.
+    Anything else, though the layer trains or was given a gradient's path, may have been cut off by
+    a branch that depends on values.
     """
     has_path = any(mode[1:]) or any(carried)
     passed = {

@@ -1,7 +1,8 @@
-"""A stage run's weights: they come up into slots and go when it is over. What computes with them is not its business."""
+"""A stage run's weights: they come up into slots and go when it is over. What computes with them is
+not its business."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 from torch import nn
@@ -14,7 +15,7 @@ from ..plan.actions import StageRun
 from ..plan.memory import slot_counts
 from ..transfer.residency import FROZEN, Residency, Stamp
 from ..transfer.sender import Queued, Sender
-from .call import CallSettings
+from .call import Call, CallSettings
 from .stage import Stage, UploadedLayer
 from .timing import Timer
 
@@ -23,7 +24,12 @@ class StageLoader:
     """Brings stages onto one device and takes them off again. Used by the device's worker."""
 
     def __init__(
-        self, device: Device, layers: Sequence[nn.Module], store: ParameterStore, sender: Sender, slots: SlotPool
+        self,
+        device: Device,
+        layers: Sequence[nn.Module],
+        store: ParameterStore,
+        sender: Sender,
+        slots: SlotPool,
     ) -> None:
         self._device = device
         self._layers = layers
@@ -33,18 +39,23 @@ class StageLoader:
         self.residency = Residency(slots)
 
     def begin_call(self, stage_runs: Sequence[range], wanted: frozenset[int], room: float) -> None:
-        """``wanted`` are the layers that are to stay after these stage runs; those with a device state stay in any case.
+        """``wanted`` are the layers that are to stay after these stage runs; those with a device
+        state stay in any case.
 
-        Where slots take more than ``room``, those that neither the stage runs nor wanted layers will use are given back:
-        earlier plans, and engines of other parts of the model, have left them.
+        Where slots take more than ``room``, those that neither the stage runs nor wanted layers
+        will use are given back: earlier plans, and engines of other parts of the model, have left
+        them.
         """
         wanted -= self._store.device_states.keys()
         self.residency.want(wanted)
         if self.slots.num_bytes <= room:
             return
-        sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]  # because without weights it has a slot too
+        sizes = [
+            max(layer.num_bytes, 1) for layer in self._store.layers
+        ]  # because without weights it has a slot too
         passing = (
-            0 if index in wanted or index in self._store.device_states else size for index, size in enumerate(sizes)
+            0 if index in wanted or index in self._store.device_states else size
+            for index, size in enumerate(sizes)
         )
         most = Counter(slot_counts(stage_runs, tuple(passing), num_devices=1))
         most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
@@ -61,16 +72,20 @@ class StageLoader:
         return Stage(stage_run, modes, layer_modes, settings.weights, timer)
 
     def upload(self, stage: Stage, index: int) -> None:
-        """Queues those of a layer's weights that are not on the device yet on the up lane; returns at once.
+        """Queues those of a layer's weights that are not on the device yet on the up lane; returns
+        at once.
 
-        The working copies must not be written until the lane has read them: writing back waits for the stage run's results.
+        The working copies must not be written until the lane has read them: writing back waits for
+        the stage run's results.
         """
         layer = self._store.layers[index]
         device_state = self._store.device_states.get(index)
         image = device_state.image_at(stage.weights.version) if device_state is not None else None
         if image is not None:
             here = self._device.compute.record()  # it was written on that lane
-            stage.uploaded[index] = UploadedLayer(layer, Slot(image, here), Queued(here), is_on_device=True)
+            stage.uploaded[index] = UploadedLayer(
+                layer, Slot(image, here), Queued(here), is_on_device=True
+            )
             return
         stamps = self._stamps(stage, layer)
         slot, missing, sent = self.residency.claim(layer, stamps)
@@ -81,7 +96,9 @@ class StageLoader:
             num_bytes = sum(use.parameter.nbytes for use in missing)
             # What a helper sends is not on the lane yet when it would be marked.
             timed = (
-                stage.timer.copies("up", self._device.up, num_bytes) if self._sender.helper is None else nullcontext()
+                stage.timer.copies("up", self._device.up, num_bytes)
+                if self._sender.helper is None
+                else nullcontext()
             )
             with timed:
                 sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
@@ -96,10 +113,16 @@ class StageLoader:
         ]
 
     def release(self, stage: Stage) -> None:
-        """The slots may be overwritten once the compute lane is past this point, or past the layer's own last one."""
+        """The slots may be overwritten once the compute lane is past this point, or past the
+        layer's own last one."""
         over = self._device.compute.record()
-        # Layers that were done early first, in that order, because the pool hands out what came first.
-        early = {index: departure.free for index, departure in stage.departures.items() if departure.free is not None}
+        # Layers that were done early first, in that order, because the pool hands out what came
+        # first.
+        early = {
+            index: departure.free
+            for index, departure in stage.departures.items()
+            if departure.free is not None
+        }
         stage.departures.clear()
         for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
             uploaded = stage.uploaded[index]
@@ -108,7 +131,8 @@ class StageLoader:
         stage.uploaded.clear()
 
     def is_on_device(self, layer: LayerParameters) -> bool:
-        """Whether the layer's optimizer state is on the device, so that its gradients need not leave it."""
+        """Whether the layer's optimizer state is on the device, so that its gradients need not
+        leave it."""
         return layer.layer in self._store.device_states
 
     def forget(self) -> None:
@@ -119,3 +143,52 @@ class StageLoader:
         """Frees what it holds on the device."""
         self.forget()
         self.slots.clear()
+
+
+class Uploads:
+    """Layers on their way up to one device, in the schedule's order, each as soon as the optimizer
+    has written it back.
+
+    The worker does not stand still for a layer that it does not need yet: an update writes back
+    shallow layers first, and a forward that follows it closely hides behind it. Used by the
+    device's worker only.
+
+    Args:
+        is_written_back: of a layer and the version of the weights that a call runs with; raises
+            what keeps that from ever being so.
+    """
+
+    def __init__(self, loader: StageLoader, is_written_back: Callable[[int, int], bool]) -> None:
+        self._loader = loader
+        self._is_written_back = is_written_back
+        self._waiting: deque[tuple[Stage, int]] = deque()
+
+    def begin(self, call: Call, stage: Stage) -> None:
+        """Queues what is written back of the stage's weights; the rest follows when somebody needs
+        some of it."""
+        self._waiting.extend((stage, layer) for layer in stage.stage_run.layers)
+        self._go_on(call)
+
+    def need(self, call: Call, stage: Stage, layer: int) -> None:
+        """Blocks until the layer's copies are queued. Raises Cancelled if the call fails
+        meanwhile."""
+        if not self._waiting:
+            return
+        while layer not in stage.uploaded:
+            call.mailbox.wait_until(lambda: self._is_next_written_back(call))
+            self._upload_next()
+        self._go_on(call)
+
+    def give_up(self) -> None:
+        self._waiting.clear()
+
+    def _go_on(self, call: Call) -> None:
+        while self._waiting and call.mailbox.is_so(lambda: self._is_next_written_back(call)):
+            self._upload_next()
+
+    def _is_next_written_back(self, call: Call) -> bool:
+        return self._is_written_back(self._waiting[0][1], call.settings.weights.version)
+
+    def _upload_next(self) -> None:
+        self._loader.upload(*self._waiting[0])
+        self._waiting.popleft()

@@ -1,7 +1,9 @@
-"""The machinery behind one engine: its layers on the devices of a worker pool, and what turns passes into a running call."""
+"""The machinery behind one engine: its layers on the devices of a worker pool, and what turns
+passes into a running call."""
 
 import threading
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +51,11 @@ class Pipeline:
         knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
         self._executors = []
         for device, sender, slots, spills in zip(
-            worker_pool.devices, worker_pool.senders, worker_pool.slots, worker_pool.spills, strict=True
+            worker_pool.devices,
+            worker_pool.senders,
+            worker_pool.slots,
+            worker_pool.spills,
+            strict=True,
         ):
             loader = StageLoader(device, layers, store, sender, slots)
             copies = BufferCache(device, known_buffers)
@@ -57,7 +63,15 @@ class Pipeline:
                 Executor(
                     device,
                     loader,
-                    ReplicaCache(device, layers, rules, worker_pool.compiler, copies, writers, loader.residency),
+                    ReplicaCache(
+                        device,
+                        layers,
+                        rules,
+                        worker_pool.compiler,
+                        copies,
+                        writers,
+                        loader.residency,
+                    ),
                     ModuleChanges(device, store, copies),
                     buffers,
                     spills,
@@ -83,7 +97,8 @@ class Pipeline:
         """A call that is not started yet.
 
         Args:
-            posts: what its first stage runs take from the mailbox (inputs, or gradients for a backward round).
+            posts: what its first stage runs take from the mailbox (inputs, or gradients for a
+                backward round).
             resident_layers: what stays on the devices when its stage runs are over.
             kept: what was kept by the forward round that this is the backward of.
         """
@@ -117,7 +132,7 @@ class Pipeline:
             for executor, worker, actions in zip(
                 self._executors, self._worker_pool.workers, call.schedule.actions, strict=True
             ):
-                worker.submit(lambda executor=executor, actions=actions: executor.run(call, actions))  # type: ignore[misc]
+                worker.submit(partial(executor.run, call, actions))
 
     def close(self) -> None:
         """Has the devices freed after the calls already submitted. Returns at once."""
@@ -125,11 +140,14 @@ class Pipeline:
             worker.submit(executor.close)
 
 
-def deliver(boundary: Boundary, target: torch.device | None, shared: Container[int] | None) -> Boundary:
-    """A call's output on the caller's device (None: wherever it is), complete. Blocks until the device has made it.
+def deliver(
+    boundary: Boundary, target: torch.device | None, shared: Container[int] | None
+) -> Boundary:
+    """A call's output on the caller's device (None: wherever it is), complete. Blocks until the
+    device has made it.
 
-    ``shared``: addresses of memory that a backward may still read, for a layer may return what was kept as its input;
-    None: of any. Of that the caller, who may write to it, gets a copy.
+    ``shared``: addresses of memory that a backward may still read, for a layer may return what was
+    kept as its input; None: of any. Of that the caller, who may write to it, gets a copy.
     """
     if boundary.source is None or boundary.ready is None:
         raise InternalError("an output without a source device")
@@ -138,7 +156,8 @@ def deliver(boundary: Boundary, target: torch.device | None, shared: Container[i
     for leaf in boundary.leaves:
         if isinstance(leaf, torch.Tensor):
             boundary.source.lend_to_caller(leaf)
-            # What goes to the host is no memory of the device any more, also of a device that is made of the CPU.
+            # What goes to the host is no memory of the device any more, also of a device that is
+            # made of the CPU.
             goes_down = target is not None and target.type == "cpu"
             is_shared = shared is None or address_of(leaf) in shared
             leaf = leaf.to(leaf.device if target is None else target, copy=goes_down or is_shared)

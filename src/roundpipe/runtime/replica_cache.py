@@ -1,4 +1,5 @@
-"""The modules that stage runs of one device compute with: made, or left by the stage run before. Sends nothing anywhere."""
+"""The modules that stage runs of one device compute with: made, or left by the stage run before.
+Sends nothing anywhere."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +30,8 @@ class ReplicaCache:
     """See [Note: replicas used again]. Used by the device's worker.
 
     Args:
-        residency: tells which slots stay their layer's, so that its residents can be used again too.
+        residency: tells which slots stay their layer's, so that its residents can be used again
+            too.
     """
 
     def __init__(
@@ -54,11 +56,16 @@ class ReplicaCache:
 
     def begin_call(self) -> None:
         """Slots of some layers may have gone."""
-        kept = {index: residents for index, residents in self._residents.items() if residents.are_in(self._residency)}
+        kept = {
+            index: residents
+            for index, residents in self._residents.items()
+            if residents.are_in(self._residency)
+        }
         self._residents = kept
 
     def module(self, stage: Stage, index: int) -> nn.Module:
-        """The layer's replica, made when it is first asked for. To be called on the compute lane."""
+        """The layer's replica, made when it is first asked for. To be called on the compute
+        lane."""
         if index not in stage.replicas:
             self._open(stage, index)
         return stage.replicas[index].module
@@ -84,13 +91,18 @@ class ReplicaCache:
         if left is not None:
             self._compiler.let_go(left.replica.module)
         compile_ = partial(self._compiler.apply, device=self._device, modes=stage.modes)
-        return Replica(self._layers[index], residents.parameters, self.buffers.place, stage.modes, compile_)
+        return Replica(
+            self._layers[index], residents.parameters, self.buffers.place, stage.modes, compile_
+        )
 
     def watch(self, stage: Stage, index: int) -> LayerWatch:
-        """Knows what the layer's modules are like, and can make them so again. To be used on the compute lane."""
+        """Knows what the layer's modules are like, and can make them so again. To be used on the
+        compute lane."""
         if index not in stage.watches:
             pairs = stage.replicas[index].pairs
-            stage.watches[index] = LayerWatch(pairs, self._device, self.buffers, self._writers, stage.modes)
+            stage.watches[index] = LayerWatch(
+                pairs, self._device, self.buffers, self._writers, stage.modes
+            )
         return stage.watches[index]
 
     def release(self, stage: Stage) -> None:
@@ -98,8 +110,11 @@ class ReplicaCache:
         for watch in stage.watches.values():
             watch.give_back()
         for index, replica in stage.replicas.items():
-            # A backward may set something too, by hooks on tensors or because it runs a part of the layer again.
-            if (index in stage.untouched and stage.stage_run.pass_ is Pass.FORWARD) or replica.is_as_made:
+            # A backward may set something too, by hooks on tensors or because it runs a part of the
+            # layer again.
+            if (
+                index in stage.untouched and stage.stage_run.pass_ is Pass.FORWARD
+            ) or replica.is_as_made:
                 self._leave(stage, index, replica)
             else:
                 self._compiler.let_go(replica.module)
@@ -113,7 +128,8 @@ class ReplicaCache:
         stage.residents.clear()
 
     def _leave(self, stage: Stage, index: int, replica: Replica) -> None:
-        """To the next stage run of the layer, unless another one that was under way has left its own already."""
+        """To the next stage run of the layer, unless another one that was under way has left its
+        own already."""
         replica.empty()
         if index in self._left:
             self._compiler.let_go(replica.module)
@@ -125,7 +141,8 @@ class ReplicaCache:
     def forget(self) -> None:
         """After a failure nothing is taken for granted. No stage run may be under way.
 
-        Also buffers may have been written without a trace; that is only looked for at the end of a stage run.
+        Also buffers may have been written without a trace; that is only looked for at the end of a
+        stage run.
         """
         self.buffers.clear()
         self._residents.clear()

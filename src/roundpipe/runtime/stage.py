@@ -1,4 +1,5 @@
-"""A stage on a device: its weights in slots and its layers' replicas, for the time of one stage run."""
+"""A stage on a device: its weights in slots and its layers' replicas, for the time of one stage
+run."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -23,7 +24,8 @@ from .timing import Timer
 
 
 class UploadedLayer(NamedTuple):
-    """A layer's weights in a slot, or in its device state if ``is_on_device``, usable after ``sent.event()``."""
+    """A layer's weights in a slot, or in its device state if ``is_on_device``, usable after
+    ``sent.event()``."""
 
     layer: LayerParameters
     slot: Slot
@@ -32,11 +34,13 @@ class UploadedLayer(NamedTuple):
 
 
 class Stage:
-    """One stage run's stage. Weights come from a `StageLoader`, modules from `ReplicaCache`; all on the device's worker.
+    """One stage run's stage. Weights come from a `StageLoader`, modules from `ReplicaCache`; all on
+    the device's worker.
 
     Args:
         modes: of the call.
-        layer_modes: whether a layer trains and which of its parameters do, all that its behaviour may depend on.
+        layer_modes: whether a layer trains and which of its parameters do, all that its behaviour
+            may depend on.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class Stage:
         self.uploaded: dict[int, UploadedLayer] = {}
         self.replicas: dict[int, Replica] = {}
         self.residents: dict[int, ReplicaParameters] = {}
-        self.untouched: set[int] = set()  # layers whose forwards are over and have set nothing on their modules
+        self.untouched: set[int] = (
+            set()
+        )  # layers whose forwards are over and have set nothing on their modules
         self.watches: dict[int, LayerWatch] = {}
         self.departures: dict[int, Departure] = {}
         self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
@@ -66,15 +72,21 @@ class Stage:
             uploaded.sent.give_up()
 
     def holds(self, leaf: Any) -> bool:
-        """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a layer has returned."""
+        """Whether it is memory of one of the stage's slots: a weight, or a view of one, that a
+        layer has returned."""
         address = address_of(leaf)
-        return address != 0 and any(address_of(uploaded.slot.buffer) == address for uploaded in self.uploaded.values())
+        return address != 0 and any(
+            address_of(uploaded.slot.buffer) == address for uploaded in self.uploaded.values()
+        )
 
     def apart(self, layer: int, value: Any, output: Any) -> Any:
-        """What a layer has returned for ``value``, without memory of its buffers, which it may write to for the next
-        microbatch. Only looks where it has to: not at what a graph has made, nor at what went in."""
+        """What a layer has returned for ``value``, without memory of its buffers, which it may
+        write to for the next microbatch. Only looks where it has to: not at what a graph has made,
+        nor at what went in."""
         looked_at = [output]
-        if type(output) is dict and type(value) is dict:  # taken apart are only what is not handed on as it is
+        if (
+            type(output) is dict and type(value) is dict
+        ):  # taken apart are only what is not handed on as it is
             looked_at = [item for name, item in output.items() if item is not value.get(name)]
         leaves = [
             leaf
@@ -87,25 +99,39 @@ class Stage:
         own = {address_of(tensor) for tensor in self._tensors_held(layer)} - {0}
         if not own or set(map(id, leaves)) <= set(map(id, pytree.tree_leaves(value))):
             return output
-        return pytree.tree_map(lambda leaf: copied(leaf) if address_of(leaf) in own else leaf, output)
+        return pytree.tree_map(
+            lambda leaf: copied(leaf) if address_of(leaf) in own else leaf, output
+        )
 
     def _tensors_held(self, layer: int) -> list[torch.Tensor]:
-        """As buffers or plain attributes. Mostly none: a replica that is as it was made has only buffers, by [3] in
-        [Note: replicas used again], and among some hundred values of another one there are a dozen types."""
+        """As buffers or plain attributes. Mostly none: a replica that is as it was made has only
+        buffers, by [3] in [Note: replicas used again], and among some hundred values of another one
+        there are a dozen types."""
         replica = self.replicas[layer]
-        parts = [part for _, part in (replica.with_buffers if replica.is_as_made else replica.pairs)]
-        held = list(chain.from_iterable(chain(part._buffers.values(), part.__dict__.values()) for part in parts))
+        parts = [
+            part for _, part in (replica.with_buffers if replica.is_as_made else replica.pairs)
+        ]
+        held = list(
+            chain.from_iterable(
+                chain(part._buffers.values(), part.__dict__.values()) for part in parts
+            )
+        )
         if not any(issubclass(kind, torch.Tensor) for kind in set(map(type, held))):
             return []
         return [value for value in held if isinstance(value, torch.Tensor)]
 
     def let_go(self, boundary: Boundary) -> Boundary:
-        """The boundary without memory of slots, which will hold other weights when somebody reads it."""
-        return boundary._replace(leaves=tuple(copied(leaf) if self.holds(leaf) else leaf for leaf in boundary.leaves))
+        """The boundary without memory of slots, which will hold other weights when somebody reads
+        it."""
+        return boundary._replace(
+            leaves=tuple(copied(leaf) if self.holds(leaf) else leaf for leaf in boundary.leaves)
+        )
 
     def depart(self, layer: int, value: Any, compute: Lane) -> None:
         """The layer is about to run for its last backward; ``value`` goes into it."""
-        self.departures[layer] = Departure(compute, pytree.tree_leaves(value), trains=any(self.layer_modes[layer][1:]))
+        self.departures[layer] = Departure(
+            compute, pytree.tree_leaves(value), trains=any(self.layer_modes[layer][1:])
+        )
 
     @property
     def accumulators(self) -> list[Accumulator]:

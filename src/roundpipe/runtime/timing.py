@@ -1,8 +1,8 @@
 """Times layers and copies in the few calls that are timed.
 
-Nothing ever waits for a device: a stopwatch keeps pairs of marks, and reads those that were reached when a later stage run
-ends. A layer is timed from mark to mark around it, once per stage run; its backward from the moment at which the gradient
-of its output is there to that of its input's.
+Nothing ever waits for a device: a stopwatch keeps pairs of marks, and reads those that were reached
+when a later stage run ends. A layer is timed from mark to mark around it, once per stage run; its
+backward from the moment at which the gradient of its output is there to that of its input's.
 """
 
 from collections import deque
@@ -26,7 +26,8 @@ class _Sample(NamedTuple):
 
 
 class Stopwatch:
-    """What was marked on one device and not read yet. Filled and read by its worker, and by backwards it waits for."""
+    """What was marked on one device and not read yet. Filled and read by its worker, and by
+    backwards it waits for."""
 
     def __init__(self) -> None:
         self._unread: deque[_Sample] = deque()
@@ -52,7 +53,9 @@ class Stopwatch:
 class Timer:
     """Of a stage run that is not timed."""
 
-    def layer(self, computation: Computation, layer: int, microbatch: int) -> AbstractContextManager[None]:
+    def layer(
+        self, computation: Computation, layer: int, microbatch: int
+    ) -> AbstractContextManager[None]:
         """The block runs a layer."""
         return nullcontext()
 
@@ -75,7 +78,9 @@ class StageRunTimer(Timer):
         microbatch: the one whose layers are timed.
     """
 
-    def __init__(self, watch: Stopwatch, measured: ShapeMeasurements, compute: Lane, microbatch: int) -> None:
+    def __init__(
+        self, watch: Stopwatch, measured: ShapeMeasurements, compute: Lane, microbatch: int
+    ) -> None:
         self._watch = watch
         self._measured = measured
         self._compute = compute
@@ -122,7 +127,9 @@ class StageRunTimer(Timer):
     def copies(self, way: Way, lane: Lane, num_bytes: int) -> Iterator[None]:
         begin = lane.mark()
         yield
-        self._watch.add(partial(self._measured.rates.record_copy, way, num_bytes), begin, lane.mark())
+        self._watch.add(
+            partial(self._measured.rates.record_copy, way, num_bytes), begin, lane.mark()
+        )
 
     def _add(self, computation: Computation, layer: int, begin: Mark, end: Mark) -> None:
         self._watch.add(partial(self._measured.record_time, computation, layer), begin, end)
@@ -131,13 +138,17 @@ class StageRunTimer(Timer):
 _UNTIMED = Timer()
 
 
-def timer_of(stage_run: StageRun, device: Device, watch: Stopwatch, measured: ShapeMeasurements | None) -> Timer:
+def timer_of(
+    stage_run: StageRun, device: Device, watch: Stopwatch, measured: ShapeMeasurements | None
+) -> Timer:
     """``measured``: None if the stage run is not timed.
 
-    Neither the first microbatch is timed, which opens the layers, nor the last, which offloads their gradients, if there
-    is another one.
+    Neither the first microbatch is timed, which opens the layers, nor the last, which offloads
+    their gradients, if there is another one.
     """
     if measured is None:
         return _UNTIMED
     num_microbatches = len(stage_run.microbatches)
-    return StageRunTimer(watch, measured, device.compute, stage_run.microbatches[1 if num_microbatches > 2 else 0])
+    return StageRunTimer(
+        watch, measured, device.compute, stage_run.microbatches[1 if num_microbatches > 2 else 0]
+    )

@@ -1,5 +1,5 @@
-"""The devices of one model and what its pipelines share there: a worker thread each, the way up, slots, and
-compiled forwards."""
+"""The devices of one model and what its pipelines share there: a worker thread each, the way up,
+slots, and compiled forwards."""
 
 import threading
 from collections.abc import Sequence
@@ -16,20 +16,25 @@ from ..transfer.spill import Spills
 
 
 class WorkerPool:
-    """One worker per device, in the order of ``devices``, and the round-robin position that carries on from call to
-    call.
+    """One worker per device, in the order of ``devices``, and the round-robin position that carries
+    on from call to call.
 
-    Used by the caller's thread; slots, senders and the compiler belong to the workers. Holds no reference to an engine.
+    Used by the caller's thread; slots, senders and the compiler belong to the workers. Holds no
+    reference to an engine.
     """
 
     def __init__(
-        self, devices: Sequence[Device], store: ParameterStore, memory: HostMemory, compiler: BlockCompiler
+        self,
+        devices: Sequence[Device],
+        store: ParameterStore,
+        memory: HostMemory,
+        compiler: BlockCompiler,
     ) -> None:
         self.devices = list(devices)
         self.compiler = compiler  # one, because like layers may be in many parts
         self.next_device = 0
-        # Held while a call is handed out. Calls of two threads, in another order on each device, would wait for each
-        # other.
+        # Held while a call is handed out. Calls of two threads, in another order on each device,
+        # would wait for each other.
         self.handing_out = threading.Lock()
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
@@ -43,7 +48,8 @@ class WorkerPool:
             worker.submit(device.enter_thread)
 
     def close(self) -> None:
-        """Ends the workers after the jobs already submitted, among them the ends of all pipelines, and waits for it."""
+        """Ends the workers after the jobs already submitted, among them the ends of all pipelines,
+        and waits for it."""
         for worker, sender in zip(self.workers, self.senders, strict=True):
             worker.submit(sender.close)
             worker.stop()
@@ -53,4 +59,7 @@ class WorkerPool:
 
     def statistics(self) -> dict[str, int]:
         """Bytes in slots by device."""
-        return {device.name: slots.num_bytes for device, slots in zip(self.devices, self.slots, strict=True)}
+        return {
+            device.name: slots.num_bytes
+            for device, slots in zip(self.devices, self.slots, strict=True)
+        }

@@ -1,4 +1,5 @@
-"""Where optimizer code is allowed to run, and what it sees there. Thread-local: other threads are not affected."""
+"""Where optimizer code is allowed to run, and what it sees there. Thread-local: other threads are
+not affected."""
 
 import os
 import threading
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 
 class StepListener(Protocol):
-    """What has settings of its own to remember when ``RoundPipe.step`` is called. Called on the caller's thread."""
+    """What has settings of its own to remember when ``RoundPipe.step`` is called. Called on the
+    caller's thread."""
 
     def step_called(self, step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None: ...
 
@@ -46,7 +48,10 @@ class OptimizerCtx:
     def __enter__(self) -> "OptimizerCtx":
         if _local.step is None:
             if in_worker():
-                raise ConfigError("OptimizerCtx was entered inside a layer or loss_fn; enter it in your own thread")
+                raise ConfigError(
+                    "OptimizerCtx was entered inside a layer or loss_fn; enter it in your own "
+                    "thread"
+                )
             for thread in _threads:
                 thread.wait_idle()
         _local.depth += 1
@@ -67,11 +72,14 @@ def current_step() -> "StepOptimizers | None":
 
 
 def refuse_inside(what: str) -> None:
-    """Raises ConfigError in a ``step_fn``, layer or ``loss_fn``: waiting there for the engine would wait for itself."""
+    """Raises ConfigError in a ``step_fn``, layer or ``loss_fn``: waiting there for the engine would
+    wait for itself."""
     if _local.step is not None:
         raise ConfigError(f"{what} was called inside step_fn; call it after step() returns")
     if in_worker():
-        raise ConfigError(f"{what} was called inside a layer or loss_fn; call it after forward_backward() returns")
+        raise ConfigError(
+            f"{what} was called inside a layer or loss_fn; call it after forward_backward() returns"
+        )
 
 
 @contextmanager
@@ -88,7 +96,8 @@ def running_step(optimizers: "StepOptimizers") -> Iterator[None]:
 
 
 def introduce(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer known to the engines whose masters it holds, so that its first step is snapshotted too."""
+    """Makes an optimizer known to the engines whose masters it holds, so that its first step is
+    snapshotted too."""
     for thread in _threads:
         thread.introduce(optimizer)
 
@@ -102,7 +111,9 @@ def threads() -> "Iterator[StepThread]":
     return iter(_threads)
 
 
-if hasattr(os, "register_at_fork"):  # because none of them runs there, so that whoever waited would wait forever
+if hasattr(
+    os, "register_at_fork"
+):  # because none of them runs there, so that whoever waited would wait forever
     os.register_at_fork(after_in_child=_threads.clear)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 class StepHandle:
     """An update under way."""
 
-    def __init__(self, condition: threading.Condition, on_raise: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, condition: threading.Condition, on_raise: Callable[[BaseException], None]
+    ) -> None:
         self._condition = condition
         self._on_raise = on_raise
         self._is_done = False
@@ -27,11 +29,14 @@ class StepHandle:
         """
         self._wait(lambda: self._is_done)
         if self._error is not None:
-            self._on_raise(self._error)  # because what the caller has seen here is not to come up again later
+            self._on_raise(
+                self._error
+            )  # because what the caller has seen here is not to come up again later
             raise self._error
 
     def wait_over(self) -> bool:
-        """Blocks until the update succeeded or failed. Returns whether it succeeded; its error is left to ``wait``."""
+        """Blocks until the update succeeded or failed. Returns whether it succeeded; its error is
+        left to ``wait``."""
         self._wait(lambda: self._is_done)
         return self._error is None
 
@@ -45,7 +50,8 @@ class StepHandle:
         self._wait(lambda: self._is_entered or self._is_done)
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
-        # The condition puts an interrupt off until the wait is over; a second one is raised at once.
+        # The condition puts an interrupt off until the wait is over; a second one is raised at
+        # once.
         with self._condition:
             self._condition.wait_for(is_true)
 

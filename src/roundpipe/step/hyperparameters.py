@@ -1,8 +1,10 @@
-"""Hyper-parameters as they were when ``step`` was called, whatever a scheduler does to them meanwhile.
+"""Hyper-parameters as they were when ``step`` was called, whatever a scheduler does to them
+meanwhile.
 
-torch tells of every optimizer step through a global pre-hook, which may also replace the arguments of that step,
-``self`` included. So each step inside ``step_fn`` runs on a *stand-in*: the same state and the same parameters, with
-param groups of its own. The optimizer's own groups belong to the caller's thread alone and are never written late.
+torch tells of every optimizer step through a global pre-hook, which may also replace the arguments
+of that step, ``self`` included. So each step inside ``step_fn`` runs on a *stand-in*: the same
+state and the same parameters, with param groups of its own. The optimizer's own groups belong to
+the caller's thread alone and are never written late.
 """
 
 import weakref
@@ -31,21 +33,24 @@ _working: "WeakRegistry[WorkingWeights]" = WeakRegistry()
 
 
 class Taken(NamedTuple):
-    """Hyper-parameters as they were at a call. ``optimizer``: whose, because another may have its id by now."""
+    """Hyper-parameters as they were at a call. ``optimizer``: whose, because another may have its
+    id by now."""
 
     optimizer: weakref.ref[Optimizer]
     groups: Hyperparameters
 
 
 class LearntOptimizers:
-    """The optimizers an engine's ``step_fn``s have stepped. Changed on the optimizer thread, read by the caller."""
+    """The optimizers an engine's ``step_fn``s have stepped. Changed on the optimizer thread, read
+    by the caller."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self.self_written: dict[int, set[str]] = {}
 
     def find(self, masters: Iterable[torch.Tensor]) -> None:
-        """Learns every optimizer alive that holds one of the masters, before any has been seen to step."""
+        """Learns every optimizer alive that holds one of the masters, before any has been seen to
+        step."""
         wanted = {id(master) for master in masters}
         for candidate in interpreter.optimizers():
             groups = candidate.__dict__.get("param_groups", [])
@@ -59,7 +64,8 @@ class LearntOptimizers:
             self._known[id(optimizer)] = weakref.ref(optimizer)
 
     def forget_gone(self) -> bool:
-        """Whether none is known, or one is gone: another may have taken its place that nobody has seen step."""
+        """Whether none is known, or one is gone: another may have taken its place that nobody has
+        seen step."""
         gone = [key for key, reference in list(self._known.items()) if reference() is None]
         for key in gone:
             del self._known[key]
@@ -79,14 +85,17 @@ class LearntOptimizers:
 
 
 class StepOptimizers:
-    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a step begins.
+    """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a
+    step begins.
 
     ``updates`` are those decided in it and not computed yet; set by the optimizer thread.
     """
 
     updates: PendingUpdates
 
-    def __init__(self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]) -> None:
+    def __init__(
+        self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]
+    ) -> None:
         self._on_enter = on_enter
         self._learnt = learnt
         self._taken = taken
@@ -103,17 +112,27 @@ class StepOptimizers:
         other = object.__new__(type(optimizer))
         other.__dict__.update(optimizer.__dict__)
         other.param_groups = [
-            {**hypers, **{name: group[name] for name in own if name in group}, "params": group["params"]}
+            {
+                **hypers,
+                **{name: group[name] for name in own if name in group},
+                "params": group["params"],
+            }
             for hypers, group in zip(taken, optimizer.param_groups, strict=False)
         ]
-        other.__dict__[_BEFORE] = ([dict(group) for group in other.param_groups], dict(optimizer.__dict__))
+        other.__dict__[_BEFORE] = (
+            [dict(group) for group in other.param_groups],
+            dict(optimizer.__dict__),
+        )
         return other
 
     def take_back(self, optimizer: Optimizer, other: Optimizer) -> None:
-        """What the step itself wrote (counters in its groups, attributes) goes to the caller's optimizer."""
+        """What the step itself wrote (counters in its groups, attributes) goes to the caller's
+        optimizer."""
         before, attributes = other.__dict__.pop(_BEFORE)
         own = self._learnt.self_written.setdefault(id(optimizer), set())
-        for group, stepped, old in zip(optimizer.param_groups, other.param_groups, before, strict=False):
+        for group, stepped, old in zip(
+            optimizer.param_groups, other.param_groups, before, strict=False
+        ):
             for name, value in stepped.items():
                 if name != "params" and (name not in old or old[name] is not value):
                     own.add(name)
@@ -139,8 +158,8 @@ def know_master(master: torch.Tensor) -> None:
 
 
 class WorkingWeights:
-    """Parameters that get no gradient, for as long as an engine that trains their masters holds this and is open. Other
-    engines may have the same.
+    """Parameters that get no gradient, for as long as an engine that trains their masters holds
+    this and is open. Other engines may have the same.
 
     Does not hold them: its owner does.
     """
@@ -160,21 +179,26 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     for parameter in parameters:
         if not isinstance(parameter, Master) and any(id(parameter) in ids for ids in working):
             raise ConfigError(
-                f"this {type(optimizer).__name__} was made over the model's working weights, which get no gradient; "
-                "make it over RoundPipe.optim_parameters(), or close() the engine to train the model without it"
+                f"this {type(optimizer).__name__} was made over the model's working weights, which "
+                "get no gradient; "
+                "make it over RoundPipe.optim_parameters(), or close() the engine to train the "
+                "model without it"
             )
     if step is not None:
         masters = [parameter for parameter in parameters if isinstance(parameter, Master)]
         if masters and not any(master.is_in_step for master in masters):
             raise ConfigError(
-                f"this {type(optimizer).__name__} was made over another engine's copies of the weights, which get no "
-                "gradient in this step; make it again over optim_parameters() of the engine whose step() was called"
+                f"this {type(optimizer).__name__} was made over another engine's copies of the "
+                "weights, which get no "
+                "gradient in this step; make it again over optim_parameters() of the engine whose "
+                "step() was called"
             )
         return (step.stand_in(optimizer), *args[1:]), kwargs
     for parameter in parameters:
         if _masters.get(id(parameter)) is parameter:
             raise ConfigError(
-                f"{type(optimizer).__name__}.step() was called outside step_fn, where there is no gradient; "
+                f"{type(optimizer).__name__}.step() was called outside step_fn, where there is no "
+                "gradient; "
                 "call RoundPipe.step(lambda: optimizer.step())"
             )
     return None

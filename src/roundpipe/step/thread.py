@@ -1,9 +1,11 @@
-"""The optimizer thread: adds up offloaded gradients, runs ``step_fn`` on masters, has the new weights written back.
+"""The optimizer thread: adds up offloaded gradients, runs ``step_fn`` on masters, has the new
+weights written back.
 
-[Note: versions] W_t are the weights after step t. A call made after t steps computes at version ``max(t - 1, s)``, s
-being the last step before a flush. Step t's job first writes back W_(t-1), layer by layer, then runs ``step_fn``; it may
-write working copies because every call that read older ones was committed by a job queued before it. Layers with a
-second working copy are written back by their own step; see [Note: two working copies].
+[Note: versions] W_t are the weights after step t. A call made after t steps computes at version
+``max(t - 1, s)``, s being the last step before a flush. Step t's job first writes back W_(t-1),
+layer by layer, then runs ``step_fn``; it may write working copies because every call that read
+older ones was committed by a job queued before it. Layers with a second working copy are written
+back by their own step; see [Note: two working copies].
 """
 
 import logging
@@ -41,7 +43,8 @@ class Backward(Protocol):
     def offloaded(self) -> Sequence[OffloadedLayer]: ...
 
     def wait_finished(self) -> None:
-        """Blocks until all that offloaded is known and on the host; raises what kept it from offloading."""
+        """Blocks until all that offloaded is known and on the host; raises what kept it from
+        offloading."""
         ...
 
 
@@ -57,22 +60,25 @@ def _noted(what: str) -> Iterator[None]:
 def leave_cores_for(num_devices: int) -> Job:
     """A job that limits the intra-op threads of the thread it runs on.
 
-    Each device's worker issues work from a core of its own and the caller needs one; an update that takes all cores
-    is several times slower than one that leaves a quarter of them, because its threads then wait for each other.
+    Each device's worker issues work from a core of its own and the caller needs one; an update that
+    takes all cores is several times slower than one that leaves a quarter of them, because its
+    threads then wait for each other.
     """
     cores = usable_cores()
     count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
 
     def limit() -> None:
         torch.set_num_threads(count)
-        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        # Until a thread first asks, torch has it follow whatever number another thread has set
+        # since.
         torch.get_num_threads()
 
     return limit
 
 
 class StepThread:
-    """Owns masters and windows while jobs run. All public methods but ``is_written_back`` are for the caller's thread."""
+    """Owns masters and windows while jobs run. All public methods but ``is_written_back`` are for
+    the caller's thread."""
 
     def __init__(
         self,
@@ -94,12 +100,15 @@ class StepThread:
         self._jobs_left = 0
         self._flushed = 0
         self.num_steps = 0
-        self.update_listeners: list[Callable[[float], None]] = []  # told what a step took, in milliseconds
+        self.update_listeners: list[
+            Callable[[float], None]
+        ] = []  # told what a step took, in milliseconds
         self.num_loads = 0
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
         self._is_over = False
-        # Because a forgotten engine writes back on its own thread, while the caller may have it give way.
+        # Because a forgotten engine writes back on its own thread, while the caller may have it
+        # give way.
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
         hook_optimizers()
@@ -120,10 +129,12 @@ class StepThread:
         return self.num_steps, self.version, self.num_loads
 
     def refuse_other_than(self, weights: tuple[int, int, int]) -> None:
-        """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was computed with."""
+        """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was
+        computed with."""
         if self.weights != weights:
             raise RuntimeError(
-                "step(), a flush or a load ran between this forward and its backward, so the weights are no longer "
+                "step(), a flush or a load ran between this forward and its backward, so the "
+                "weights are no longer "
                 "those of the forward; call backward() first"
             )
 
@@ -138,7 +149,8 @@ class StepThread:
         return self._jobs_left == 0
 
     def is_written_back(self, layer: int, version: int) -> bool:
-        """Whether the layer's working copies hold ``version``. Called by workers under the engine's condition.
+        """Whether the layer's working copies hold ``version``. Called by workers under the engine's
+        condition.
 
         Raises what keeps them from ever holding it.
         """
@@ -147,15 +159,22 @@ class StepThread:
     def introduce(self, optimizer: torch.optim.Optimizer) -> None:
         """Learns an optimizer that has just been made, if it is over masters of this engine."""
         masters = {id(master) for _, master in self._masters.existing()}
-        if any(id(parameter) in masters for group in optimizer.param_groups for parameter in group["params"]):
+        if any(
+            id(parameter) in masters
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             self._learnt.learn(optimizer)
 
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
         self._raise_kept()
         with self._condition:
-            # After an interrupted flush too, when all layers hold ``version`` but not all the newest one.
-            is_behind = self._write_back.error is not None or self._write_back.version < self.version
+            # After an interrupted flush too, when all layers hold ``version`` but not all the
+            # newest one.
+            is_behind = (
+                self._write_back.error is not None or self._write_back.version < self.version
+            )
             is_idle = self._jobs_left == 0
         if is_behind and is_idle:
             self._write_back_all()  # because writing back failed, which the caller was told
@@ -164,13 +183,15 @@ class StepThread:
         with self._condition:
             error = self._late.take()
             if error is not None:
-                # The caller knows now that these gradients are gone: what it steps next is not to be cancelled.
+                # The caller knows now that these gradients are gone: what it steps next is not to
+                # be cancelled.
                 self._window.error = None
         if error is not None:
             raise error
 
     def note_load(self) -> None:
-        """The user's parameters are about to hold other weights, or do so already. With no job left."""
+        """The user's parameters are about to hold other weights, or do so already. With no job
+        left."""
         self.num_loads += 1
         self.turns.tell_others()
 
@@ -185,10 +206,12 @@ class StepThread:
         self._masters.follow_others()
 
     def give_way(self) -> None:
-        """Another engine is to be used: what is under way ends, and the user's parameters hold the newest weights.
+        """Another engine is to be used: what is under way ends, and the user's parameters hold the
+        newest weights.
 
-        What they have been written since the update stays, as it does if an engine loads it. Raises what failed behind
-        the caller's back. After ``close()``, which has raised what kept it from writing back, it is tried once more.
+        What they have been written since the update stays, as it does if an engine loads it. Raises
+        what failed behind the caller's back. After ``close()``, which has raised what kept it from
+        writing back, it is tried once more.
         """
         if self._is_over:
             return
@@ -198,23 +221,32 @@ class StepThread:
             self._raise_kept()
         except Exception as error:
             if self.is_closed:
-                self._is_over = True  # because later it might overwrite what others have made of the weights
-                _log.warning("%s was closed before its weights were written back: the model is without some", self.name)
+                self._is_over = (
+                    True  # because later it might overwrite what others have made of the weights
+                )
+                _log.warning(
+                    "%s was closed before its weights were written back: the model is without some",
+                    self.name,
+                )
                 return
             self._add_whose(error)
             raise
 
     def _add_whose(self, error: BaseException) -> None:
         """For the caller of another engine."""
-        error.add_note(f"RoundPipe: this comes from the engine {self.name}, which has the same weights")
+        error.add_note(
+            f"RoundPipe: this comes from the engine {self.name}, which has the same weights"
+        )
         if error is self._write_back.error:
             error.add_note(
-                "RoundPipe: the model may hold some of its weights after the last update and some before; if it goes "
+                "RoundPipe: the model may hold some of its weights after the last update and some "
+                "before; if it goes "
                 "on like this, close() that engine, and load weights through another one"
             )
 
     def end_forgotten(self) -> None:
-        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so it never waits."""
+        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so
+        it never waits."""
         self._worker.submit(self._end_forgotten)
 
     def _end_forgotten(self) -> None:
@@ -231,7 +263,8 @@ class StepThread:
                 self._write_back_all()
 
     def wait_written_back(self, layer: int) -> None:
-        """Blocks the caller, who computes with the layer himself, until its working copies hold ``version``.
+        """Blocks the caller, who computes with the layer himself, until its working copies hold
+        ``version``.
 
         They then stay as they are until the job of the next step.
         """
@@ -239,19 +272,31 @@ class StepThread:
         self._condition.wait_interruptibly(lambda: self.is_written_back(layer, version))
 
     def commit(self, call: Backward) -> None:
-        """Queues adding a call's gradients to the current window; that job waits for its late backward stage runs."""
+        """Queues adding a call's gradients to the current window; that job waits for its late
+        backward stage runs."""
         window = self._window
         self._submit(lambda: self._commit(call, window))
 
     def step(
-        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        step_fn: Callable[..., Any],
+        is_async: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> StepHandle:
-        """Queues step t. Ownership of the accumulated gradients passes here; later calls start from zero."""
-        with deferred():  # because a step that is counted must be queued, or others would wait for its weights forever
+        """Queues step t. Ownership of the accumulated gradients passes here; later calls start from
+        zero."""
+        # Because a step that is counted must be queued, or others would wait for its weights
+        # forever.
+        with deferred():
             return self._queue_step(step_fn, is_async, args, kwargs)
 
     def _queue_step(
-        self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        step_fn: Callable[..., Any],
+        is_async: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> StepHandle:
         handle = StepHandle(self._condition, self._late.forget)
         window, self._window = self._window, self._new_window()
@@ -263,9 +308,14 @@ class StepThread:
             self._learnt.find(master for _, master in self._masters.existing())
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         context.tell_called(optimizers, handle, is_async)
-        self._submit(lambda: self._step(handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)))
+        self._submit(
+            lambda: self._step(
+                handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)
+            )
+        )
         if is_async and is_first:
-            # An optimizer made inside step_fn could not be found above: its hyper-parameters are read when it steps.
+            # An optimizer made inside step_fn could not be found above: its hyper-parameters are
+            # read when it steps.
             handle.wait_entered()
         if not is_async:
             self._flushed = number
@@ -281,7 +331,8 @@ class StepThread:
         """A synchronisation point: waits for all jobs and writes back the newest weights."""
         self.wait_idle()
         if self._write_back.error is None:
-            self._write_back_all()  # also after another failure, because steps that succeeded before it must not be lost
+            # Also after another failure, because steps that succeeded before it must not be lost.
+            self._write_back_all()
         self.raise_late_error()
 
     def _write_back_all(self) -> None:
@@ -293,7 +344,8 @@ class StepThread:
         self._flushed = self.num_steps
 
     def leave_devices(self) -> None:
-        """See `Masters.leave_devices`. Calls go on to compute with the versions that they would have computed with."""
+        """See `Masters.leave_devices`. Calls go on to compute with the versions that they would
+        have computed with."""
         self.wait_idle()
         self.raise_late_error()
         with deferred():  # because a layer that has left must be known to be behind
@@ -310,7 +362,9 @@ class StepThread:
             try:
                 job()
             except BaseException as error:
-                failure = error  # because an error that ended this thread would leave its waiters waiting
+                failure = (
+                    error  # because an error that ended this thread would leave its waiters waiting
+                )
             with self._condition:
                 if failure is not None:
                     self._fail_late(failure)
@@ -326,7 +380,9 @@ class StepThread:
 
     def _fail_late(self, error: BaseException) -> None:
         self._masters.note_failure(error)
-        if error is not self._write_back.error:  # which is late already, or a waiting call has raised it
+        if (
+            error is not self._write_back.error
+        ):  # which is late already, or a waiting call has raised it
             self._late.keep(error)
 
     def _commit(self, call: Backward, window: GradientWindow) -> None:
@@ -375,14 +431,18 @@ class StepThread:
             try:
                 self._masters.take_gradients()
             finally:
-                handle._finish(result, error)  # whatever happens, because somebody may be waiting for it
+                handle._finish(
+                    result, error
+                )  # whatever happens, because somebody may be waiting for it
         try:
             if error is None and not is_async:
-                # Behind the caller's back: the next call's uploads wait layer by layer, and reads of weights flush.
+                # Behind the caller's back: the next call's uploads wait layer by layer, and reads
+                # of weights flush.
                 self._write_back.write_back(number, self._store.layers, updates, window)
         finally:
             try:
-                updates.compute_all()  # after a failure: masters are to be as the optimizers' steps left them
+                # After a failure: masters are to be as the optimizers' steps left them.
+                updates.compute_all()
             finally:
                 window.release()
         if error is None:

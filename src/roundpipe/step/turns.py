@@ -1,12 +1,15 @@
-"""Engines over the same weights, of which the caller uses one at a time. Knows who has which, and writes none.
+"""Engines over the same weights, of which the caller uses one at a time. Knows who has which, and
+writes none.
 
-[Note: turns] Who wraps a model again, or a part of it, has two engines with masters of their own for a weight, and the
-first may have an update under way, or one that is not written back because it was asynchronous. So an engine that is made
-or called has the others *give way* first: they end their jobs and write back, and have nothing left to write later. What
-they have stepped or loaded since its own last call it then *follows*: its masters take over the model's weights, and
-what devices hold of those is sent again. An engine that is forgotten writes back in its last job, because nobody can ask
-it to any more. What keeps an engine from writing back stops the others too: they would go on from weights of which some
-are older than others. That ends when it is closed; then what the model holds is what there is.
+[Note: turns] Who wraps a model again, or a part of it, has two engines with masters of their own
+for a weight, and the first may have an update under way, or one that is not written back because it
+was asynchronous. So an engine that is made or called has the others *give way* first: they end
+their jobs and write back, and have nothing left to write later. What they have stepped or loaded
+since its own last call it then *follows*: its masters take over the model's weights, and what
+devices hold of those is sent again. An engine that is forgotten writes back in its last job,
+because nobody can ask it to any more. What keeps an engine from writing back stops the others too:
+they would go on from weights of which some are older than others. That ends when it is closed; then
+what the model holds is what there is.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -37,7 +40,8 @@ class Turns:
             other.turns._others.add(own)
 
     def take(self, follow: Callable[[], None]) -> None:
-        """Before an engine call. ``follow``: takes over what others have changed since this engine's last one."""
+        """Before an engine call. ``follow``: takes over what others have changed since this
+        engine's last one."""
         for other in self._others:
             other.give_way()
         if self._is_behind:
@@ -51,7 +55,8 @@ class Turns:
 
 
 def make_way(parameters: Iterable[torch.Tensor]) -> None:
-    """Before an engine is made over the parameters: what others have yet to write there is written."""
+    """Before an engine is made over the parameters: what others have yet to write there is
+    written."""
     for other in _over({id(parameter) for parameter in parameters}):
         context.refuse_inside("wrapping a model that has an engine")
         other.give_way()

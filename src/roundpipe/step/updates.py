@@ -1,4 +1,5 @@
-"""Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over memory."""
+"""Updates of single masters: decided by an optimizer's ``step``, computed later in one pass over
+memory."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,22 +21,29 @@ _PIECE = 1 << 25  # elements updated at once on an accelerator: their gradients 
 
 
 class Rule(Protocol):
-    """What happens to each element, hyper-parameters included. Must be elementwise: it is given chunks."""
+    """What happens to each element, hyper-parameters included. Must be elementwise: it is given
+    chunks."""
 
     def apply(
-        self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Sequence[Sequence[Tensor]]
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Sequence[Sequence[Tensor]],
     ) -> None:
-        """Updates chunks (flat) of masters and their states in place. Gradients are fp32 and not to be written."""
+        """Updates chunks (flat) of masters and their states in place. Gradients are fp32 and not to
+        be written."""
 
     def formula(self) -> native.Formula | None:
-        """The same for the one-pass kernel; None if that has no such rule, which then runs on the CPU only."""
+        """The same for the one-pass kernel; None if that has no such rule, which then runs on the
+        CPU only."""
 
 
 class RuleUpdate(NamedTuple):
-    """An update by a rule. ``parts`` add up to the gradient, which is multiplied by ``scale`` first.
+    """An update by a rule. ``parts`` add up to the gradient, which is multiplied by ``scale``
+    first.
 
-    Tensors of the state may have any dtype the rule can handle; they have an element for each of the master's, or one
-    for each ``BLOCK`` in a row.
+    Tensors of the state may have any dtype the rule can handle; they have an element for each of
+    the master's, or one for each ``BLOCK`` in a row.
     """
 
     weight: torch.Tensor
@@ -47,7 +55,9 @@ class RuleUpdate(NamedTuple):
 
     @property
     def can_move(self) -> bool:
-        return self.rule.formula() is not None and all(map(_is_plain_fp32, (self.weight, *self.moments)))
+        return self.rule.formula() is not None and all(
+            map(_is_plain_fp32, (self.weight, *self.moments))
+        )
 
     def moved(self, weight: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> "RuleUpdate":
         parts = tuple(part.to(weight.device) for part in self.parts)
@@ -56,7 +66,9 @@ class RuleUpdate(NamedTuple):
 
 def update_of(master: Master, moments: tuple[torch.Tensor, ...], rule: Rule) -> RuleUpdate:
     """The update of a master by the gradient that it has now."""
-    return RuleUpdate(master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule)
+    return RuleUpdate(
+        master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule
+    )
 
 
 def record(updates: Sequence[RuleUpdate]) -> None:
@@ -74,9 +86,11 @@ def pending_updates() -> PendingUpdates:
 
 
 def compute(updates: Sequence[UpdateInto]) -> None:
-    """Writes masters, state and the working copies given. Blocks; the interpreter is free meanwhile.
+    """Writes masters, state and the working copies given. Blocks; the interpreter is free
+    meanwhile.
 
-    On the CPU one that raises keeps none of the others from being done: the first error is raised when they are.
+    On the CPU one that raises keeps none of the others from being done: the first error is raised
+    when they are.
     """
     with torch.no_grad():
         if len(updates) == 1:
@@ -108,9 +122,12 @@ def _compute_alone(each: UpdateInto) -> None:
 
 
 def _by_kernel(updates: Sequence[Any]) -> bool:
-    """All of them in one pass; False, with nothing done, if there is one that the kernel cannot do."""
+    """All of them in one pass; False, with nothing done, if there is one that the kernel cannot
+    do."""
     kernel = native.library()
-    rules: dict[int, Rule] = {id(update.rule): update.rule for update, _ in updates}  # many have the same
+    rules: dict[int, Rule] = {
+        id(update.rule): update.rule for update, _ in updates
+    }  # many have the same
     found = {key: rule.formula() for key, rule in rules.items()}
     formulas = {key: formula for key, formula in found.items() if formula is not None}
     if kernel is None or len(formulas) < len(rules):
@@ -123,7 +140,8 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
 
 
 class _Piece(NamedTuple):
-    """Some elements of an update whose tensors are on a device: ``num_elements`` from ``start`` on."""
+    """Some elements of an update whose tensors are on a device: ``num_elements`` from ``start``
+    on."""
 
     update: RuleUpdate
     working: torch.Tensor | None
@@ -138,7 +156,9 @@ class _Piece(NamedTuple):
     def cut(self, size: int) -> "list[_Piece]":
         starts = range(0, self.num_elements, size)
         return [
-            self._replace(start=self.start + start, num_elements=min(size, self.num_elements - start))
+            self._replace(
+                start=self.start + start, num_elements=min(size, self.num_elements - start)
+            )
             for start in starts
         ]
 
@@ -168,13 +188,15 @@ def _portions(batch: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _together(pieces: Sequence[_Piece]) -> None:
-    """Pieces with one rule and one scale. Where memory is short, some at a time: an update is not left half done."""
+    """Pieces with one rule and one scale. Where memory is short, some at a time: an update is not
+    left half done."""
     weights = [piece.of(piece.update.weight) for piece in pieces]
     gradients = _like(weights)
     if gradients is None:
         if len(pieces) == 1 and pieces[0].num_elements <= _SMALLEST_PIECE:
             raise torch.OutOfMemoryError(
-                f"the update of {pieces[0].num_elements} elements needs 4 bytes for each; the device has no room for it"
+                f"the update of {pieces[0].num_elements} elements needs 4 bytes for each; the "
+                "device has no room for it"
             )
         size = max(max(piece.num_elements for piece in pieces) // 2, _SMALLEST_PIECE)
         for smaller in chain.from_iterable(piece.cut(size) for piece in pieces):
@@ -187,9 +209,13 @@ def _together(pieces: Sequence[_Piece]) -> None:
     update = pieces[0].update
     if update.scale != 1.0:
         torch._foreach_mul_(gradients, update.scale)
-    update.rule.apply(weights, gradients, [[piece.of(m) for m in piece.update.moments] for piece in pieces])
+    update.rule.apply(
+        weights, gradients, [[piece.of(m) for m in piece.update.moments] for piece in pieces]
+    )
     written = [
-        (piece.of(piece.working), w) for piece, w in zip(pieces, weights, strict=True) if piece.working is not None
+        (piece.of(piece.working), w)
+        for piece, w in zip(pieces, weights, strict=True)
+        if piece.working is not None
     ]
     if written:
         targets, sources = map(list, zip(*written, strict=True))
@@ -222,4 +248,8 @@ def _in_chunks(update: Any, working: torch.Tensor | None) -> None:
 
 
 def _piece(moment: torch.Tensor, where: slice, count: int) -> torch.Tensor:
-    return moment[where] if moment.numel() == count else moment[where.start // BLOCK : -(-where.stop // BLOCK)]
+    return (
+        moment[where]
+        if moment.numel() == count
+        else moment[where.start // BLOCK : -(-where.stop // BLOCK)]
+    )

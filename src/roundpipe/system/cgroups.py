@@ -1,4 +1,5 @@
-"""The groups of processes that this one is in, which a container, or the system, gives less than all there is."""
+"""The groups of processes that this one is in, which a container, or the system, gives less than
+all there is."""
 
 from pathlib import Path
 
@@ -7,8 +8,9 @@ _ALL = Path("/sys/fs/cgroup")
 
 
 def own_groups(kind: str) -> list[Path]:
-    """The folders of the group that limits ``kind`` (``"memory"``, ``"cpu"``) and of all it is part of, in each of the
-    two versions of the interface. Those that this process may not see are missing there."""
+    """The folders of the group that limits ``kind`` (``"memory"``, ``"cpu"``) and of all it is part
+    of, in each of the two versions of the interface. Those that this process may not see are
+    missing there."""
     try:
         lines = _OWN.read_text().splitlines()
     except OSError:

@@ -1,4 +1,5 @@
-"""How many cores this process may use. Containers often show all of their host's and are given the time of a few."""
+"""How many cores this process may use. Containers often show all of their host's and are given the
+time of a few."""
 
 import math
 import os
@@ -8,14 +9,18 @@ from .cgroups import own_groups
 
 
 def usable_cores() -> int:
-    """Those that this thread is bound to, or as many as make up its container's quota of time if these are fewer."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that this thread is bound to, or as many as make up its container's quota of time if
+    these are fewer."""
+    bound = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quotas = (quota for group in own_groups("cpu") if (quota := _quota(group)) is not None)
     return max(1, min([bound, *map(math.ceil, quotas)]))
 
 
 def _quota(group: Path) -> float | None:
-    """In cores. One file tells time and period in version 2 of control groups, two files in version 1."""
+    """In cores. One file tells time and period in version 2 of control groups, two files in version
+    1."""
     for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
         try:
             time, period = " ".join((group / name).read_text() for name in names).split()

@@ -1,4 +1,5 @@
-"""How much host memory is still to be had, for the system and for the group of processes this one is confined to."""
+"""How much host memory is still to be had, for the system and for the group of processes this one
+is confined to."""
 
 from pathlib import Path
 
@@ -14,7 +15,16 @@ def free_host_bytes() -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return 0
-    return min([free, *(group_free for folder in own_groups("memory") if (group_free := _free_in(folder)) is not None)])
+    return min(
+        [
+            free,
+            *(
+                group_free
+                for folder in own_groups("memory")
+                if (group_free := _free_in(folder)) is not None
+            ),
+        ]
+    )
 
 
 def _free_in(folder: Path) -> int | None:
@@ -24,13 +34,15 @@ def _free_in(folder: Path) -> int | None:
     ):
         try:
             most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
-            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            counts = dict(
+                line.split() for line in (folder / "memory.stat").read_text().splitlines()
+            )
         except (OSError, ValueError):
             continue
         if most == "max":
             return None
-        # File pages count as used but are given up when memory is needed; but for memory shared between processes, our
-        # own arenas among it, which counts as if it were a file's.
+        # File pages count as used but are given up when memory is needed; but for memory shared
+        # between processes, our own arenas among it, which counts as if it were a file's.
         dropped = int(counts.get(cache, 0)) - int(counts.get(shared, 0))
         return max(0, int(most) - used + dropped)
     return None

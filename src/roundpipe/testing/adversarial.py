@@ -1,17 +1,20 @@
-"""A virtual device for tests on which a missing wait fails every time. Slow, and never chosen unless it is named.
+"""A virtual device for tests on which a missing wait fails every time. Slow, and never chosen
+unless it is named.
 
-[Note: the adversary] The CPU does at once what an accelerator does some time later, so on a plain virtual device a
-missing wait goes unnoticed. Here
+[Note: the adversary] The CPU does at once what an accelerator does some time later, so on a plain
+virtual device a missing wait goes unnoticed. Here
 
-[1] a copy is written only when somebody waits for an event recorded after it; until then its target holds NaN, which
-    is also what a reused slot holds;
+[1] a copy is written only when somebody waits for an event recorded after it; until then its target
+    holds NaN, which is also what a reused slot holds;
 [2] what a copy reads must not change between the moment it might begin and the moment it ends;
-[3] whoever copies must come, by events, after the lane that last wrote the source and after all that used the target;
+[3] whoever copies must come, by events, after the lane that last wrote the source and after all
+    that used the target;
 [4] memory freed during a copy must have been lent to that copy's lane;
 [5] a tensor on one device is not on another: handing it over is a real copy through two lanes.
 
-Against [2] to [4] the copy delivers NaN, and the device says in ``faults`` what was wrong. Copies that may run in
-either order run in an order drawn from the seed, which also decides when threads give way to each other.
+Against [2] to [4] the copy delivers NaN, and the device says in ``faults`` what was wrong. Copies
+that may run in either order run in an order drawn from the seed, which also decides when threads
+give way to each other.
 """
 
 import itertools
@@ -29,13 +32,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device.capacity import VirtualMemory, tensors_in
 from ..device.virtual import Moment, VirtualDevice
-from .ordering import Access, Known, Ledger, Memory, Ticks, bits, is_held_elsewhere, overlap, poison, span
+from .ordering import (
+    Access,
+    Known,
+    Ledger,
+    Memory,
+    Ticks,
+    bits,
+    is_held_elsewhere,
+    overlap,
+    poison,
+    span,
+)
 
-# One for all devices, because waiting for an event of one may run copies of another. Nobody blocks while holding it.
+# One for all devices, because waiting for an event of one may run copies of another. Nobody blocks
+# while holding it.
 _lock = threading.RLock()
 _ledger = Ledger()
 _lane_numbers = itertools.count()
-# On any lane that still exists: what a device that is gone has left in its queues will never be done.
+# On any lane that still exists: what a device that is gone has left in its queues will never be
+# done.
 _unfinished: "weakref.WeakSet[_Copy]" = weakref.WeakSet()
 _over: Ticks = {}  # what some thread has waited for: whatever is queued now comes after it
 
@@ -92,7 +108,9 @@ class _Copy:
     ) -> None:
         self._lanes = lanes
         self.target = target.detach()
-        self._source = source.detach()  # another tensor object, so that it can be told whether others still hold it
+        self._source = (
+            source.detach()
+        )  # another tensor object, so that it can be told whether others still hold it
         self._spans = span(target), span(source)
         self._fault = fault
         self._begun: torch.Tensor | None = None
@@ -103,7 +121,8 @@ class _Copy:
         return overlap(theirs[0], source) or any(overlap(one, target) for one in theirs)
 
     def begin(self) -> None:
-        """From here on the copy may be under way: the source is being read, the target is in no defined state."""
+        """From here on the copy may be under way: the source is being read, the target is in no
+        defined state."""
         self._begun = bits(self._source)
         poison(self.target)
 
@@ -113,7 +132,9 @@ class _Copy:
             with torch.no_grad():
                 self.target.copy_(self._source)
         else:
-            self._lanes[0].report(f"copying {tuple(self._source.shape)} {self._source.dtype}: {fault}")
+            self._lanes[0].report(
+                f"copying {tuple(self._source.shape)} {self._source.dtype}: {fault}"
+            )
             poison(self.target)
 
     def _fault_meanwhile(self) -> str | None:
@@ -125,14 +146,18 @@ class _Copy:
         return None
 
     def _outlives(self, name: str, memory: Memory) -> bool:
-        """Whether memory that nobody holds any more may not be used again before this copy has ended."""
+        """Whether memory that nobody holds any more may not be used again before this copy has
+        ended."""
         if memory.home is None:
-            return name == "source"  # the host's: what a page-locked tensor is read for keeps torch from reusing it
+            return (
+                name == "source"
+            )  # the host's: what a page-locked tensor is read for keeps torch from reusing it
         return any(lane.number in {memory.made_by, *memory.borrowed_by} for lane in self._lanes)
 
 
 class AdversarialLane:
-    """An ordered queue of copies and waits. Other work on it runs at once, after everything queued before it.
+    """An ordered queue of copies and waits. Other work on it runs at once, after everything queued
+    before it.
 
     Used by any thread.
     """
@@ -162,7 +187,9 @@ class AdversarialLane:
     def record(self) -> AdversarialEvent:
         self._give_way()
         with _lock:
-            event = AdversarialEvent(self, self.num_done + len(self._queue), {**self._known, self.number: self._tick})
+            event = AdversarialEvent(
+                self, self.num_done + len(self._queue), {**self._known, self.number: self._tick}
+            )
             self._tick += 1
             return event
 
@@ -245,7 +272,8 @@ class AdversarialLane:
         self._note_written(written)
 
     def intercept(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carries out one tensor operation of this thread, or queues it if it is a copy on a copy lane."""
+        """Carries out one tensor operation of this thread, or queues it if it is a copy on a copy
+        lane."""
         name = operation._schema.name
         if operation.is_view:
             return operation(*args, **kwargs)
@@ -264,15 +292,22 @@ class AdversarialLane:
                 poison(result)
             written = operation._schema.arguments
             for position, value in [*enumerate(args), *kwargs.items()]:
-                is_written = isinstance(position, int) and (info := written[position].alias_info) and info.is_write
+                is_written = (
+                    isinstance(position, int)
+                    and (info := written[position].alias_info)
+                    and info.is_write
+                )
                 for tensor in tensors_in(value):
                     (self._note_written if is_written else self._note_read)(_ledger.of(tensor))
             for tensor in tensors_in(result):
                 self._note_made(_ledger.of(tensor))
         return result
 
-    def _queue_new(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """A tensor comes to this device: from the host or, in step with a lane of that device, from another."""
+    def _queue_new(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """A tensor comes to this device: from the host or, in step with a lane of that device, from
+        another."""
         source: torch.Tensor = args[0]
         target: torch.Tensor = operation(*args, **kwargs)
         self._device.count(operation, args, kwargs, target)
@@ -303,10 +338,15 @@ class AdversarialLane:
 
 
 class _Interception(TorchDispatchMode):
-    """Shows the innermost lane every operation of the thread that is in ``work``; passed over while it runs one."""
+    """Shows the innermost lane every operation of the thread that is in ``work``; passed over while
+    it runs one."""
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        operation: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if _here.is_copying:
             return operation(*args, **(kwargs or {}))
@@ -319,7 +359,8 @@ class AdversarialDevice(VirtualDevice):
     Args:
         index: position among the engine's devices, for its name.
         seed: which order lanes and threads take where they are free to choose.
-        num_bytes: as of a `VirtualDevice`. Memory that was lent to a lane is used until its copies are done.
+        num_bytes: as of a `VirtualDevice`. Memory that was lent to a lane is used until its copies
+            are done.
 
     Example:
         >>> devices = [AdversarialDevice(index, seed=7) for index in range(2)]
@@ -331,8 +372,11 @@ class AdversarialDevice(VirtualDevice):
     def __init__(self, index: int, *, seed: int = 0, num_bytes: int | None = None) -> None:
         super().__init__(index)
         self.name = f"adversarial:{index}"
-        self.capacity = None if num_bytes is None else VirtualMemory(self.name, num_bytes, self._finish_copies)
-        # With an index it equals the device of no tensor, so that ``Tensor.to`` always copies. See [5].
+        self.capacity = (
+            None if num_bytes is None else VirtualMemory(self.name, num_bytes, self._finish_copies)
+        )
+        # With an index it equals the device of no tensor, so that ``Tensor.to`` always copies. See
+        # [5].
         self.torch_device = torch.device("cpu", index)
         self.faults: list[str] = []
         draws = random.Random(f"{seed}.{index}")
@@ -344,7 +388,9 @@ class AdversarialDevice(VirtualDevice):
         with _lock:
             return _ledger.of(tensor).home is self
 
-    def count(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> None:
+    def count(
+        self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+    ) -> None:
         if self.capacity is not None:
             self.capacity.count(operation, (*args, *kwargs.values()), made)
 
@@ -355,17 +401,22 @@ class AdversarialDevice(VirtualDevice):
                 _advance(lane, lane.num_done + len(lane._queue))
 
     def lend_to_caller(self, tensor: torch.Tensor) -> None:
-        """The calling thread must have waited for whatever wrote ``tensor``. It is the host's from then on."""
+        """The calling thread must have waited for whatever wrote ``tensor``. It is the host's from
+        then on."""
         with _own_operations():
             memory = _ledger.of(tensor)
             memory.home = None
             if not memory.reaches((_over,)):
-                self.faults.append(f"{self.name}: the caller got {tuple(tensor.shape)} {tensor.dtype} without waiting")
+                self.faults.append(
+                    f"{self.name}: the caller got {tuple(tensor.shape)} {tensor.dtype} without "
+                    "waiting"
+                )
                 poison(tensor)
 
 
 def _advance(lane: AdversarialLane, position: int) -> None:
-    """Runs the lane up to a position, and of other lanes what it waits for. The order is drawn where it is free."""
+    """Runs the lane up to a position, and of other lanes what it waits for. The order is drawn
+    where it is free."""
     wanted = {lane: position}
     while unfinished := [behind for behind, target in wanted.items() if behind.num_done < target]:
         chosen = lane.draws.choice(unfinished)

@@ -1,4 +1,5 @@
-"""Who last touched which memory, in a time that counts lanes' events. Only the adversarial device asks."""
+"""Who last touched which memory, in a time that counts lanes' events. Only the adversarial device
+asks."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ class Access(NamedTuple):
 class Memory:
     """One storage.
 
-    ``home``: the device it lives on, None if no lane made it. ``made_by``: the lane it was allocated on.
+    ``home``: the device it lives on, None if no lane made it. ``made_by``: the lane it was
+    allocated on.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
@@ -52,7 +54,9 @@ class Memory:
 
     def is_left(self, known: Known) -> bool:
         """Whether, besides, all who read it have done so: it may be written again."""
-        return self.reaches(known) and all(Access(*item).is_before(known) for item in self.read.items())
+        return self.reaches(known) and all(
+            Access(*item).is_before(known) for item in self.read.items()
+        )
 
 
 class Ledger:
@@ -69,7 +73,9 @@ class Ledger:
         memory = self._memory.get(storage._cdata)
         if memory is None:
             if len(self._memory) > _PURGE_ABOVE:
-                self._memory = {key: memory for key, memory in self._memory.items() if not memory.is_gone}
+                self._memory = {
+                    key: memory for key, memory in self._memory.items() if not memory.is_gone
+                }
             # A weak reference keeps the key from being given to another storage.
             memory = self._memory[storage._cdata] = Memory(storage)
         return memory
@@ -82,7 +88,8 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def overlap(one: Span, other: Span) -> bool:
-    """Whether two tensors may share bytes, also when they have a storage each over one block of memory."""
+    """Whether two tensors may share bytes, also when they have a storage each over one block of
+    memory."""
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -90,7 +97,9 @@ def span(tensor: torch.Tensor) -> Span:
     """Where its bytes lie."""
     if tensor.numel() == 0:
         return 0, 0
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
 
 

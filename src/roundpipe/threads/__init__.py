@@ -1,4 +1,5 @@
-"""Worker threads, the mailbox they meet at, interrupts, and what else the interpreter does to threads.
+"""Worker threads, the mailbox they meet at, interrupts, and what else the interpreter does to
+threads.
 
 Imports `errors` and `trace`.
 """

@@ -1,13 +1,15 @@
-"""The interpreter's own pauses. While it is busy elsewhere nobody queues work, so they are pauses of every device.
+"""The interpreter's own pauses. While it is busy elsewhere nobody queues work, so they are pauses
+of every device.
 
 [Note: pauses]
-[1] A full garbage collection looks at every object there is and holds the interpreter meanwhile: over half a second
-    once torch, transformers and compiled code are loaded. What is alive when training has settled is frozen, so that
-    collections from then on look only at what came later. Nor does the collector find it for us any more, so the
-    optimizers among it are noted. Nor would it ever be freed if it was dropped in a circle of references, as a Trainer
-    is: so all is thawed when its run has ended, and when another engine is made, which may be to take its place.
-[2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by default, and a
-    worker wants it back after every operation, which lets go of it.
+[1] A full garbage collection looks at every object there is and holds the interpreter meanwhile:
+    over half a second once torch, transformers and compiled code are loaded. What is alive when
+    training has settled is frozen, so that collections from then on look only at what came later.
+    Nor does the collector find it for us any more, so the optimizers among it are noted. Nor would
+    it ever be freed if it was dropped in a circle of references, as a Trainer is: so all is thawed
+    when its run has ended, and when another engine is made, which may be to take its place.
+[2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by
+    default, and a worker wants it back after every operation, which lets go of it.
 """
 
 import gc
@@ -22,7 +24,8 @@ from torch.optim import Optimizer
 from .weak_registry import WeakRegistry
 
 _SWITCH_INTERVAL_S = 1e-4
-# Calls after which a freeze pays: compiled code and the like is there, then what the first steps have made, then all.
+# Calls after which a freeze pays: compiled code and the like is there, then what the first steps
+# have made, then all.
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
@@ -32,7 +35,8 @@ _before: list[float] = []  # the switch interval as each quiet interpreter alive
 
 
 class QuietInterpreter:
-    """Keeps pauses short for as long as it is open. Used by an engine's caller; any number may be open at once."""
+    """Keeps pauses short for as long as it is open. Used by an engine's caller; any number may be
+    open at once."""
 
     def __init__(self) -> None:
         with _lock:
@@ -58,7 +62,8 @@ class QuietInterpreter:
                 gc.freeze()
 
     def rest(self) -> None:
-        """No call is likely for a while: what has been dropped can be collected, and calls have to settle again."""
+        """No call is likely for a while: what has been dropped can be collected, and calls have to
+        settle again."""
         _thaw()
 
     def close(self) -> None:
@@ -75,9 +80,10 @@ def optimizers() -> list[Optimizer]:
 
 
 def _collectable_optimizers() -> list[Optimizer]:
-    # By their classes, to which objects refer. A list of all objects would refer to tuples that other threads are just
-    # making from a generator, which Python then refuses to finish.
-    # Not isinstance: it asks the object for its class, and objects such as dead proxies raise when asked.
+    # By their classes, to which objects refer. A list of all objects would refer to tuples that
+    # other threads are just making from a generator, which Python then refuses to finish. Not
+    # isinstance: it asks the object for its class, and objects such as dead proxies raise when
+    # asked.
     referrers = gc.get_referrers(*_classes(Optimizer))
     return [candidate for candidate in referrers if issubclass(type(candidate), Optimizer)]
 

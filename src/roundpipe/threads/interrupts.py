@@ -1,9 +1,10 @@
 """Ctrl-C at a moment that suits, so that an engine call counts whole or not at all.
 
-Python raises KeyboardInterrupt in the main thread between any two calls of functions: also between the last wait of a
-call and the line that commits it, and where a condition is about to be released. In a block nothing is raised: whoever
-is in it is told, and the exception is raised when the outermost block ends. A second Ctrl-C is raised at once, for
-whoever does not want to wait for a layer that hangs.
+Python raises KeyboardInterrupt in the main thread between any two calls of functions: also between
+the last wait of a call and the line that commits it, and where a condition is about to be released.
+In a block nothing is raised: whoever is in it is told, and the exception is raised when the
+outermost block ends. A second Ctrl-C is raised at once, for whoever does not want to wait for a
+layer that hangs.
 """
 
 import signal
@@ -32,7 +33,8 @@ class Interrupts:
 
 
 class _Handler:
-    """Takes the place of the SIGINT handler while the main thread is in a block. Used by that thread only."""
+    """Takes the place of the SIGINT handler while the main thread is in a block. Used by that
+    thread only."""
 
     def __init__(self) -> None:
         self._blocks: list[Interrupts] = []
@@ -46,7 +48,8 @@ class _Handler:
             signal.signal(signal.SIGINT, self)
 
     def leave(self, block: Interrupts, propagating: BaseException | None) -> None:
-        """Raises what the block has put off, if it was the outermost; not what is on its way up already."""
+        """Raises what the block has put off, if it was the outermost; not what is on its way up
+        already."""
         if block in self._blocks:
             self._blocks.remove(block)
         if self._blocks:
@@ -79,7 +82,8 @@ def _can_be_interrupted() -> bool:
 
 @contextmanager
 def deferred(tell: Callable[[BaseException], None] | None = None) -> Iterator[Interrupts]:
-    """Interrupts that come in the block are raised at its end; of nested blocks each is told, and the outermost raises.
+    """Interrupts that come in the block are raised at its end; of nested blocks each is told, and
+    the outermost raises.
 
     Args:
         tell: called in the main thread, between any two instructions of it; must not block.
@@ -96,7 +100,8 @@ def deferred(tell: Callable[[BaseException], None] | None = None) -> Iterator[In
 
 
 class SteadyCondition(threading.Condition):
-    """A condition that an interrupt can neither leave locked nor unlock: while it is held, ``deferred`` holds."""
+    """A condition that an interrupt can neither leave locked nor unlock: while it is held,
+    ``deferred`` holds."""
 
     def __init__(self) -> None:
         super().__init__(threading.RLock())
@@ -122,7 +127,8 @@ class SteadyCondition(threading.Condition):
             _handler.leave(self._held.pop(), error[1])
 
     def wait_interruptibly(self, is_true: Callable[[], bool]) -> None:
-        """Waits until ``is_true``, or raises the interrupt that comes first. To be called without holding it."""
+        """Waits until ``is_true``, or raises the interrupt that comes first. To be called without
+        holding it."""
         with deferred(self._wake) as interrupts, self:
             self.wait_for(lambda: interrupts.error is not None or is_true())
 

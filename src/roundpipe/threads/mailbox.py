@@ -1,4 +1,5 @@
-"""Where the threads of an engine wait for each other. One condition, so that a failure wakes every wait."""
+"""Where the threads of an engine wait for each other. One condition, so that a failure wakes every
+wait."""
 
 import threading
 from collections.abc import Callable
@@ -6,13 +7,15 @@ from typing import Any
 
 
 class Cancelled(BaseException):
-    """Another part of the same call failed first; this part only has to stop. Never reaches the user."""
+    """Another part of the same call failed first; this part only has to stop. Never reaches the
+    user."""
 
 
 class Mailbox:
     """Values one call's workers post for each other, and the first error among them.
 
-    All boards of an engine share its condition: whoever changes what another thread may wait for notifies it.
+    All boards of an engine share its condition: whoever changes what another thread may wait for
+    notifies it.
     """
 
     def __init__(self, condition: threading.Condition) -> None:
@@ -32,7 +35,8 @@ class Mailbox:
             return self._posted.pop(key)
 
     def wait_until(self, is_true: Callable[[], bool]) -> None:
-        """Waits for a state that some thread announces on the engine's condition. Raises Cancelled on failure."""
+        """Waits for a state that some thread announces on the engine's condition. Raises Cancelled
+        on failure."""
         with self._condition:
             self._condition.wait_for(lambda: self.error is not None or is_true())
             if self.error is not None:

@@ -16,7 +16,9 @@ class WeakRegistry(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # because two that add at once would lose one
-        self._references: tuple[weakref.ref[T], ...] = ()  # never written, so that whoever looks needs no lock
+        self._references: tuple[
+            weakref.ref[T], ...
+        ] = ()  # never written, so that whoever looks needs no lock
 
     def __iter__(self) -> Iterator[T]:
         for reference in self._references:
@@ -30,6 +32,7 @@ class WeakRegistry(Generic[T]):
             self._references = (*alive, weakref.ref(item))
 
     def clear(self) -> None:
-        """While nobody adds, or in a forked process, where a thread that was adding is not there to go on."""
+        """While nobody adds, or in a forked process, where a thread that was adding is not there to
+        go on."""
         self._lock = threading.Lock()
         self._references = ()

@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 
 from . import spans
 
-_LANES = {"upload": "weights up", "fetch": "weights up", "offload": "gradients down", "compute": "compute"}
+_LANES = {
+    "upload": "weights up",
+    "fetch": "weights up",
+    "offload": "gradients down",
+    "compute": "compute",
+}
 _LETTERS = {"step_fn": "S", "update": "S", "write_back": "P", "commit": "C"}
 
 
 class Block(NamedTuple):
-    """Something that ran in one row of the drawing: a lane of a device, or a thread. Times in seconds."""
+    """Something that ran in one row of the drawing: a lane of a device, or a thread. Times in
+    seconds."""
 
     row: str
     label: str
@@ -39,7 +45,9 @@ class Profile:
     def blocks(self) -> list[Block]:
         """By time. A device's lanes show when work ran there, not when it was queued."""
         found = (_block(span) for span in list(self._spans))
-        return sorted((block for block in found if block is not None), key=lambda block: block.start)
+        return sorted(
+            (block for block in found if block is not None), key=lambda block: block.start
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a trace that ``chrome://tracing`` and ui.perfetto.dev open."""
@@ -61,12 +69,16 @@ class Profile:
             }
             for block in blocks
         ]
-        Path(path).write_text(json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"}))
+        Path(path).write_text(
+            json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+        )
 
     def plot_timeline(self, width: int = 100) -> str:
-        """One line per lane and thread, from the first block to the last: what ran most of each character's time.
+        """One line per lane and thread, from the first block to the last: what ran most of each
+        character's time.
 
-        F forward, X fused, B backward, U weights up, L gradients down, S update, P write back, ``.`` nothing.
+        F forward, X fused, B backward, U weights up, L gradients down, S update, P write back,
+        ``.`` nothing.
         """
         blocks = self.blocks
         if not blocks:
@@ -77,8 +89,14 @@ class Profile:
         margin = max(map(len, rows))
         lines = [f"{'':{margin}} {1e3 * (last - first):.1f} ms"]
         for row in rows:
-            busy = [((b.start - first) * scale, (b.end - first) * scale, b) for b in blocks if b.row == row]
-            lines.append(f"{row:{margin}} {''.join(_letter_at(column, busy) for column in range(width))}")
+            busy = [
+                ((b.start - first) * scale, (b.end - first) * scale, b)
+                for b in blocks
+                if b.row == row
+            ]
+            lines.append(
+                f"{row:{margin}} {''.join(_letter_at(column, busy) for column in range(width))}"
+            )
         return "\n".join(lines)
 
 
@@ -87,7 +105,8 @@ def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
     """Records what all engines do inside the block.
 
     Args:
-        path: where to write a Chrome/Perfetto trace at the end; call ``synchronize()`` before it to have all of it.
+        path: where to write a Chrome/Perfetto trace at the end; call ``synchronize()`` before it to
+            have all of it.
 
     Example:
         >>> with roundpipe.profile("step.json") as profiled:
@@ -121,6 +140,8 @@ def _rows(blocks: list[Block]) -> list[str]:
 
 def _letter_at(column: int, busy: list[tuple[float, float, Block]]) -> str:
     """What takes most of [column, column + 1)."""
-    shares = [(min(end, column + 1) - max(start, column), block.label) for start, end, block in busy]
+    shares = [
+        (min(end, column + 1) - max(start, column), block.label) for start, end, block in busy
+    ]
     share, label = max(shares)
     return _LETTERS.get(label, label[0].upper()) if share > 0 else "."

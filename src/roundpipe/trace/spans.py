@@ -14,7 +14,8 @@ _log = logging.getLogger("roundpipe")
 
 
 class Lane(Protocol):
-    """What a span needs of a lane of a device to tell when work queued inside the block really ran."""
+    """What a span needs of a lane of a device to tell when work queued inside the block really
+    ran."""
 
     def record(self) -> Any: ...
 
@@ -22,7 +23,8 @@ class Lane(Protocol):
 
 
 class LaneTimes(NamedTuple):
-    """When a lane passed the beginning and the end of a block. ``origin`` is a mark and the host's time at it."""
+    """When a lane passed the beginning and the end of a block. ``origin`` is a mark and the host's
+    time at it."""
 
     begin: Any
     end: Any
@@ -36,7 +38,8 @@ class LaneTimes(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One finished span. Times are ``time.perf_counter`` seconds; ``thread`` is the worker's name."""
+    """One finished span. Times are ``time.perf_counter`` seconds; ``thread`` is the worker's
+    name."""
 
     name: str
     thread: str
@@ -65,7 +68,9 @@ def span(name: str, *, lane: Lane | None = None, **fields: Any) -> Iterator[None
     begin = lane.mark() if lane is not None and origin is not None else None
     with torch.profiler.record_function(f"roundpipe::{name} {fields}"):
         yield
-    on_lane = LaneTimes(begin, lane.mark(), origin) if lane is not None and origin is not None else None
+    on_lane = (
+        LaneTimes(begin, lane.mark(), origin) if lane is not None and origin is not None else None
+    )
     _tell(Span(name, threading.current_thread().name, start, time.perf_counter(), fields, on_lane))
 
 

@@ -1,4 +1,5 @@
-"""Values that cross from one stage run to another: where they are, when they are ready, and how they reach a device."""
+"""Values that cross from one stage run to another: where they are, when they are ready, and how
+they reach a device."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -13,8 +14,9 @@ from ..device import Device, Event
 class Boundary(NamedTuple):
     """What goes into a layer for one microbatch: a pytree, taken apart.
 
-    ``carries`` says, leaf by leaf, whether a gradient flows back through it. ``source`` is the device whose compute
-    lane made the tensors (None: the caller), complete once ``ready`` is reached.
+    ``carries`` says, leaf by leaf, whether a gradient flows back through it. ``source`` is the
+    device whose compute lane made the tensors (None: the caller), complete once ``ready`` is
+    reached.
     """
 
     leaves: tuple[Any, ...]
@@ -40,7 +42,9 @@ def boundary_of(
     value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None
 ) -> Boundary:
     leaves, spec = pytree.tree_flatten(value)
-    return Boundary(tuple(leaves), spec, tuple(carries) if carries else (False,) * len(leaves), source, ready)
+    return Boundary(
+        tuple(leaves), spec, tuple(carries) if carries else (False,) * len(leaves), source, ready
+    )
 
 
 def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
@@ -52,13 +56,25 @@ def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
 
 def num_bytes(leaves: Iterable[Any]) -> int:
     """Of the tensors among them. What sparse ones hold is not counted."""
-    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided)
+    return sum(
+        leaf.nbytes
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )
 
 
 def bytes_with_caller(boundaries: Iterable[Boundary]) -> int:
     """Of those of the caller's tensors that are on a device already, or whose gradients will be."""
-    flags = ((leaf, carried) for b in boundaries for leaf, carried in zip(b.leaves, b.carries, strict=True))
-    return num_bytes(t for t, carried in flags if isinstance(t, torch.Tensor) and (carried or t.device.type != "cpu"))
+    flags = (
+        (leaf, carried)
+        for b in boundaries
+        for leaf, carried in zip(b.leaves, b.carries, strict=True)
+    )
+    return num_bytes(
+        t
+        for t, carried in flags
+        if isinstance(t, torch.Tensor) and (carried or t.device.type != "cpu")
+    )
 
 
 def address_of(leaf: Any) -> int:
@@ -68,11 +84,13 @@ def address_of(leaf: Any) -> int:
     return leaf.untyped_storage().data_ptr()
 
 
-def bring(leaves: Sequence[Any], source: Device | None, ready: Event | None, device: Device) -> tuple[Any, ...]:
+def bring(
+    leaves: Sequence[Any], source: Device | None, ready: Event | None, device: Device
+) -> tuple[Any, ...]:
     """The leaves as ``device``'s compute lane may use them; tensors come detached.
 
-    Called by the receiving device's worker, never blocks. A copy between devices runs on the sender's down lane and the
-    receiver's up lane, so that neither compute lane waits for the link.
+    Called by the receiving device's worker, never blocks. A copy between devices runs on the
+    sender's down lane and the receiver's up lane, so that neither compute lane waits for the link.
     """
     arrived, copied = [], False
     for leaf in leaves:
@@ -90,7 +108,9 @@ def bring(leaves: Sequence[Any], source: Device | None, ready: Event | None, dev
     return tuple(arrived)
 
 
-def _copy(tensor: torch.Tensor, source: Device | None, ready: Event | None, device: Device) -> torch.Tensor:
+def _copy(
+    tensor: torch.Tensor, source: Device | None, ready: Event | None, device: Device
+) -> torch.Tensor:
     with ExitStack() as lanes:
         if source is not None and ready is not None:
             lanes.enter_context(source.down.work())
@@ -105,21 +125,23 @@ def _copy(tensor: torch.Tensor, source: Device | None, ready: Event | None, devi
 
 
 def bring_value(value: Any, device: Device) -> Any:
-    """A pytree of the caller's (a label) as ``device``'s compute lane may use it, also after the call has returned."""
+    """A pytree of the caller's (a label) as ``device``'s compute lane may use it, also after the
+    call has returned."""
     leaves, spec = pytree.tree_flatten(value)
     return pytree.tree_unflatten([copied(leaf) for leaf in bring(leaves, None, None, device)], spec)
 
 
 class _Copy(torch.autograd.Function):
-    """A copy with the strides of the original, because CPU kernels round differently on what ``clone`` packs."""
+    """A copy with the strides of the original, because CPU kernels round differently on what
+    ``clone`` packs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
         if 0 in tensor.stride():  # an expanded tensor: several elements share memory
             return tensor.clone()
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
+        return torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -131,4 +153,6 @@ def copied(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     # Sparse and nested ones have no strides.
-    return _Copy.apply(leaf) if leaf.layout is torch.strided and not leaf.is_nested else leaf.clone()
+    return (
+        _Copy.apply(leaf) if leaf.layout is torch.strided and not leaf.is_nested else leaf.clone()
+    )

@@ -1,9 +1,11 @@
-"""Weights that stay on a device between stage runs, so that what has not changed need not go up again.
+"""Weights that stay on a device between stage runs, so that what has not changed need not go up
+again.
 
-[Note: residency] A kept layer holds on to its slot when its stage run is over. For every parameter the slot has a *stamp*
-of the working copy it was filled from, and the next stage run sends only those whose stamp differs: nothing of a frozen
-weight, and nothing at all from a forward stage run to the backward stage run of the same call. The stage runs of one call compute
-with one version and may share a slot. A slot is written again only by a later call, whose actions this device's worker
+[Note: residency] A kept layer holds on to its slot when its stage run is over. For every parameter
+the slot has a *stamp* of the working copy it was filled from, and the next stage run sends only
+those whose stamp differs: nothing of a frozen weight, and nothing at all from a forward stage run
+to the backward stage run of the same call. The stage runs of one call compute with one version and
+may share a slot. A slot is written again only by a later call, whose actions this device's worker
 begins when those of the call before are done.
 """
 
@@ -21,7 +23,8 @@ FROZEN = -1
 
 
 class WeightsVersion(NamedTuple):
-    """Tells which working weights a call computes with: those after step ``version``, or loaded since."""
+    """Tells which working weights a call computes with: those after step ``version``, or loaded
+    since."""
 
     version: int
     num_loads: int
@@ -30,7 +33,8 @@ class WeightsVersion(NamedTuple):
 class Stamp(NamedTuple):
     """Two equal stamps of a parameter stand for the same values.
 
-    ``writes`` is torch's count of in-place writes; ``version`` is ``FROZEN`` where steps leave the weight alone.
+    ``writes`` is torch's count of in-place writes; ``version`` is ``FROZEN`` where steps leave the
+    weight alone.
     """
 
     address: int
@@ -68,7 +72,8 @@ class Residency:
     def claim(
         self, layer: LayerParameters, stamps: Sequence[Stamp]
     ) -> tuple[Slot, tuple[ParameterUse, ...], Sent | None]:
-        """A slot for the layer, which parameters have to be sent into it, and the filling to wait for if none has."""
+        """A slot for the layer, which parameters have to be sent into it, and the filling to wait
+        for if none has."""
         held = self._held.get(layer.layer)
         if held is None:
             return self._slots.take(layer.num_bytes), layer.uses, None
@@ -78,7 +83,9 @@ class Residency:
         del self._held[layer.layer]  # until it is filled again, because sending may fail half-way
         return held.slot, stale, None
 
-    def filled(self, layer: LayerParameters, slot: Slot, stamps: Sequence[Stamp], sent: Sent) -> None:
+    def filled(
+        self, layer: LayerParameters, slot: Slot, stamps: Sequence[Stamp], sent: Sent
+    ) -> None:
         """Everything that ``slot`` lacked is on its way."""
         if layer.layer in self._wanted:
             self._held[layer.layer] = _Held(slot, stamps, sent)

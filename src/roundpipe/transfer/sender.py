@@ -1,8 +1,10 @@
-"""How a layer's weights get from the host into a slot: straight from page-locked memory, or through a ring.
+"""How a layer's weights get from the host into a slot: straight from page-locked memory, or through
+a ring.
 
-[Note: staging] A ring needs somebody to fill it while the worker goes on queueing computations, so each device that has
-one also has a helper thread. The worker hands it a shipment and goes on; before it queues the first computation that
-reads the slot it waits until the last copy is *queued*, and the compute lane then waits for that copy's event.
+[Note: staging] A ring needs somebody to fill it while the worker goes on queueing computations, so
+each device that has one also has a helper thread. The worker hands it a shipment and goes on;
+before it queues the first computation that reads the slot it waits until the last copy is *queued*,
+and the compute lane then waits for that copy's event.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +28,13 @@ class Sent(Protocol):
     """A layer on its way into a slot. Used by the worker that sent it."""
 
     def event(self) -> Event:
-        """When the slot is filled. May block until that is known, and raises what kept it from being filled."""
+        """When the slot is filled. May block until that is known, and raises what kept it from
+        being filled."""
         ...
 
     def give_up(self) -> None:
-        """Nobody will read the slot: afterwards no more copies into it are queued, and nothing reads the weights on the
-        host but copies queued already."""
+        """Nobody will read the slot: afterwards no more copies into it are queued, and nothing
+        reads the weights on the host but copies queued already."""
         ...
 
 
@@ -40,8 +43,15 @@ class Sender(Protocol):
 
     helper: Worker | None
 
-    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
-        """Starts writing ``uses``, all or some of the layer's at that version, to ``slot``; returns at once.
+    def send(
+        self,
+        layer: LayerParameters,
+        uses: Sequence[ParameterUse],
+        slot: torch.Tensor,
+        version: int = 0,
+    ) -> Sent:
+        """Starts writing ``uses``, all or some of the layer's at that version, to ``slot``; returns
+        at once.
 
         The up lane waits for the slot already.
 
@@ -67,7 +77,8 @@ class Queued(NamedTuple):
 
 
 class DirectSender:
-    """Queues copies on the up lane itself: one for a layer that lies in one block, else some per parameter."""
+    """Queues copies on the up lane itself: one for a layer that lies in one block, else some per
+    parameter."""
 
     def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
         self.helper: Worker | None = None
@@ -75,7 +86,13 @@ class DirectSender:
         self._store = store
         self._memory = memory
 
-    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
+    def send(
+        self,
+        layer: LayerParameters,
+        uses: Sequence[ParameterUse],
+        slot: torch.Tensor,
+        version: int = 0,
+    ) -> Sent:
         spare, image = self._store.spare_of(layer, version), self._store.image_of(layer)
         others = uses
         if spare is not None:
@@ -89,7 +106,9 @@ class DirectSender:
                 self._lane.copy_(slot[start:stop], image[start:stop])
         else:
             for use in others:
-                for target, source in self._memory.copies(view_of(slot, use), self._store.working(use, version)):
+                for target, source in self._memory.copies(
+                    view_of(slot, use), self._store.working(use, version)
+                ):
                     self._lane.copy_(target, source)
         return Queued(self._lane.record())
 
@@ -106,7 +125,13 @@ class RingSender:
         self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
         self.helper: Worker | None = self._sender
 
-    def send(self, layer: LayerParameters, uses: Sequence[ParameterUse], slot: torch.Tensor, version: int = 0) -> Sent:
+    def send(
+        self,
+        layer: LayerParameters,
+        uses: Sequence[ParameterUse],
+        slot: torch.Tensor,
+        version: int = 0,
+    ) -> Sent:
         shipment = _Shipment(self._ring, slot, uses)
         self._sender.submit(shipment.run)
         return shipment
@@ -137,7 +162,8 @@ class _Shipment:
             self._queued.set_exception(error)
 
     def event(self) -> Event:
-        # Every shipment before this one ends by itself, since all events that the helper waits for are queued already.
+        # Every shipment before this one ends by itself, since all events that the helper waits for
+        # are queued already.
         return self._queued.result()
 
     def give_up(self) -> None:
@@ -147,7 +173,11 @@ class _Shipment:
 
 def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Sender:
     """What suits how the working copies lie in host memory."""
-    return RingSender(device, store, memory) if memory.needs_staging else DirectSender(device, store, memory)
+    return (
+        RingSender(device, store, memory)
+        if memory.needs_staging
+        else DirectSender(device, store, memory)
+    )
 
 
 def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
@@ -167,7 +197,9 @@ def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tupl
 
 def _piece(use: ParameterUse) -> Piece:
     flat = use.parameter.detach().contiguous().view(-1)
-    return Piece(use.offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8))
+    return Piece(
+        use.offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _limit_threads(count: int) -> Job:
@@ -175,7 +207,8 @@ def _limit_threads(count: int) -> Job:
 
     def limit() -> None:
         torch.set_num_threads(count)
-        # Until a thread first asks, torch has it follow whatever number another thread has set since.
+        # Until a thread first asks, torch has it follow whatever number another thread has set
+        # since.
         torch.get_num_threads()
 
     return limit

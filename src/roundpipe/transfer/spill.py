@@ -1,11 +1,14 @@
-"""Kept inputs that a device has no room for: to the host behind the forward, and back ahead of their recompute.
+"""Kept inputs that a device has no room for: to the host behind the forward, and back ahead of
+their recompute.
 
-[Note: spilling] The schedule says which layers' inputs are spilled and when each is fetched. A copy down runs beside
-the computes that follow; a copy up is issued one microbatch ahead, on whichever device has the backward stage run. Only
-what is a layer's own is moved: masks and the like, which pass through all layers, are one tensor in every kept input.
+[Note: spilling] The schedule says which layers' inputs are spilled and when each is fetched. A copy
+down runs beside the computes that follow; a copy up is issued one microbatch ahead, on whichever
+device has the backward stage run. Only what is a layer's own is moved: masks and the like, which
+pass through all layers, are one tensor in every kept input.
 
-A worker runs ahead of its lanes, and memory that is copied is free only when the copy is done. So it waits here: copies
-of two microbatches at most are on their way down, and three inputs at most are back.
+A worker runs ahead of its lanes, and memory that is copied is free only when the copy is done. So
+it waits here: copies of two microbatches at most are on their way down, and three inputs at most
+are back.
 """
 
 from collections.abc import Iterator
@@ -19,7 +22,8 @@ from .boundaries import Boundary, bring
 
 
 class Spilled(NamedTuple):
-    """On the host once ``ready`` is reached. ``rest`` has None where ``blocks`` has a tensor, with a model of it."""
+    """On the host once ``ready`` is reached. ``rest`` has None where ``blocks`` has a tensor, with
+    a model of it."""
 
     rest: Boundary
     blocks: dict[int, tuple[HostBlock, torch.Tensor]]
@@ -27,7 +31,8 @@ class Spilled(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """On a device again once ``ready`` is reached. ``rest`` has None where ``leaves`` has a tensor."""
+    """On a device again once ``ready`` is reached. ``rest`` has None where ``leaves`` has a
+    tensor."""
 
     rest: Boundary
     leaves: dict[int, torch.Tensor]
@@ -38,7 +43,8 @@ KeptInput = Boundary | Spilled | Fetched
 
 
 class Spills:
-    """One device's inputs on their way down and up again, of all engines that share it. Used by its worker."""
+    """One device's inputs on their way down and up again, of all engines that share it. Used by its
+    worker."""
 
     def __init__(self, device: Device, blocks: HostBlocks) -> None:
         self._device = device
@@ -54,7 +60,8 @@ class Spills:
         self._sent_before, self._sent = self._sent, None
 
     def send(self, boundary: Boundary) -> KeptInput:
-        """Sends what the compute lane has just made down; the device's memory is free when the copies are done."""
+        """Sends what the compute lane has just made down; the device's memory is free when the
+        copies are done."""
         device, chosen = self._device, list(_own(boundary))
         if not chosen or boundary.ready is None:
             return boundary
@@ -73,8 +80,8 @@ class Spills:
         return Spilled(boundary._replace(leaves=tuple(leaves)), waiting, self._sent)
 
     def fetch(self, kept: KeptInput) -> KeptInput:
-        """Starts bringing a spilled input to the device. Blocks until the computation is over that was the latest when
-        the fetch before this was queued."""
+        """Starts bringing a spilled input to the device. Blocks until the computation is over that
+        was the latest when the fetch before this was queued."""
         if not isinstance(kept, Spilled):
             return kept
         if self._used is not None:
@@ -106,10 +113,15 @@ class Spills:
 
 
 def _own(boundary: Boundary) -> Iterator[int]:
-    """The leaves that a gradient flows back through; if none does, those that could be activations."""
+    """The leaves that a gradient flows back through; if none does, those that could be
+    activations."""
     carry = any(boundary.carries)
     for index, (leaf, carries) in enumerate(zip(boundary.leaves, boundary.carries, strict=True)):
-        if isinstance(leaf, torch.Tensor) and (carries if carry else leaf.is_floating_point()) and _is_dense(leaf):
+        if (
+            isinstance(leaf, torch.Tensor)
+            and (carries if carry else leaf.is_floating_point())
+            and _is_dense(leaf)
+        ):
             yield index
 
 

@@ -1,7 +1,7 @@
 """Calls of an engine as training and evaluation make them, for both kinds.
 
-A model that runs in parts has no round of its own: its batches go forward and backward whole, one after the other, and
-each part cuts them for itself. So nothing has to be known of its loss.
+A model that runs in parts has no round of its own: its batches go forward and backward whole, one
+after the other, and each part cuts them for itself. So nothing has to be known of its loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig
 
 from .out_of_memory import Footprint
 
-# Arguments by position (none), by name, and the label: what `forward_backward(microbatches=)` takes.
+# Arguments by position (none), by name, and the label: what `forward_backward(microbatches=)`
+# takes.
 Microbatch = tuple[tuple[()], dict[str, Any], Any]
 LossFn = Callable[[Any, Any], Sequence[torch.Tensor]]
 
@@ -27,7 +28,11 @@ def num_cut(engine: RoundPipe | AutoRoundPipe, footprint: Footprint) -> int:
 def run_config(engine: RoundPipe | AutoRoundPipe, footprint: Footprint) -> RoundPipeRunConfig:
     """How a call keeps to ``footprint``."""
     config = footprint.run_config()
-    return replace(config, num_microbatch=footprint.num_microbatch) if isinstance(engine, AutoRoundPipe) else config
+    return (
+        replace(config, num_microbatch=footprint.num_microbatch)
+        if isinstance(engine, AutoRoundPipe)
+        else config
+    )
 
 
 def forward_backward(
@@ -36,7 +41,8 @@ def forward_backward(
     loss_fn: LossFn,
     footprint: Footprint,
 ) -> list[torch.Tensor]:
-    """`RoundPipe.forward_backward`, of which ``loss_fn`` returns a sequence: the sums of the microbatches' losses."""
+    """`RoundPipe.forward_backward`, of which ``loss_fn`` returns a sequence: the sums of the
+    microbatches' losses."""
     config = run_config(engine, footprint)
     if not isinstance(engine, AutoRoundPipe):
         losses: list[torch.Tensor] = engine.forward_backward(
@@ -52,7 +58,10 @@ def forward_backward(
 
 
 def forward_loss(
-    engine: RoundPipe | AutoRoundPipe, microbatches: Sequence[Microbatch], loss_fn: LossFn, footprint: Footprint
+    engine: RoundPipe | AutoRoundPipe,
+    microbatches: Sequence[Microbatch],
+    loss_fn: LossFn,
+    footprint: Footprint,
 ) -> list[torch.Tensor]:
     """`RoundPipe.forward_loss`: the same sums, without gradients and at the newest weights."""
     if not isinstance(engine, AutoRoundPipe):
@@ -68,4 +77,6 @@ def forward_loss(
 
 def _added(totals: list[torch.Tensor], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     detached = [part.detach() for part in parts]
-    return [total + part for total, part in zip(totals, detached, strict=True)] if totals else detached
+    return (
+        [total + part for total, part in zip(totals, detached, strict=True)] if totals else detached
+    )

@@ -1,8 +1,9 @@
 """The optimizer Trainer sees: its `step` hands the update to the engine. Knows nothing of Trainer.
 
-Trainer calls `optimizer.step()` inline, right after it asked for the gradient norm and right before the scheduler and
-`model.zero_grad()`. The gradients and the masters belong to the engine, so clipping, the norm and the inner
-optimizer's step all run in the engine's `step`; the norm is therefore a promise until somebody reads it.
+Trainer calls `optimizer.step()` inline, right after it asked for the gradient norm and right before
+the scheduler and `model.zero_grad()`. The gradients and the masters belong to the engine, so
+clipping, the norm and the inner optimizer's step all run in the engine's `step`; the norm is
+therefore a promise until somebody reads it.
 """
 
 import math
@@ -18,7 +19,8 @@ from roundpipe.optim import SGD, Adam, AdamW
 
 from ..processes import Processes
 
-# torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as they offloaded.
+# torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as
+# they offloaded.
 SAME_BUT_FASTER: dict[type[torch.optim.Optimizer], type[torch.optim.Optimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
@@ -41,8 +43,8 @@ class StepOwner(Protocol):
 class PipelineOptimizer(torch.optim.Optimizer):
     """A torch optimizer over the engine's masters, stepped by the engine.
 
-    Shares the inner optimizer's parameter groups: a scheduler's writes are the inner's. The engine reads them at the
-    call of ``step``, so that a scheduler may go on while the update runs.
+    Shares the inner optimizer's parameter groups: a scheduler's writes are the inner's. The engine
+    reads them at the call of ``step``, so that a scheduler may go on while the update runs.
 
     Args:
         scaler: what the losses were multiplied with, for fp16. Only for a synchronous optimizer.
@@ -59,7 +61,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         processes: Processes | None = None,
     ) -> None:
-        # No super().__init__(): everything it would set up is the inner optimizer's and read through below.
+        # No super().__init__(): everything it would set up is the inner optimizer's and read
+        # through below.
         self.inner = inner
         self.engine = engine
         self.max_grad_norm = 0.0
@@ -74,11 +77,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
         """Hands the update to the engine.
 
-        Called on the user's thread. Synchronous: waits for the update; the model has it after ``engine.synchronize()``.
-        Asynchronous: returns at once; errors of the update come up at the next engine call.
+        Called on the user's thread. Synchronous: waits for the update; the model has it after
+        ``engine.synchronize()``. Asynchronous: returns at once; errors of the update come up at the
+        next engine call.
         """
         if closure is not None:
-            raise ConfigError("step(closure): the pipeline cannot evaluate the model again within a step")
+            raise ConfigError(
+                "step(closure): the pipeline cannot evaluate the model again within a step"
+            )
         self._last = self._owner.hand_over(self)
         if self._scaler is not None:
             before = self._scaler.get_scale()
@@ -87,14 +93,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._owner.stepped(self)
 
     def submit(self) -> StepHandle:
-        """One try of the engine's step. ``has_begun`` tells whether masters may have changed if it raises."""
+        """One try of the engine's step. ``has_begun`` tells whether masters may have changed if it
+        raises."""
         self.has_begun = False
         # Read here, because the caller goes on to `zero_grad` while the update runs.
         elsewhere = [p.grad for p in self.engine.model.parameters() if p.grad is not None]
         return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
 
     def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
-        """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the model's own gradients."""
+        """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
+        model's own gradients."""
         self.has_begun = True
         if self._processes is not None:
             self._processes.average_gradients(self.engine.optim_parameters())
@@ -103,8 +111,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
         if norm == 0 and any(bool(gradient.any()) for gradient in elsewhere):
             raise ConfigError(
-                "this step's gradients are in the model's own .grad, but the pipeline trains copies of the weights: "
-                "those got none. A training_step has to call the model it is given, not self.model; a loop, the engine"
+                "this step's gradients are in the model's own .grad, but the pipeline trains "
+                "copies of the weights: "
+                "those got none. A training_step has to call the model it is given, not "
+                "self.model; a loop, the engine"
             )
         if self._scaler is not None:
             self._scaler.step(self.inner)
@@ -157,7 +167,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
 
 class PendingNorm:
-    """A gradient norm that is known once the step is done; reading it waits, like a tensor on a device."""
+    """A gradient norm that is known once the step is done; reading it waits, like a tensor on a
+    device."""
 
     def __init__(self, optimizer: PipelineOptimizer) -> None:
         self._optimizer = optimizer
@@ -169,11 +180,16 @@ class PendingNorm:
 def is_over_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> bool:
     """Whether the optimizer was made over the engine's own copies of the weights."""
     masters = {id(master) for _, master in engine.optim_named_parameters()}
-    return all(id(parameter) in masters for group in optimizer.param_groups for parameter in group["params"])
+    return all(
+        id(parameter) in masters
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.Optimizer | None:
-    """The optimizer somebody else made, to be stepped by the engine; None if it is the engine's already.
+    """The optimizer somebody else made, to be stepped by the engine; None if it is the engine's
+    already.
 
     Raises:
         ConfigError: it is over other tensors and would train nothing.
@@ -184,8 +200,10 @@ def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.
     if not isinstance(made, PipelineOptimizer) and is_over_masters(optimizer, engine):
         return optimizer
     raise ConfigError(
-        f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and would train "
-        "nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or override create_optimizer and make it over "
+        f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and "
+        "would train "
+        "nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or override create_optimizer and "
+        "make it over "
         "self.optim_named_parameters()"
     )
 

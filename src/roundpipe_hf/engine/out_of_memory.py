@@ -1,9 +1,11 @@
-"""What is tried where a device runs out of memory. The batch, its loss and its update stay what they were.
+"""What is tried where a device runs out of memory. The batch, its loss and its update stay what
+they were.
 
-[Note: running out] A failed engine call has no effect, so it can be made again with a smaller *footprint*: first more
-microbatches, then a smaller grain of recompute, then one round for each batch of an accumulation window. What worked is
-kept for later calls. A smaller batch is another run: only Trainer's ``auto_find_batch_size`` does that, and only where
-even the smallest footprint does not fit.
+[Note: running out] A failed engine call has no effect, so it can be made again with a smaller
+*footprint*: first more microbatches, then a smaller grain of recompute, then one round for each
+batch of an accumulation window. What worked is kept for later calls. A smaller batch is another
+run: only Trainer's ``auto_find_batch_size`` does that, and only where even the smallest footprint
+does not fit.
 """
 
 import logging
@@ -31,7 +33,8 @@ class Footprint:
     Args:
         num_microbatch: microbatches per batch.
         recompute_grain: as in `RoundPipeRunConfig`.
-        is_joined: whether all batches of a window share one round, their kept inputs being alive at the same time.
+        is_joined: whether all batches of a window share one round, their kept inputs being alive at
+            the same time.
     """
 
     num_microbatch: int
@@ -53,14 +56,16 @@ class Footprint:
         """What is different here, as a user would write it."""
         changes = {
             f"num_microbatch={self.num_microbatch}": self.num_microbatch != other.num_microbatch,
-            f"recompute_grain={self.recompute_grain!r}": self.recompute_grain != other.recompute_grain,
+            f"recompute_grain={self.recompute_grain!r}": self.recompute_grain
+            != other.recompute_grain,
             "one round for each batch of an accumulation window": self.is_joined != other.is_joined,
         }
         return ", ".join(change for change, is_made in changes.items() if is_made)
 
 
 class OutOfMemoryBackoff:
-    """Makes calls of one kind, with the largest footprint that has not failed yet. Used by the user's thread."""
+    """Makes calls of one kind, with the largest footprint that has not failed yet. Used by the
+    user's thread."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -84,7 +89,9 @@ class OutOfMemoryBackoff:
             try:
                 result = attempt(footprint)
             except Exception as error:
-                smaller = footprint.smaller(most_microbatches()) if is_out_of_memory(error) else None
+                smaller = (
+                    footprint.smaller(most_microbatches()) if is_out_of_memory(error) else None
+                )
                 if smaller is None:
                     raise
                 _release(engine, error)
@@ -92,7 +99,8 @@ class OutOfMemoryBackoff:
                 if footprint is not first:
                     self._reached[engine] = footprint
                     logger.warning(
-                        "%s ran out of device memory with num_microbatch=%d; it goes on with %s, which changes neither "
+                        "%s ran out of device memory with num_microbatch=%d; it goes on with %s, "
+                        "which changes neither "
                         "the batch nor its loss",
                         self._what,
                         first.num_microbatch,
@@ -103,14 +111,16 @@ class OutOfMemoryBackoff:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a smaller footprint may help: a device said so, or the planner found that nothing fits."""
+    """Whether a smaller footprint may help: a device said so, or the planner found that nothing
+    fits."""
     return isinstance(error, torch.OutOfMemoryError | PlanError) or should_reduce_batch_size(error)
 
 
 class EvaluationOutOfMemory(torch.OutOfMemoryError):
     """Evaluation does not fit, however finely its batches are cut.
 
-    Of two arguments, which is how accelerate's batch size finder knows that a smaller *training* batch would not help.
+    Of two arguments, which is how accelerate's batch size finder knows that a smaller *training*
+    batch would not help.
     """
 
     def __str__(self) -> str:
@@ -118,7 +128,8 @@ class EvaluationOutOfMemory(torch.OutOfMemoryError):
 
 
 def _release(engine: RoundPipe, error: BaseException) -> None:
-    """Frees what the failed call held on devices: through the error's frames, and in the allocators' caches."""
+    """Frees what the failed call held on devices: through the error's frames, and in the
+    allocators' caches."""
     clear_frames(error)
     for device in engine.devices:
         device.trim()

@@ -1,8 +1,8 @@
-"""``bf16=True`` or ``fp16=True`` on fp32 weights: autocast around the engine's work, as accelerate puts it around the
-model's forward.
+"""``bf16=True`` or ``fp16=True`` on fp32 weights: autocast around the engine's work, as accelerate
+puts it around the model's forward.
 
-The engine carries the caller's autocast into its workers, the loss function included. Trainer computes losses outside
-of the model's autocast and on fp32 outputs, so both are restored there.
+The engine carries the caller's autocast into its workers, the loss function included. Trainer
+computes losses outside of the model's autocast and on fp32 outputs, so both are restored there.
 """
 
 import contextlib
@@ -41,12 +41,15 @@ class Precision:
         return outputs if self.autocast is None else convert_to_fp32(outputs)
 
 
-def precision_of(args: TrainingArguments, model: nn.Module, *, full_eval: torch.dtype | None = None) -> Precision:
+def precision_of(
+    args: TrainingArguments, model: nn.Module, *, full_eval: torch.dtype | None = None
+) -> Precision:
     """Weights that are bf16 or fp16 already need no autocast.
 
     Args:
-        full_eval: what ``bf16_full_eval`` / ``fp16_full_eval`` ask for. It computes in that dtype from the weights as
-            they are, because they live on the host and masters must not lose anything.
+        full_eval: what ``bf16_full_eval`` / ``fp16_full_eval`` ask for. It computes in that dtype
+            from the weights as they are, because they live on the host and masters must not lose
+            anything.
     """
     wanted = full_eval or (torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
     has_fp32 = any(parameter.dtype is torch.float32 for parameter in model.parameters())

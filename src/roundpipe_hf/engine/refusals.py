@@ -1,4 +1,5 @@
-"""What RoundPipeTrainer does not do, said before anything is built: the option, the reason, what to use instead."""
+"""What RoundPipeTrainer does not do, said before anything is built: the option, the reason, what to
+use instead."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -41,35 +42,46 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_model(model: nn.Module | None) -> None:
-    """Raises for models whose forward is not the model's own layers in host memory. None: made later."""
+    """Raises for models whose forward is not the model's own layers in host memory. None: made
+    later."""
     if model is not None:
         for refusal in _refused_model(model):
             raise ConfigError(f"RoundPipeTrainer does not support {refusal}")
 
 
 def refuse_optimizer(
-    args: TrainingArguments, optimizers: tuple[Any, Any], cls_and_kwargs: Any, engine: RoundPipe | None
+    args: TrainingArguments,
+    optimizers: tuple[Any, Any],
+    cls_and_kwargs: Any,
+    engine: RoundPipe | None,
 ) -> None:
     """Raises for optimizers that would train nothing, or the wrong tensors.
 
-    ``engine``: the one that the model came in, if it did: then its copies of the weights were there to make one over.
+    ``engine``: the one that the model came in, if it did: then its copies of the weights were there
+    to make one over.
     """
     optimizer, scheduler = optimizers
     if optimizer is None and scheduler is not None:
         raise ConfigError(
-            "optimizers=(None, scheduler): it would schedule another optimizer than the trainer's; set "
+            "optimizers=(None, scheduler): it would schedule another optimizer than the trainer's; "
+            "set "
             "lr_scheduler_type, override create_scheduler, or pass the scheduler's optimizer too"
         )
     if optimizer is not None and (engine is None or not is_over_masters(optimizer, engine)):
         raise ConfigError(
-            f"optimizers=({type(optimizer).__name__}, ...): it is over the model's own parameters, but the pipeline "
-            "updates copies of them, and it would train nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or make "
-            "it over the copies: engine = wrap_model_to_roundpipe(model, optim_dtype=torch.float32), an optimizer over "
-            "engine.optim_parameters(), and RoundPipeTrainer(engine, args, optimizers=(optimizer, scheduler))"
+            f"optimizers=({type(optimizer).__name__}, ...): it is over the model's own parameters, "
+            "but the pipeline "
+            "updates copies of them, and it would train nothing. Pass "
+            "optimizer_cls_and_kwargs=(cls, kwargs), or make "
+            "it over the copies: engine = wrap_model_to_roundpipe(model, "
+            "optim_dtype=torch.float32), an optimizer over "
+            "engine.optim_parameters(), and RoundPipeTrainer(engine, args, optimizers=(optimizer, "
+            "scheduler))"
         )
     if cls_and_kwargs is not None and is_optimizer_factory(cls_and_kwargs[0]):
         raise ConfigError(
-            f"{cls_and_kwargs[0].__name__} builds its optimizer from the model's own parameters; the pipeline updates "
+            f"{cls_and_kwargs[0].__name__} builds its optimizer from the model's own parameters; "
+            "the pipeline updates "
             "copies of them. Pass an optimizer class that takes parameter groups"
         )
     if optimizer is None and cls_and_kwargs is None:
@@ -79,9 +91,14 @@ def refuse_optimizer(
 def _refuse_optimizer_name(name: OptimizerNames) -> None:
     if name in SUPPORTED_OPTIMIZERS:
         return
-    why = next((why for part, why in _WHY_NOT.items() if part in name.value), "nobody has tried it over the pipeline")
+    why = next(
+        (why for part, why in _WHY_NOT.items() if part in name.value),
+        "nobody has tried it over the pipeline",
+    )
     supported = ", ".join(repr(optimizer.value) for optimizer in SUPPORTED_OPTIMIZERS)
-    raise ConfigError(f"RoundPipeTrainer does not support optim={name.value!r}: {why}. Use one of {supported}")
+    raise ConfigError(
+        f"RoundPipeTrainer does not support optim={name.value!r}: {why}. Use one of {supported}"
+    )
 
 
 def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
@@ -93,22 +110,33 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
         yield "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; leave it out"
     if args.world_size > 1 and args.fp16:
         yield (
-            f"fp16 in {args.world_size} processes: each would skip steps by itself; use bf16=True, load the model in "
-            "bfloat16, or start the script with plain python, which drives all devices from one process"
+            f"fp16 in {args.world_size} processes: each would skip steps by itself; use bf16=True, "
+            "load the model in "
+            "bfloat16, or start the script with plain python, which drives all devices from one "
+            "process"
         )
     if args.fp16 and pipeline_of(args).async_optimizer:
         yield (
-            "fp16 with async_optimizer: whether a step overflowed is known too late for the scheduler; "
+            "fp16 with async_optimizer: whether a step overflowed is known too late for the "
+            "scheduler; "
             "use bf16=True, or load the model in bfloat16"
         )
-    if args.torch_compile and (args.torch_compile_backend, args.torch_compile_mode) != ("inductor", None):
+    if args.torch_compile and (args.torch_compile_backend, args.torch_compile_mode) != (
+        "inductor",
+        None,
+    ):
         yield (
-            f"torch_compile_backend={args.torch_compile_backend!r}, torch_compile_mode={args.torch_compile_mode!r}: "
-            "the engine compiles its blocks with torch.compile's defaults; set only torch_compile=True"
+            f"torch_compile_backend={args.torch_compile_backend!r}, "
+            f"torch_compile_mode={args.torch_compile_mode!r}: "
+            "the engine compiles its blocks with torch.compile's defaults; set only "
+            "torch_compile=True"
         )
-    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get(
+        "fused_linear_cross_entropy", True
+    ):
         yield (
-            "use_liger_kernel with its fused loss: the pipeline computes the loss itself, without logits either; set "
+            "use_liger_kernel with its fused loss: the pipeline computes the loss itself, without "
+            "logits either; set "
             "liger_kernel_config={'fused_linear_cross_entropy': False}"
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):

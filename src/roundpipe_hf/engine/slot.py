@@ -1,7 +1,8 @@
-"""The engine of a trainer: built when first needed, kept while the model stays the same, replaced when it changes.
+"""The engine of a trainer: built when first needed, kept while the model stays the same, replaced
+when it changes.
 
-Lazily, because a model is not final when Trainer is constructed: PEFT wraps it, embeddings are resized, `model_init`
-makes a new one for every run.
+Lazily, because a model is not final when Trainer is constructed: PEFT wraps it, embeddings are
+resized, `model_init` makes a new one for every run.
 """
 
 import logging
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 
 class Laid(NamedTuple):
-    """What an engine lays out once about a parameter. Resizing embeddings keeps the object and changes its shape."""
+    """What an engine lays out once about a parameter. Resizing embeddings keeps the object and
+    changes its shape."""
 
     parameter: nn.Parameter
     is_trained: bool
@@ -49,7 +51,9 @@ class Layout(NamedTuple):
         if len(self.modules) != len(now.modules) or len(self.parameters) != len(now.parameters):
             return False
         return all(map(operator.is_, self.modules, now.modules)) and all(
-            a.parameter is b.parameter and a[2:] == b[2:] and (a.is_trained == b.is_trained or not trains)
+            a.parameter is b.parameter
+            and a[2:] == b[2:]
+            and (a.is_trained == b.is_trained or not trains)
             for a, b in zip(self.parameters, now.parameters, strict=True)
         )
 
@@ -66,7 +70,8 @@ class EngineSlot:
 
     @property
     def current(self) -> RoundPipe | None:
-        """None also where it was closed from outside, which only frees what it held: the next use builds another."""
+        """None also where it was closed from outside, which only frees what it held: the next use
+        builds another."""
         if self._engine is not None and self._owns_engine and self._engine.is_closed:
             self._engine = None
         return self._engine
@@ -76,10 +81,14 @@ class EngineSlot:
         """Whether the engine is the user's own, which is theirs to configure and to close."""
         return not self._owns_engine
 
-    def engine_for(self, model: nn.Module, args: TrainingArguments, *, trains: bool = True) -> RoundPipe:
-        """The engine of ``model``; the one before is closed if it was made for another state of the model.
+    def engine_for(
+        self, model: nn.Module, args: TrainingArguments, *, trains: bool = True
+    ) -> RoundPipe:
+        """The engine of ``model``; the one before is closed if it was made for another state of the
+        model.
 
-        ``trains``: if not, it does not matter which parameters train, as while adapters are disabled.
+        ``trains``: if not, it does not matter which parameters train, as while adapters are
+        disabled.
         """
         if not self._fits(model, trains=trains):
             self._replace(model, args)
@@ -87,8 +96,9 @@ class EngineSlot:
         return self._engine
 
     def synchronize(self, model: nn.Module, *, is_in_run: bool) -> None:
-        """Brings every update into the engine's model. An engine that ``model`` has grown out of since the last run,
-        when adapters were merged, say, ends with that: the next use builds another."""
+        """Brings every update into the engine's model. An engine that ``model`` has grown out of
+        since the last run, when adapters were merged, say, ends with that: the next use builds
+        another."""
         if self.current is None:
             return
         if self.is_given or self._fits(model, trains=False):
@@ -99,7 +109,8 @@ class EngineSlot:
             self.current.close()
 
     def reload(self, model: nn.Module) -> None:
-        """Weights of ``model`` may have changed: the engine's copies follow, unless the next use rebuilds it anyway.
+        """Weights of ``model`` may have changed: the engine's copies follow, unless the next use
+        rebuilds it anyway.
 
         The engine must be flushed, and have been so before they changed.
         """
@@ -108,18 +119,21 @@ class EngineSlot:
             self._versions = _versions(model)
 
     def begin(self, model: nn.Module) -> None:
-        """A run begins: anything may have been done to weights since the last one, which flushed if it ended well."""
+        """A run begins: anything may have been done to weights since the last one, which flushed if
+        it ended well."""
         if self.current is not None and self._fits(model):
             self.current.synchronize()
             self.reload(model)
 
     def rest(self) -> None:
-        """No run is going on: what is dropped now, the trainer itself for example, can be collected."""
+        """No run is going on: what is dropped now, the trainer itself for example, can be
+        collected."""
         if self.current is not None:
             self.current.rest()
 
     def follow_writes(self, model: nn.Module) -> None:
-        """The same, only where somebody has written to weights in place; what went through ``.data`` is not seen.
+        """The same, only where somebody has written to weights in place; what went through
+        ``.data`` is not seen.
 
         Writing back does not count as a write.
         """
@@ -163,7 +177,8 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
 
 def changed_in_run() -> ConfigError:
     return ConfigError(
-        "modules or parameters of the model were added, removed, replaced, cast, frozen or unfrozen during train(), "
+        "modules or parameters of the model were added, removed, replaced, cast, frozen or "
+        "unfrozen during train(), "
         "which the optimizer cannot follow; do it before, or between two calls of train()"
     )
 
@@ -173,16 +188,20 @@ def _versions(model: nn.Module) -> list[int]:
 
 
 def runs_by_preset(engine: RoundPipe) -> bool:
-    """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss exactly."""
+    """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss
+    exactly."""
     return engine.statistics()["layers"] > 1 and not isinstance(engine.model, nn.Sequential)
 
 
 def stop_checkpointing(model: Any) -> None:
     """Trainer turns activation checkpointing on at every `train()`; the engine recomputes already.
 
-    Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only checkpointing needs.
+    Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only
+    checkpointing needs.
     """
     if getattr(model, "is_gradient_checkpointing", False):
-        logger.info("gradient_checkpointing=True: the engine recomputes already, see recompute_grain")
+        logger.info(
+            "gradient_checkpointing=True: the engine recomputes already, see recompute_grain"
+        )
         model.gradient_checkpointing_disable()
         base_model(model).disable_input_require_grads()

@@ -1,8 +1,10 @@
-"""Whether anybody may look at the model's weights between an update and the next use of the engine, or at gradients.
+"""Whether anybody may look at the model's weights between an update and the next use of the engine,
+or at gradients.
 
-A synchronous step writes back to the model behind the caller's back, while the next round's first stages already go up;
-whatever the engine does itself waits layer by layer, and evaluation and saving wait for all of it. So the step is only
-made to wait where code that is not ours or Hugging Face's comes in between.
+A synchronous step writes back to the model behind the caller's back, while the next round's first
+stages already go up; whatever the engine does itself waits layer by layer, and evaluation and
+saving wait for all of it. So the step is only made to wait where code that is not ours or Hugging
+Face's comes in between.
 """
 
 from collections.abc import Sequence
@@ -28,10 +30,14 @@ _BETWEEN = (
 
 def reads_weights(trainer: Any) -> bool:
     """Whether a callback, or an override of a method called between steps, is somebody else's."""
-    if not all(_comes_from(type(callback), _CALLBACKS) for callback in trainer.callback_handler.callbacks):
+    if not all(
+        _comes_from(type(callback), _CALLBACKS) for callback in trainer.callback_handler.callbacks
+    ):
         return True
     owners = [cls for cls in type(trainer).__mro__ if any(name in vars(cls) for name in _BETWEEN)]
-    return not all(_comes_from(cls, _TRAINERS) for cls in owners) or any(name in vars(trainer) for name in _BETWEEN)
+    return not all(_comes_from(cls, _TRAINERS) for cls in owners) or any(
+        name in vars(trainer) for name in _BETWEEN
+    )
 
 
 class Shown(NamedTuple):
@@ -44,17 +50,22 @@ class Shown(NamedTuple):
 
 def reads_gradients(trainer: Any) -> bool:
     """Whether a callback of somebody else's is called between clipping and the update."""
-    calls = [type(callback).on_pre_optimizer_step for callback in trainer.callback_handler.callbacks]
+    calls = [
+        type(callback).on_pre_optimizer_step for callback in trainer.callback_handler.callbacks
+    ]
     return not all(f"{call.__module__}.".startswith(_CALLBACKS) for call in calls)
 
 
 def show_gradients(trainer: Any) -> list[Shown]:
-    """Puts copies of the gradients into the model's ``.grad``, unscaled and clipped, as Trainer has them there then.
+    """Puts copies of the gradients into the model's ``.grad``, unscaled and clipped, as Trainer has
+    them there then.
 
     The engine's own stay where they are: they are clipped in the optimizer's step.
     """
     trainer.synchronize()
-    parameters = [parameter for parameter in trainer.model.parameters() if parameter.grad is not None]
+    parameters = [
+        parameter for parameter in trainer.model.parameters() if parameter.grad is not None
+    ]
     if trainer.processes is not None:
         trainer.processes.average_gradients(parameters)
     if trainer.scaler is not None:
@@ -70,7 +81,8 @@ def refuse_written(shown: Sequence[Shown]) -> None:
     for parameter, gradient, version in shown:
         if parameter.grad is not gradient or gradient._version != version:
             raise ConfigError(
-                "a callback changed gradients in on_pre_optimizer_step, but sees copies of them there: change them in "
+                "a callback changed gradients in on_pre_optimizer_step, but sees copies of them "
+                "there: change them in "
                 "the step of an optimizer of your own, see optimizer_cls_and_kwargs"
             )
 

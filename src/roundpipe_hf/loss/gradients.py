@@ -1,7 +1,8 @@
 """The gradients of parameters that a loss brings itself, put back before its rounds run again.
 
-Those of the model's weights belong to the engine, which drops them. These offload in the parameters' own ``.grad``, where
-a round that has failed leaves what some of its microbatches have added.
+Those of the model's weights belong to the engine, which drops them. These offload in the
+parameters' own ``.grad``, where a round that has failed leaves what some of its microbatches have
+added.
 """
 
 import threading
@@ -16,15 +17,18 @@ from ..engine.calls import LossFn
 
 
 class LossGradients:
-    """As they were before the rounds since the last step. Workers note, the user's thread restores between rounds."""
+    """As they were before the rounds since the last step. Workers note, the user's thread restores
+    between rounds."""
 
     def __init__(self) -> None:
-        # Several workers evaluate a loss at once, and only the first of them sees the gradient as it was.
+        # Several workers evaluate a loss at once, and only the first of them sees the gradient as
+        # it was.
         self._lock = threading.Lock()
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}
 
     def noted(self, loss_fn: LossFn) -> LossFn:
-        """``loss_fn``, whose own parameters' gradients are looked at before it returns, and so before its backward."""
+        """``loss_fn``, whose own parameters' gradients are looked at before it returns, and so
+        before its backward."""
 
         def noting(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
             model = _Outputs(outputs)
@@ -44,13 +48,15 @@ class LossGradients:
 
     def restore(self) -> None:
         """No worker may be in a backward."""
-        self._wait_for_devices()  # because what failed may still be queued there, on a worker's stream
+        # Because what failed may still be queued there, on a worker's stream.
+        self._wait_for_devices()
         for leaf, before in self._before.items():
             if before is None or leaf.grad is None:
                 leaf.grad = before
             else:
                 leaf.grad.copy_(before)  # in place, because somebody may hold it
-        self._wait_for_devices()  # because the copies' memory is a worker's stream's again once they are gone
+        # Because the copies' memory is a worker's stream's again once they are gone.
+        self._wait_for_devices()
         self._before.clear()
 
     def forget(self) -> None:
@@ -63,10 +69,15 @@ class LossGradients:
 
 
 class _Outputs:
-    """Where the model's part of a loss's graph begins. To be made before the loss can write to the outputs."""
+    """Where the model's part of a loss's graph begins. To be made before the loss can write to the
+    outputs."""
 
     def __init__(self, outputs: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(outputs)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         self._nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         self._tensors = set(tensors)
 

@@ -1,9 +1,11 @@
-"""What is known of a trainer's loss: how it calls the model, and how microbatches' losses make that of their batch.
+"""What is known of a trainer's loss: how it calls the model, and how microbatches' losses make that
+of their batch.
 
-[Note: asked again] A loss of the user's may take another form later: a term that is warmed up from zero, or that is
-there in training only. So such a loss is asked in training and in evaluation, and again after 1, 2, 4, 8, ... steps;
-forms that were seen once are reckoned with from then on. At every step would cost more than the step. It is also asked
-again, a few times, when a batch shows traits that it was not asked about ([Note: traits]).
+[Note: asked again] A loss of the user's may take another form later: a term that is warmed up from
+zero, or that is there in training only. So such a loss is asked in training and in evaluation, and
+again after 1, 2, 4, 8, ... steps; forms that were seen once are reckoned with from then on. At
+every step would cost more than the step. It is also asked again, a few times, when a batch shows
+traits that it was not asked about ([Note: traits]).
 """
 
 import logging
@@ -38,15 +40,18 @@ from .sample import Trait, sample_of, telling_rows, traits_of
 
 logger = logging.getLogger(__name__)
 
-# Times that a loss is asked because of new traits. A data set's own numbering shows one with every batch.
+# Times that a loss is asked because of new traits. A data set's own numbering shows one with every
+# batch.
 _MOST_NEW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a loss has answered, None while no batch could tell, and the first and the last step it was due at.
+    """What a loss has answered, None while no batch could tell, and the first and the last step it
+    was due at.
 
-    ``shown`` are the traits of those batches' samples, of which ``num_new`` were because of others than before.
+    ``shown`` are the traits of those batches' samples, of which ``num_new`` were because of others
+    than before.
     """
 
     first: int
@@ -64,7 +69,9 @@ class Asked:
         if self.num_new == _MOST_NEW:
             return None
         several = (batch for batch in batches if most_parts(batch.inputs) > 1)
-        return next((batch for batch in several if set().union(*traits_of(batch.inputs)) - self.shown), None)
+        return next(
+            (batch for batch in several if set().union(*traits_of(batch.inputs)) - self.shown), None
+        )
 
     def after(self, batch: StashedBatch) -> "Asked":
         """The sample of ``batch`` was shown."""
@@ -108,7 +115,14 @@ class LearntLoss:
         rule = self._rule_for(engine, batches, call, num_microbatch)
         answer = LossAnswer() if self._reads_only_losses(engine, batches) else trainer.answer
         loss_fn = RoundLoss(
-            engine.model, compute_loss, call, answer, rule, batches, precision.finish, writes=self._is_users()
+            engine.model,
+            compute_loss,
+            call,
+            answer,
+            rule,
+            batches,
+            precision.finish,
+            writes=self._is_users(),
         )
         return cut_window(batches, call, answer, rule, num_microbatch, self._measure), loss_fn
 
@@ -116,27 +130,39 @@ class LearntLoss:
         """Into how many the largest batch can be cut."""
         self._forget_another_loss()
         most = max(most_parts(batch.inputs) for batch in batches)
-        return most if self._rule_for(engine, batches, self._call_for(batches[0]), most).can_cut else 1
+        return (
+            most if self._rule_for(engine, batches, self._call_for(batches[0]), most).can_cut else 1
+        )
 
     def _forget_another_loss(self) -> None:
-        """A callback, or the user between two evaluations, may have put another loss or model in the trainer."""
+        """A callback, or the user between two evaluations, may have put another loss or model in
+        the trainer."""
         trainer = self._trainer
-        model = weakref.ref(trainer.model)  # because the one before is not to outlive its replacement
+        model = weakref.ref(
+            trainer.model
+        )  # because the one before is not to outlive its replacement
         about = (trainer.compute_loss, trainer.compute_loss_func, trainer.label_smoother, model)
         if about != self._about:
             self.forget()
             self._about = about
 
     def _call_for(self, batch: StashedBatch) -> ModelCall:
-        """See [Note: the model call]. Recorded once, because what `compute_loss` does before the call runs again."""
+        """See [Note: the model call]. Recorded once, because what `compute_loss` does before the
+        call runs again."""
         trainer = self._trainer
         key = (*sorted(batch.inputs), batch.num_items is not None, trainer.model.training)
         if key not in self._calls:
-            self._calls[key] = record_call(trainer.compute_loss, trainer.model, batch.inputs, batch.num_items)
+            self._calls[key] = record_call(
+                trainer.compute_loss, trainer.model, batch.inputs, batch.num_items
+            )
         return self._calls[key]
 
     def _rule_for(
-        self, engine: RoundPipe, batches: Sequence[StashedBatch], call: ModelCall, num_microbatch: int
+        self,
+        engine: RoundPipe,
+        batches: Sequence[StashedBatch],
+        call: ModelCall,
+        num_microbatch: int,
     ) -> LossRule:
         if self._is_known_to_add_up(batches):
             return ADDS_UP
@@ -148,7 +174,8 @@ class LearntLoss:
         news = asked.news_in(batches) if is_users else None
         has_news = news is not None
         if (is_due or has_news) and mode and pipeline_of(trainer.args).async_optimizer:
-            engine.synchronize()  # because asking does, and an update is to be seen at the same step in every plan
+            # Because asking does, and an update is to be seen at the same step in every plan.
+            engine.synchronize()
         can_cut = any(len(parts_of(batch.inputs, num_microbatch)) > 1 for batch in batches)
         asks = news or next((batch for batch in batches if most_parts(batch.inputs) > 1), None)
         while asks is not None and (is_due or has_news or asked.rule is None):
@@ -160,7 +187,8 @@ class LearntLoss:
             asks = asked.news_in(batches) if is_users else None
         if before is not None and asked.rule != before and not has_news and step > asked.last + 1:
             logger.warning(
-                "the loss has another form at step %d than at step %d; batches in between were weighed by the old one. "
+                "the loss has another form at step %d than at step %d; batches in between were "
+                "weighed by the old one. "
                 "Set num_microbatch=1 for a loss that changes at some step",
                 step,
                 asked.last,
@@ -172,7 +200,8 @@ class LearntLoss:
     def _reads_only_losses(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> bool:
         """Whether nobody looks at logits, and the model is one whose preset need not make them.
 
-        Not where a loss is divided by nothing: the gradients of masked rows are zero even then if there are logits.
+        Not where a loss is divided by nothing: the gradients of masked rows are zero even then if
+        there are logits.
         """
         trainer = self._trainer
         return (
@@ -191,10 +220,13 @@ class LearntLoss:
         has_items = all(batch.num_items is not None for batch in batches)
         return not self._is_users() and loss_adds_up(self._trainer) and has_items
 
-    def _learn(self, engine: RoundPipe, batch: StashedBatch, call: ModelCall, asked: Asked) -> LossRule | None:
+    def _learn(
+        self, engine: RoundPipe, batch: StashedBatch, call: ModelCall, asked: Asked
+    ) -> LossRule | None:
         """Asks the loss (see loss_rule.py) with forwards of a few rows; draws no random numbers.
 
-        ``asked``: what it has answered so far, whose forms stay. Returns that where this batch cannot tell.
+        ``asked``: what it has answered so far, whose forms stay. Returns that where this batch
+        cannot tell.
         """
         before = asked.rule
         rows = telling_rows(batch.inputs, asked.shown)
@@ -210,35 +242,56 @@ class LearntLoss:
                 logger.warning("the loss cannot be asked about a few rows: %r", failure.__cause__)
                 rule = KEEP_WHOLE
             else:
-                raise failure.__cause__ or failure from None  # it came once, so it is none of the number of rows
+                raise (
+                    failure.__cause__ or failure
+                ) from None  # it came once, so it is none of the number of rows
         if rule is None:
             return before
         if before is not None:
             rule = either(before, rule)
         if rule.has_sum and rule.mean_over is not None and call.num_items is not None:
-            rule = KEEP_WHOLE  # because the model mixes both parts into one loss, which cannot be taken apart later
+            # Because the model mixes both parts into one loss, which cannot be taken apart later.
+            rule = KEEP_WHOLE
         if rule == KEEP_WHOLE != before:
             logger.warning(
-                "the loss of a batch is no sum or mean over its rows, so batches are not cut into microbatches; "
+                "the loss of a batch is no sum or mean over its rows, so batches are not cut into "
+                "microbatches; "
                 "use gradient accumulation to keep several devices busy"
             )
         return rule
 
-    def _answer(self, engine: RoundPipe, batch: StashedBatch, sample: Mapping[str, Any]) -> LossRule | None:
+    def _answer(
+        self, engine: RoundPipe, batch: StashedBatch, sample: Mapping[str, Any]
+    ) -> LossRule | None:
         trainer = self._trainer
         is_exact = trainer.precision().autocast is None and all(
-            parameter.dtype.itemsize >= 4 for parameter in trainer.model.parameters() if parameter.is_floating_point()
+            parameter.dtype.itemsize >= 4
+            for parameter in trainer.model.parameters()
+            if parameter.is_floating_point()
         )
         tolerance = TOLERANCE if is_exact else TOLERANCE_BELOW_FP32
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return learn_rule(sample, lambda inputs: self._evaluate(engine, inputs, batch), self._measure, tolerance)
+            return learn_rule(
+                sample,
+                lambda inputs: self._evaluate(engine, inputs, batch),
+                self._measure,
+                tolerance,
+            )
 
-    def _evaluate(self, engine: RoundPipe, inputs: Mapping[str, Any], batch: StashedBatch) -> Evaluated:
+    def _evaluate(
+        self, engine: RoundPipe, inputs: Mapping[str, Any], batch: StashedBatch
+    ) -> Evaluated:
         once = self._loss_of(engine, inputs, batch.num_items)
-        return Evaluated(once, None if batch.num_items is None else self._loss_of(engine, inputs, batch.num_items * 2))
+        return Evaluated(
+            once,
+            None if batch.num_items is None else self._loss_of(engine, inputs, batch.num_items * 2),
+        )
 
-    def _loss_of(self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None) -> float:
-        """The loss sees the mode of the run, the model runs without dropout: else no two losses could be compared."""
+    def _loss_of(
+        self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
+    ) -> float:
+        """The loss sees the mode of the run, the model runs without dropout: else no two losses
+        could be compared."""
         trainer = self._trainer
         mode = trainer.model.training
         is_running = has_run = False
@@ -260,7 +313,9 @@ class LearntLoss:
         model = EngineStandIn(trainer.model, run)
         try:
             with losses_on(HOST):
-                return float(trainer.compute_loss(model, copied(inputs), num_items_in_batch=num_items))
+                return float(
+                    trainer.compute_loss(model, copied(inputs), num_items_in_batch=num_items)
+                )
         except Exception as error:
             if is_running:
                 raise

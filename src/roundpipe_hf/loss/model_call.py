@@ -1,9 +1,11 @@
-"""What `compute_loss` gets in place of the model: it runs in the worker, after the pipeline has run the model.
+"""What `compute_loss` gets in place of the model: it runs in the worker, after the pipeline has run
+the model.
 
-[Note: the model call] The engine runs the forward, and only then `compute_loss`, which expects to call the model
-itself. So `compute_loss` is first run up to that call, on the user's thread, to learn which arguments it passes
-(`record_call`). The engine runs the model with those, and `Replay` answers the call in the worker with what came out.
-That holds only if the call is the same each time, which `Replay` checks: a batch's tensor must arrive as it was.
+[Note: the model call] The engine runs the forward, and only then `compute_loss`, which expects to
+call the model itself. So `compute_loss` is first run up to that call, on the user's thread, to
+learn which arguments it passes (`record_call`). The engine runs the model with those, and `Replay`
+answers the call in the worker with what came out. That holds only if the call is the same each
+time, which `Replay` checks: a batch's tensor must arrive as it was.
 """
 
 import inspect
@@ -24,8 +26,8 @@ ComputeLoss = Callable[..., Any]
 class ModelAnswer:
     """How the pipeline answers the model call of `compute_loss`.
 
-    A Trainer whose loss wants more of the model than its outputs sets one of its own (`RoundPipeTrainerMixin.answer`).
-    Shared by workers: to be without state.
+    A Trainer whose loss wants more of the model than its outputs sets one of its own
+    (`RoundPipeTrainerMixin.answer`). Shared by workers: to be without state.
     """
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -33,21 +35,24 @@ class ModelAnswer:
         return given
 
     def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
-        """What the call returns, of what the pipeline did. Runs where `compute_loss` does: in training on a worker,
-        with gradients."""
+        """What the call returns, of what the pipeline did. Runs where `compute_loss` does: in
+        training on a worker, with gradients."""
         return outputs
 
     def repeat(self) -> None:
-        """`compute_loss` calls the model once more, with what the pipeline ran with; raises unless the outputs that
-        are there may answer that, too."""
+        """`compute_loss` calls the model once more, with what the pipeline ran with; raises unless
+        the outputs that are there may answer that, too."""
         raise UnknownModelCall(
-            "compute_loss calls the model a second time; the pipeline runs one forward per training step. "
-            "Put both inputs into one batch in the data collator and split the outputs in compute_loss"
+            "compute_loss calls the model a second time; the pipeline runs one forward per "
+            "training step. "
+            "Put both inputs into one batch in the data collator and split the outputs in "
+            "compute_loss"
         )
 
 
 class LossAnswer(ModelAnswer):
-    """For a `compute_loss` that reads nothing but the model's own loss: the presets' last layer makes no logits."""
+    """For a `compute_loss` that reads nothing but the model's own loss: the presets' last layer
+    makes no logits."""
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         return {**given, "skip_logits": True}
@@ -64,7 +69,8 @@ def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 class ModelStandIn:
-    """Answers the model call of `compute_loss`; reads of anything else fall through to the model."""
+    """Answers the model call of `compute_loss`; reads of anything else fall through to the
+    model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -79,13 +85,15 @@ class ModelStandIn:
         return getattr(self._model, name)
 
     def _get_name(self) -> str:
-        """`Trainer` shifts labels for smoothing by this name, and finds a PEFT model's base by isinstance."""
+        """`Trainer` shifts labels for smoothing by this name, and finds a PEFT model's base by
+        isinstance."""
         name: str = base_model(self._model)._get_name()
         return name
 
 
 class EngineStandIn(ModelStandIn):
-    """Runs the call through the engine: for evaluation, where outputs come back whole before `compute_loss` goes on."""
+    """Runs the call through the engine: for evaluation, where outputs come back whole before
+    `compute_loss` goes on."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__(model)
@@ -112,17 +120,28 @@ class ModelCall:
     def arguments(self, inputs: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
         """The arguments of the call for one (micro)batch."""
         counted = {} if self.num_items is None else {self.num_items: num_items}
-        return {name: inputs[key] for name, key in self.from_batch.items()} | counted | dict(self.constants)
+        return (
+            {name: inputs[key] for name, key in self.from_batch.items()}
+            | counted
+            | dict(self.constants)
+        )
 
 
 class Replay(ModelStandIn):
-    """Answers the one call with the outputs the pipeline computed. Used by one worker, for one microbatch.
+    """Answers the one call with the outputs the pipeline computed. Used by one worker, for one
+    microbatch.
 
-    ``expected``: what the pipeline ran with. ``batch``: which of the round's batches the microbatch is part of.
+    ``expected``: what the pipeline ran with. ``batch``: which of the round's batches the microbatch
+    is part of.
     """
 
     def __init__(
-        self, model: nn.Module, answer: ModelAnswer, outputs: Any, expected: Mapping[str, Any], batch: int
+        self,
+        model: nn.Module,
+        answer: ModelAnswer,
+        outputs: Any,
+        expected: Mapping[str, Any],
+        batch: int,
     ) -> None:
         super().__init__(model)
         self.batch = batch
@@ -134,7 +153,8 @@ class Replay(ModelStandIn):
 
     @property
     def device(self) -> torch.device:
-        """Where the microbatch is, not the model: a loss brings tensors of its own, class weights, say, to it."""
+        """Where the microbatch is, not the model: a loss brings tensors of its own, class weights,
+        say, to it."""
         leaves = tree_leaves((self._outputs, dict(self._expected)))
         found = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         of_model: Any = self._model.device if found is None else found
@@ -159,8 +179,11 @@ class Replay(ModelStandIn):
                 raise _another(name)
 
 
-def record_call(compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> ModelCall:
-    """Learns how ``compute_loss`` calls the model by running it up to that call ([Note: the model call])."""
+def record_call(
+    compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str, Any], num_items: Any
+) -> ModelCall:
+    """Learns how ``compute_loss`` calls the model by running it up to that call ([Note: the model
+    call])."""
     copies = copied(inputs)
     try:
         # In a shallow copy of the same type, because `compute_loss` pops what it takes out.
@@ -172,7 +195,8 @@ def record_call(compute_loss: ComputeLoss, model: nn.Module, inputs: Mapping[str
                 raise _another(name) from None
         return _attribute(call.arguments, copies, num_items)
     raise UnknownModelCall(
-        "compute_loss never called the model it was given; the pipeline trains through that call only. "
+        "compute_loss never called the model it was given; the pipeline trains through that call "
+        "only. "
         "Call its `model` argument, not `self.model`"
     )
 
@@ -203,7 +227,8 @@ def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: 
             from_batch[name] = key
         elif isinstance(value, torch.Tensor):
             raise UnknownModelCall(
-                f"compute_loss hands the model a tensor {name!r} that is not in the batch; the pipeline has to know it "
+                f"compute_loss hands the model a tensor {name!r} that is not in the batch; the "
+                "pipeline has to know it "
                 "before the forward. Make it in the data collator"
             )
         else:
@@ -212,7 +237,8 @@ def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: 
 
 
 def _is_same(given: Any, expected: Any) -> bool:
-    """Identity for what holds tensors: comparing values would make every worker wait for its device."""
+    """Identity for what holds tensors: comparing values would make every worker wait for its
+    device."""
     if given is expected:
         return True
     return isinstance(expected, str | int | float | bool | None) and bool(given == expected)
@@ -220,8 +246,10 @@ def _is_same(given: Any, expected: Any) -> bool:
 
 def _another(name: str) -> UnknownModelCall:
     return UnknownModelCall(
-        f"compute_loss calls the model with another {name!r} than the pipeline ran with. The forward runs before "
-        "compute_loss, which therefore must pass the batch's tensors on unchanged and call the model the same way each "
+        f"compute_loss calls the model with another {name!r} than the pipeline ran with. The "
+        "forward runs before "
+        "compute_loss, which therefore must pass the batch's tensors on unchanged and call the "
+        "model the same way each "
         "time; change the batch in the data collator instead"
     )
 

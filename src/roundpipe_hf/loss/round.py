@@ -1,4 +1,5 @@
-"""One accumulation window as one pipeline round: its microbatches, and the loss function the workers call."""
+"""One accumulation window as one pipeline round: its microbatches, and the loss function the
+workers call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,8 +22,8 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class StashedBatch(NamedTuple):
     """A batch of the accumulation window that waits for the window to close.
 
-    ``divisor`` is what Trainer divides this batch's loss by: the window's number of batches, where the loss was not
-    divided by the window's number of items already.
+    ``divisor`` is what Trainer divides this batch's loss by: the window's number of batches, where
+    the loss was not divided by the window's number of items already.
     """
 
     inputs: Mapping[str, Any]
@@ -31,7 +32,8 @@ class StashedBatch(NamedTuple):
 
 
 class MicrobatchLabel(NamedTuple):
-    """What the loss function needs besides the outputs. Tensors in it are on the worker's device by then."""
+    """What the loss function needs besides the outputs. Tensors in it are on the worker's device by
+    then."""
 
     batch: int
     inputs: dict[str, Any]
@@ -83,16 +85,19 @@ def _cut(
     if rule.mean_over is None or len(parts) == 1:
         return [(part, 1.0) for part in parts]
     counted = measure(inputs, rule.mean_over)
-    if not counted:  # a mean over nothing: whatever the loss makes of that, it makes of the whole batch
+    if (
+        not counted
+    ):  # a mean over nothing: whatever the loss makes of that, it makes of the whole batch
         return [(part, 1.0) for part in parts_of(inputs, 1)]
     return [(part, (measure(part, rule.mean_over) or 0.0) / counted) for part in parts]
 
 
 class RoundLoss:
-    """The loss function of a round. Called by workers, once per microbatch; owns no tensors afterwards.
+    """The loss function of a round. Called by workers, once per microbatch; owns no tensors
+    afterwards.
 
-    Returns one loss per batch of the window, all but the microbatch's own zero, so that the engine's sums are the
-    batches' losses.
+    Returns one loss per batch of the window, all but the microbatch's own zero, so that the
+    engine's sums are the batches' losses.
 
     Args:
         writes: whether the loss may write to the batch, of which it gets a copy then.
@@ -122,25 +127,39 @@ class RoundLoss:
 
     def __call__(self, outputs: Any, label: MicrobatchLabel) -> list[torch.Tensor]:
         loss = self._share(outputs, label) / self._divisors[label.batch]
-        return [loss if index == label.batch else torch.zeros_like(loss) for index in range(len(self._divisors))]
+        return [
+            loss if index == label.batch else torch.zeros_like(loss)
+            for index in range(len(self._divisors))
+        ]
 
     def _share(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
         if label.weight == 0.0:  # a mean over nothing is nan, and so would be its gradient
             return _no_loss(outputs)
-        return weighted(self._rule, label.weight, lambda times: self._evaluate(outputs, label, times))
+        return weighted(
+            self._rule, label.weight, lambda times: self._evaluate(outputs, label, times)
+        )
 
     def _evaluate(self, outputs: Any, label: MicrobatchLabel, times: int) -> torch.Tensor:
-        num_items = label.num_items if times == 1 or label.num_items is None else label.num_items * times
+        num_items = (
+            label.num_items if times == 1 or label.num_items is None else label.num_items * times
+        )
         given = copied(label.inputs) if self._writes else label.inputs
         inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
         expected = self._answer.arguments(self._call.arguments(given, num_items))
-        replay = Replay(self._model, self._answer, self._finish_outputs(outputs), expected, label.batch)
+        replay = Replay(
+            self._model, self._answer, self._finish_outputs(outputs), expected, label.batch
+        )
         with losses_on(replay.device):
             loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
         return loss
 
 
 def _no_loss(outputs: Any) -> torch.Tensor:
-    """Zero, with a graph, so that backward has somewhere to start. From the logits, for the model's loss is nan."""
-    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    """Zero, with a graph, so that backward has somewhere to start. From the logits, for the model's
+    loss is nan."""
+    leaves = [
+        leaf
+        for leaf in tree_leaves(outputs)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]
     return max(leaves, key=torch.Tensor.numel).float().sum() * 0.0

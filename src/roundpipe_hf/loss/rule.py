@@ -1,13 +1,15 @@
-"""How the losses of microbatches make up the loss of their batch. Knows nothing of the engine or of Trainer.
+"""How the losses of microbatches make up the loss of their batch. Knows nothing of the engine or of
+Trainer.
 
 [Note: loss rules] For a batch cut in microbatches i, a loss is one of, or the sum of:
 
     a part divided by the window's number of items N       L = a(N) = sum of a_i(N)         causal LM, smoothing
     a mean over something each microbatch has w_i of       L = b    = sum of w_i * b_i      regression, plain means
 
-a halves where N doubles and b does not, which tells them apart: a = 2 (L(N) - L(2N)), b = 2 L(2N) - L(N). What the mean
-is over is found by trying what it could be. Where neither form reproduces the batch's loss its rows depend on each
-other (contrastive losses, load balancing): such a batch is not cut, which is always right.
+a halves where N doubles and b does not, which tells them apart: a = 2 (L(N) - L(2N)), b = 2 L(2N) -
+L(N). What the mean is over is found by trying what it could be. Where neither form reproduces the
+batch's loss its rows depend on each other (contrastive losses, load balancing): such a batch is not
+cut, which is always right.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +57,8 @@ def either(one: LossRule, other: LossRule) -> LossRule:
 
 
 class Evaluated(NamedTuple):
-    """One sample's loss with the number of items given, and with twice that (None where none is given)."""
+    """One sample's loss with the number of items given, and with twice that (None where none is
+    given)."""
 
     once: float
     twice: float | None
@@ -85,7 +88,11 @@ def learn_rule(
     """
     rows = [rows_at(sample, [row]) for row in range(batch_size_of((), dict(sample)) or 0)]
     whole, *parts = [evaluate(inputs) for inputs in (sample, *rows)]
-    weights = {over: shares for over in MeanOver if (shares := _shares(sample, rows, over, measure)) is not None}
+    weights = {
+        over: shares
+        for over in MeanOver
+        if (shares := _shares(sample, rows, over, measure)) is not None
+    }
     return decide_rule(whole, parts, weights, tolerance)
 
 
@@ -95,7 +102,8 @@ def decide_rule(
     weights: Mapping[MeanOver, Sequence[float]],
     tolerance: float = TOLERANCE,
 ) -> LossRule | None:
-    """Which rule reproduces the loss of ``whole`` from those of its ``parts``; ``weights`` are what could count."""
+    """Which rule reproduces the loss of ``whole`` from those of its ``parts``; ``weights`` are what
+    could count."""
     values = torch.tensor([value for one in (whole, *parts) for value in (one.total, one.mean)])
     if not bool(values.isfinite().all()):
         return None
@@ -111,7 +119,9 @@ def decide_rule(
     fitting = [
         over
         for over, shares in weights.items()
-        if equal(whole.mean, sum(share * part.mean for share, part in zip(shares, parts, strict=True)))
+        if equal(
+            whole.mean, sum(share * part.mean for share, part in zip(shares, parts, strict=True))
+        )
     ]
     if not fitting:
         return KEEP_WHOLE
@@ -125,8 +135,11 @@ def _agree(shares: Sequence[float], others: Sequence[float]) -> bool:
     return all(abs(a - b) <= TOLERANCE for a, b in zip(shares, others, strict=True))
 
 
-def weighted(rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """A microbatch's share of the batch's loss. ``evaluate(k)`` is its loss with k times the number of items."""
+def weighted(
+    rule: LossRule, weight: float, evaluate: Callable[[int], torch.Tensor]
+) -> torch.Tensor:
+    """A microbatch's share of the batch's loss. ``evaluate(k)`` is its loss with k times the number
+    of items."""
     if rule.mean_over is None:
         return evaluate(1)
     if not rule.has_sum:

@@ -1,1 +1,2 @@
-"""The Trainer itself: its hooks for training, evaluation and saving. Imports every room but `trl`."""
+"""The Trainer itself: its hooks for training, evaluation and saving. Imports every room but
+`trl`."""

@@ -8,8 +8,8 @@ from .mixin import RoundPipeTrainerMixin
 class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
     """`transformers.Trainer` whose models may be far larger than the memory of the devices.
 
-    Takes the same arguments and gives the same results. Settings of the engine come from `RoundPipeTrainingArguments`;
-    a plain `TrainingArguments` uses their defaults.
+    Takes the same arguments and gives the same results. Settings of the engine come from
+    `RoundPipeTrainingArguments`; a plain `TrainingArguments` uses their defaults.
 
     Example:
         >>> trainer = RoundPipeTrainer(model, RoundPipeTrainingArguments("out", bf16=True), train_dataset=dataset)

@@ -1,7 +1,8 @@
-"""What a Trainer checkpoint holds besides a plain Trainer's files, which stay what they are and load there.
+"""What a Trainer checkpoint holds besides a plain Trainer's files, which stay what they are and
+load there.
 
-Masters are written only if the saved weights do not contain them: with fp32 weights and fp32 masters there are none.
-Generators are written only for devices that have one of their own.
+Masters are written only if the saved weights do not contain them: with fp32 weights and fp32
+masters there are none. Generators are written only for devices that have one of their own.
 """
 
 import logging
@@ -28,13 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def whole_folder(path: str | Path, *, is_owner: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[str]:
-    """A folder to make ``path`` in, under the same name. It then appears whole, or not at all if the process dies.
+def whole_folder(
+    path: str | Path, *, is_owner: bool = True, wait: Callable[[], None] = lambda: None
+) -> Iterator[str]:
+    """A folder to make ``path`` in, under the same name. It then appears whole, or not at all if
+    the process dies.
 
     What was at ``path`` is replaced. Only one such folder may be under way next to it.
 
     Args:
-        is_owner: whether this is the one process of those that write together which makes and renames folders.
+        is_owner: whether this is the one process of those that write together which makes and
+            renames folders.
         wait: waits for the others.
     """
     unfinished = Path(path).parent / UNFINISHED_NAME
@@ -66,7 +71,8 @@ def _put_on_disk(folder: Path) -> None:
 def save_masters(engine: RoundPipe, folder: str | Path) -> None:
     """Writes the masters that are finer than the weights.
 
-    The engine must be flushed. `torch.save` streams tensor after tensor, so no second copy is made in memory.
+    The engine must be flushed. `torch.save` streams tensor after tensor, so no second copy is made
+    in memory.
     """
     masters = {name: master.detach() for name, master in _finer_masters(engine).items()}
     if masters:
@@ -78,10 +84,13 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
     masters = _finer_masters(engine)
     path = Path(folder) / MASTERS_NAME
     if path.is_file():
-        _copy_into(masters, torch.load(path, mmap=True, map_location="cpu", weights_only=True), path)
+        _copy_into(
+            masters, torch.load(path, mmap=True, map_location="cpu", weights_only=True), path
+        )
     elif masters and (Path(folder) / OPTIMIZER_NAME).is_file():
         logger.warning(
-            "%s has an optimizer state but no %s, as a plain Trainer leaves it: the optimizer goes on from the saved "
+            "%s has an optimizer state but no %s, as a plain Trainer leaves it: the optimizer goes "
+            "on from the saved "
             "weights, which are coarser than its own copies were",
             folder,
             MASTERS_NAME,
@@ -90,7 +99,11 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
 
 def save_device_rng(engine: RoundPipe, path: Path) -> None:
     """Writes the generators of the engine's devices, by the devices' names."""
-    states = {device.name: device.rng_state() for device in engine.devices if not device.shares_generator()}
+    states = {
+        device.name: device.rng_state()
+        for device in engine.devices
+        if not device.shares_generator()
+    }
     if states:
         torch.save(states, path)
 
@@ -105,15 +118,22 @@ def load_device_rng(engine: RoundPipe, path: Path) -> None:
 
 def _finer_masters(engine: RoundPipe) -> dict[str, nn.Parameter]:
     weights = dict(engine.model.named_parameters())
-    return {name: master for name, master in engine.optim_named_parameters() if master.dtype != weights[name].dtype}
+    return {
+        name: master
+        for name, master in engine.optim_named_parameters()
+        if master.dtype != weights[name].dtype
+    }
 
 
 @torch.no_grad()
-def _copy_into(masters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor], path: Path) -> None:
+def _copy_into(
+    masters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor], path: Path
+) -> None:
     missing = sorted(masters.keys() - saved.keys())
     if missing:
         raise ConfigError(
-            f"{path} lacks {len(missing)} of {len(masters)} parameters that train now ({', '.join(missing[:3])}); "
+            f"{path} lacks {len(missing)} of {len(masters)} parameters that train now "
+            f"({', '.join(missing[:3])}); "
             "resume with the same trainable parameters"
         )
     for name, master in masters.items():

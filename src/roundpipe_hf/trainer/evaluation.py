@@ -57,7 +57,10 @@ class EvaluationMixin(_Base):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         return super().compute_loss(
-            self._stand_in_for(model), inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            self._stand_in_for(model),
+            inputs,
+            return_outputs=return_outputs,
+            num_items_in_batch=num_items_in_batch,
         )
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -85,13 +88,21 @@ class EvaluationMixin(_Base):
         def attempt(footprint: Footprint) -> Any:
             count = num_microbatch or footprint.num_microbatch
             with precision.in_model():
-                return engine(roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments)
+                return engine(
+                    roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments
+                )
 
-        outputs = self._window.evaluating(engine, attempt, lambda: num_microbatch or rows_of(arguments))
+        outputs = self._window.evaluating(
+            engine, attempt, lambda: num_microbatch or rows_of(arguments)
+        )
         return self.answer.outputs(precision.finish(outputs), given)
 
     def _stand_in_for(self, model: Any) -> Any:
-        return self.stand_in() if model is self._slot.current and not isinstance(model, ModelStandIn) else model
+        return (
+            self.stand_in()
+            if model is self._slot.current and not isinstance(model, ModelStandIn)
+            else model
+        )
 
     def prediction_step(
         self,
@@ -101,10 +112,16 @@ class EvaluationMixin(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Where only the loss is wanted it is computed where the outputs are; else outputs come to the host."""
+        """Where only the loss is wanted it is computed where the outputs are; else outputs come to
+        the host."""
         if self.processes is None:
             note_rows(self, inputs)
-        if prediction_loss_only and model is self._slot.current and self._replays and returns_loss(self, inputs):
+        if (
+            prediction_loss_only
+            and model is self._slot.current
+            and self._replays
+            and returns_loss(self, inputs)
+        ):
             inputs = self._prepare_inputs(inputs)
             num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
             try:
@@ -112,11 +129,14 @@ class EvaluationMixin(_Base):
                 return self._to_gather((loss, None, None))
             except UnknownModelCall:
                 self._replays = False  # because here the model may be called in any way
-        found = super().prediction_step(self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs)
+        found = super().prediction_step(
+            self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs
+        )
         return self._to_gather(found)
 
     def _to_gather(self, found: Any) -> Any:
-        """Where several processes can gather them: their backend may only know tensors of its device."""
+        """Where several processes can gather them: their backend may only know tensors of its
+        device."""
         if self.processes is None:
             return found
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)

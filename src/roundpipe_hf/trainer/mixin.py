@@ -1,7 +1,9 @@
-"""What makes a Trainer run through the pipeline engine: its training step, optimizer, evaluation and saving.
+"""What makes a Trainer run through the pipeline engine: its training step, optimizer, evaluation
+and saving.
 
-`trainer.model` stays the Hugging Face model; the engine is only `trainer.model_wrapped`. Everything else of Trainer is
-inherited: loop, callbacks, schedulers, data, logging, files. Hooks only; what they do lives in the other files.
+`trainer.model` stays the Hugging Face model; the engine is only `trainer.model_wrapped`. Everything
+else of Trainer is inherited: loop, callbacks, schedulers, data, logging, files. Hooks only; what
+they do lives in the other files.
 """
 
 import contextlib
@@ -34,10 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class RoundPipeTrainerMixin(SavingMixin):
-    """Put it before a Trainer class among the bases: ``class MyTrainer(RoundPipeTrainerMixin, Trainer)``.
+    """Put it before a Trainer class among the bases: ``class MyTrainer(RoundPipeTrainerMixin,
+    Trainer)``.
 
-    A Trainer with a loss of its own also says how that loss is fed: ``answer`` if it asks more of the model than its
-    outputs, ``has_stock_loss`` if it is known to add up like Trainer's.
+    A Trainer with a loss of its own also says how that loss is fed: ``answer`` if it asks more of
+    the model than its outputs, ``has_stock_loss`` if it is known to add up like Trainer's.
     """
 
     optimizer: Any
@@ -55,26 +58,32 @@ class RoundPipeTrainerMixin(SavingMixin):
     # --- for users ---
 
     def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The pipeline's own copies of the trainable weights: what an optimizer has to be made over."""
+        """The pipeline's own copies of the trainable weights: what an optimizer has to be made
+        over."""
         return iter(self._engine().optim_named_parameters())
 
     # --- construction ---
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first thing every Trainer's constructor calls, so the place to refuse what cannot be honoured."""
+        """The first thing every Trainer's constructor calls, so the place to refuse what cannot be
+        honoured."""
         refuse_arguments(self.args)
         refuse_model(self.model)
         compat.use_one_gpu(self.args)
         unused = engine_settings_in(self.args) if self._slot.is_given else []
         if unused:
-            logger.warning("%s: no effect, the model came in an engine that is configured already", ", ".join(unused))
+            logger.warning(
+                "%s: no effect, the model came in an engine that is configured already",
+                ", ".join(unused),
+            )
         self.scaler = GradScaler() if self.args.fp16 else None
         super().create_accelerator_and_postprocess()
         if self.args.world_size > 1 and self.processes is None:
             self.processes = Processes()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Accelerate shall move, cast and compile nothing: batches stay in host memory until a stage needs them."""
+        """Accelerate shall move, cast and compile nothing: batches stay in host memory until a
+        stage needs them."""
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         built.pop("dynamo_plugin", None)
         return {**built, "device_placement": False, "mixed_precision": "no"}
@@ -82,10 +91,12 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _validate_args(self) -> None:
         super()._validate_args()
         given = self._slot.current
-        refuse_optimizer(self.args, (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, given)
+        refuse_optimizer(
+            self.args, (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, given
+        )
         if not _takes_num_items(self.compute_loss):
-            # The signature of old releases. Such a loss cannot divide by the window's items, so Trainer divides it by
-            # the window's batches, as those releases did.
+            # The signature of old releases. Such a loss cannot divide by the window's items, so
+            # Trainer divides it by the window's batches, as those releases did.
             self.model_accepts_loss_kwargs = False
             self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
@@ -94,7 +105,9 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays in host memory."""
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
         """The engine of the current model, whatever Trainer wrapped before."""
         is_first = self._slot.current is None
         engine = self._engine(trains=training)
@@ -116,8 +129,10 @@ class RoundPipeTrainerMixin(SavingMixin):
         if made is None or (isinstance(made, PipelineOptimizer) and made.engine is not engine):
             if made is not None and made.inner is not self._made:
                 raise ConfigError(
-                    f"the model has changed since its {type(made.inner).__name__} was made, which was not by this "
-                    "trainer: make it again over optim_named_parameters() and assign it to trainer.optimizer"
+                    f"the model has changed since its {type(made.inner).__name__} was made, which "
+                    "was not by this "
+                    "trainer: make it again over optim_named_parameters() and assign it to "
+                    "trainer.optimizer"
                 )
             self._made = self._make_inner_optimizer(engine)
             self.optimizer = self._stepped_by(engine, self._made)
@@ -127,19 +142,32 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _stepped_by(self, engine: RoundPipe, inner: torch.optim.Optimizer) -> PipelineOptimizer:
         is_async = pipeline_of(self.args).async_optimizer
         return PipelineOptimizer(
-            engine, inner, self._window, is_async=is_async, scaler=self.scaler, processes=self.processes
+            engine,
+            inner,
+            self._window,
+            is_async=is_async,
+            scaler=self.scaler,
+            processes=self.processes,
         )
 
     def _make_inner_optimizer(self, engine: RoundPipe) -> torch.optim.Optimizer:
-        """The same groups in the same order as Trainer's, so that either can load the other's state."""
+        """The same groups in the same order as Trainer's, so that either can load the other's
+        state."""
         decay = set(self.get_decay_parameter_names(self.model))
         masters = dict(engine.optim_named_parameters())
-        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        names = [
+            name for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
         groups = [
-            {"params": [masters[n] for n in names if n in decay], "weight_decay": self.args.weight_decay},
+            {
+                "params": [masters[n] for n in names if n in decay],
+                "weight_decay": self.args.weight_decay,
+            },
             {"params": [masters[n] for n in names if n not in decay], "weight_decay": 0.0},
         ]
-        cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        cls, kwargs = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+            self.args, self.model
+        )
         inner: torch.optim.Optimizer = SAME_BUT_FASTER.get(cls, cls)(groups, **kwargs)
         return inner
 
@@ -164,7 +192,8 @@ class RoundPipeTrainerMixin(SavingMixin):
         try:
             return super()._inner_training_loop(batch_size, *args, **kwargs)
         except BaseException:
-            # What was stepped with before counts, and whoever goes on from here has to find it in the model.
+            # What was stepped with before counts, and whoever goes on from here has to find it in
+            # the model.
             with contextlib.suppress(Exception):
                 self.synchronize()
             raise
@@ -179,12 +208,16 @@ class RoundPipeTrainerMixin(SavingMixin):
         inputs: dict[str, torch.Tensor | Any],
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
-        """Stashes the batch; the last one of the accumulation window trains on all of them in one pipeline round.
+        """Stashes the batch; the last one of the accumulation window trains on all of them in one
+        pipeline round.
 
-        Returns zero for a stashed batch. What Trainer has summed up when the window closes is what it would have been.
+        Returns zero for a stashed batch. What Trainer has summed up when the window closes is what
+        it would have been.
         """
         inputs = self._prepare_inputs(inputs)
-        self._window.add(StashedBatch(inputs, on_host(num_items_in_batch), self._divisor(num_items_in_batch)))
+        self._window.add(
+            StashedBatch(inputs, on_host(num_items_in_batch), self._divisor(num_items_in_batch))
+        )
         if self.is_in_loop and not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         *earlier, last = self._run_window()
@@ -193,9 +226,14 @@ class RoundPipeTrainerMixin(SavingMixin):
         return last
 
     def _divisor(self, num_items: torch.Tensor | int | None) -> int:
-        """What Trainer divides a batch's loss by. A loss that was given the number of items is divided already."""
+        """What Trainer divides a batch's loss by. A loss that was given the number of items is
+        divided already."""
         is_divided = self.model_accepts_loss_kwargs and num_items is not None
-        return 1 if is_divided or self.compute_loss_func is not None else self.current_gradient_accumulation_steps
+        return (
+            1
+            if is_divided or self.compute_loss_func is not None
+            else self.current_gradient_accumulation_steps
+        )
 
     def _run_window(self) -> list[torch.Tensor]:
         engine = self._engine()
@@ -215,8 +253,12 @@ class RoundPipeTrainerMixin(SavingMixin):
             compat.clear_device_cache()
         return [loss.to(self.args.device) for loss in losses]
 
-    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
-        if len(self._window):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
+    def _maybe_log_save_evaluate(
+        self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if len(
+            self._window
+        ):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
             for loss in self._run_window():
                 compat.book_loss(self, loss)
         if isinstance(grad_norm, PendingNorm):
@@ -233,7 +275,9 @@ class RoundPipeTrainerMixin(SavingMixin):
 
 def _takes_num_items(compute_loss: Callable[..., Any]) -> bool:
     parameters = inspect.signature(compute_loss).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return takes_any or "num_items_in_batch" in parameters
 
 
@@ -245,9 +289,11 @@ def _without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _with_loss_on(args: TrainingArguments, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A step of the user's own, whose loss may be that of an engine call and so in host memory: Trainer adds up losses
-    on the device that it takes for the model's."""
+def _with_loss_on(
+    args: TrainingArguments, training_step: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
+    """A step of the user's own, whose loss may be that of an engine call and so in host memory:
+    Trainer adds up losses on the device that it takes for the model's."""
 
     @functools.wraps(training_step)
     def call(*inputs: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""The part of the mixin that writes and reads checkpoints. Hooks only; the files are checkpointing.py's."""
+"""The part of the mixin that writes and reads checkpoints. Hooks only; the files are
+checkpointing.py's."""
 
 import os
 from pathlib import Path
@@ -17,7 +18,14 @@ from ..compat import (
     TRAINER_STATE_NAME,
     rotate_checkpoints,
 )
-from .checkpointing import RNG_NAME, load_device_rng, load_masters, save_device_rng, save_masters, whole_folder
+from .checkpointing import (
+    RNG_NAME,
+    load_device_rng,
+    load_masters,
+    save_device_rng,
+    save_masters,
+    whole_folder,
+)
 from .evaluation import EvaluationMixin
 
 
@@ -30,13 +38,17 @@ class SavingMixin(EvaluationMixin):
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Makes the folder elsewhere and then puts it in its place, so that there is never one to resume from by half.
+        """Makes the folder elsewhere and then puts it in its place, so that there is never one to
+        resume from by half.
 
-        What concerns the finished one comes afterwards: which is the best, uploads, and the end of older ones.
+        What concerns the finished one comes afterwards: which is the best, uploads, and the end of
+        older ones.
         """
         run_dir = self._get_output_dir(trial)
         path = self._checkpoint_in(run_dir, self.state.global_step)
-        with whole_folder(path, is_owner=self.args.should_save, wait=self.accelerator.wait_for_everyone) as folder:
+        with whole_folder(
+            path, is_owner=self.args.should_save, wait=self.accelerator.wait_for_everyone
+        ) as folder:
             self._unfinished = folder
             try:
                 super()._save_checkpoint(model, trial)
@@ -46,12 +58,16 @@ class SavingMixin(EvaluationMixin):
             if self.args.save_strategy != "no" and (best == path or os.path.isdir(best)):
                 self.state.best_model_checkpoint = best
             if self.args.should_save:
-                self.state.save_to_json(os.path.join(folder, os.path.basename(path), TRAINER_STATE_NAME))
+                self.state.save_to_json(
+                    os.path.join(folder, os.path.basename(path), TRAINER_STATE_NAME)
+                )
         if self.args.push_to_hub:
             self._push_from_checkpoint(path)
         if self.args.should_save:
             limit, kept = self.args.save_total_limit, self.state.best_model_checkpoint
-            rotate_checkpoints(run_dir, save_total_limit=limit, best_model_checkpoint=kept, use_mtime=True)
+            rotate_checkpoints(
+                run_dir, save_total_limit=limit, best_model_checkpoint=kept, use_mtime=True
+            )
 
     def _checkpoint_in(self, run_dir: str, step: int | None) -> str:
         return os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -71,11 +87,21 @@ class SavingMixin(EvaluationMixin):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.processes is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif all(os.path.isfile(os.path.join(checkpoint, name)) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)):
+        elif all(
+            os.path.isfile(os.path.join(checkpoint, name))
+            for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
+        ):
             # Trainer would load it into the memory of a device where there are several processes.
-            both: dict[str, Any] = {OPTIMIZER_NAME: self.optimizer, SCHEDULER_NAME: self.lr_scheduler}
+            both: dict[str, Any] = {
+                OPTIMIZER_NAME: self.optimizer,
+                SCHEDULER_NAME: self.lr_scheduler,
+            }
             for name, one in both.items():
-                one.load_state_dict(torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True))
+                one.load_state_dict(
+                    torch.load(
+                        os.path.join(checkpoint, name), map_location="cpu", weights_only=True
+                    )
+                )
         if checkpoint is not None:
             load_masters(self._engine(), checkpoint)
 
@@ -103,7 +129,9 @@ class SavingMixin(EvaluationMixin):
         of_process = f"_{self.args.process_index}" if self.args.world_size > 1 else ""
         return Path(folder) / f"{RNG_NAME}{of_process}.pth"
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         self.synchronize()
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         self._slot.reload(self.model)

@@ -1,4 +1,5 @@
-"""The accumulation window: batches wait until it closes, go down as one pipeline round, and are stepped with."""
+"""The accumulation window: batches wait until it closes, go down as one pipeline round, and are
+stepped with."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,10 +29,11 @@ T = TypeVar("T")
 class AccumulationWindow:
     """Used by the user's thread only.
 
-    [Note: again] Where memory runs out, all rounds since the last step run again, because late stage runs of one may have
-    failed behind the others: their gradients are dropped first, and those of the loss's own parameters put back, so
-    nothing is counted twice. Batches are kept until the step has them. Random numbers are those of the first attempt: a
-    call in which a layer drew has no late stage runs.
+    [Note: again] Where memory runs out, all rounds since the last step run again, because late
+    stage runs of one may have failed behind the others: their gradients are dropped first, and
+    those of the loss's own parameters put back, so nothing is counted twice. Batches are kept until
+    the step has them. Random numbers are those of the first attempt: a call in which a layer drew
+    has no late stage runs.
     """
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
@@ -42,7 +44,10 @@ class AccumulationWindow:
         self._since_step: list[Round] = []
         self._shown: list[Shown] = []
         self._largest_offloaded = 0
-        self._training, self._evaluation = OutOfMemoryBackoff("training"), OutOfMemoryBackoff("evaluation")
+        self._training, self._evaluation = (
+            OutOfMemoryBackoff("training"),
+            OutOfMemoryBackoff("evaluation"),
+        )
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -64,8 +69,8 @@ class AccumulationWindow:
         self._loss_gradients.forget()
 
     def run(self, engine: RoundPipe) -> list[torch.Tensor]:
-        """Trains on the stashed batches in one round. Returns each batch's loss; the window is empty afterwards, also
-        after an error."""
+        """Trains on the stashed batches in one round. Returns each batch's loss; the window is
+        empty afterwards, also after an error."""
         batches, self._batches = self._batches, []
         rounds = [*self._since_step, batches]
         attempts = 0
@@ -73,7 +78,11 @@ class AccumulationWindow:
         def attempt(footprint: Footprint) -> list[torch.Tensor]:
             nonlocal attempts
             attempts += 1
-            return self._run(engine, batches, footprint) if attempts == 1 else self._again(engine, rounds, footprint)
+            return (
+                self._run(engine, batches, footprint)
+                if attempts == 1
+                else self._again(engine, rounds, footprint)
+            )
 
         losses = self._attempted(engine, rounds, attempt)
         if self._trainer.is_in_loop:
@@ -87,7 +96,8 @@ class AccumulationWindow:
         self._shown = show_gradients(self._trainer) if reads_gradients(self._trainer) else []
 
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
-        """Steps with what the rounds left; where one ran out of memory behind our back, runs them again first."""
+        """Steps with what the rounds left; where one ran out of memory behind our back, runs them
+        again first."""
         engine, rounds = optimizer.engine, self._since_step
         refuse_written(self._shown)
         self._shown = []
@@ -133,29 +143,45 @@ class AccumulationWindow:
                 (loss,) = forward_loss(engine, microbatches, loss_fn, footprint)
             return loss
 
-        loss: torch.Tensor = self.evaluating(engine, attempt, lambda: self._loss.most_microbatches(engine, [batch]))
+        loss: torch.Tensor = self.evaluating(
+            engine, attempt, lambda: self._loss.most_microbatches(engine, [batch])
+        )
         return loss
 
-    def evaluating(self, engine: RoundPipe, attempt: Callable[[Footprint], Any], most: Callable[[], int]) -> Any:
+    def evaluating(
+        self, engine: RoundPipe, attempt: Callable[[Footprint], Any], most: Callable[[], int]
+    ) -> Any:
         """A call without gradients, which can only be cut finer."""
-        start = Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain="layer", is_joined=False)
+        start = Footprint(
+            num_microbatch=engine.default_num_microbatch, recompute_grain="layer", is_joined=False
+        )
         return self._evaluation.run(engine, start, most, attempt)
 
-    def _attempted(self, engine: RoundPipe, rounds: Sequence[Round], attempt: Callable[[Footprint], T]) -> T:
+    def _attempted(
+        self, engine: RoundPipe, rounds: Sequence[Round], attempt: Callable[[Footprint], T]
+    ) -> T:
         try:
-            return self._training.run(engine, self._start(engine), lambda: self._most(engine, rounds), attempt)
+            return self._training.run(
+                engine, self._start(engine), lambda: self._most(engine, rounds), attempt
+            )
         except Exception:
             self._loss_gradients.restore()  # because a smaller batch may be tried next
             raise
 
     def _start(self, engine: RoundPipe) -> Footprint:
         grain: Any = pipeline_of(self._trainer.args).recompute_grain
-        return Footprint(num_microbatch=engine.default_num_microbatch, recompute_grain=grain or "stage", is_joined=True)
+        return Footprint(
+            num_microbatch=engine.default_num_microbatch,
+            recompute_grain=grain or "stage",
+            is_joined=True,
+        )
 
     def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:
         return max(self._loss.most_microbatches(engine, batches) for batches in rounds)
 
-    def _again(self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint) -> list[torch.Tensor]:
+    def _again(
+        self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint
+    ) -> list[torch.Tensor]:
         """The losses of the last round. See [Note: again]."""
         engine.zero_grad()
         self._loss_gradients.restore()
@@ -168,7 +194,9 @@ class AccumulationWindow:
         calls = [batches] if footprint.is_joined else [[batch] for batch in batches]
         return [loss for call in calls for loss in self._forward_backward(engine, call, footprint)]
 
-    def _forward_backward(self, engine: RoundPipe, batches: Round, footprint: Footprint) -> list[torch.Tensor]:
+    def _forward_backward(
+        self, engine: RoundPipe, batches: Round, footprint: Footprint
+    ) -> list[torch.Tensor]:
         trainer = self._trainer
         microbatches, loss_fn = self._loss.cut(engine, batches, num_cut(engine, footprint))
         scaler = trainer.scaler
@@ -183,17 +211,21 @@ class AccumulationWindow:
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
 
     def _refuse_gradients_of_the_model(self, engine: RoundPipe) -> None:
-        """The engine computes with copies of the weights; a gradient of the model's own would silently be lost."""
+        """The engine computes with copies of the weights; a gradient of the model's own would
+        silently be lost."""
         for name, parameter in engine.model.named_parameters():
             if parameter in self._loss_gradients:
                 engine.zero_grad()
                 raise ConfigError(
-                    f"compute_loss computes with the model's own parameter {name!r}, whose gradient would be lost: the "
-                    "pipeline works on copies. Take a penalty on weights into the optimizer, as weight_decay is"
+                    f"compute_loss computes with the model's own parameter {name!r}, whose "
+                    "gradient would be lost: the "
+                    "pipeline works on copies. Take a penalty on weights into the optimizer, as "
+                    "weight_decay is"
                 )
 
     def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
-        """Waits for late stage runs of a round larger than all before, which are those that may run out of memory.
+        """Waits for late stage runs of a round larger than all before, which are those that may run
+        out of memory.
 
         Because what fails behind an asynchronous step can no longer be run again before it.
         """

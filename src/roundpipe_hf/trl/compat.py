@@ -10,7 +10,14 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 if TYPE_CHECKING:
     from .sft import RoundPipeSFTTrainer
 
-__all__ = ["FusedCausalLMOutput", "drop_fused_forward", "fused_outputs", "note", "notes_of", "tokens_in"]
+__all__ = [
+    "FusedCausalLMOutput",
+    "drop_fused_forward",
+    "fused_outputs",
+    "note",
+    "notes_of",
+    "tokens_in",
+]
 
 _FIELDS = ("log_probs", "entropy", "is_top1")
 
@@ -33,8 +40,11 @@ class _LastStep:
         raise NotImplementedError
 
 
-def fused_outputs(config: Any, head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor) -> Any:
-    """Log-probability, entropy and rank of each next label, by TRL's own kernel, which makes logits tile by tile.
+def fused_outputs(
+    config: Any, head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor
+) -> Any:
+    """Log-probability, entropy and rank of each next label, by TRL's own kernel, which makes logits
+    tile by tile.
 
     Args:
         hidden_states: (rows, tokens, hidden), after the final norm.
@@ -48,12 +58,14 @@ def fused_outputs(config: Any, head: nn.Module, hidden_states: torch.Tensor, lab
 
 
 def drop_fused_forward(base: nn.Module) -> None:
-    """Takes TRL's patch off the whole model's forward, which the pipeline never calls, so that it is as it came."""
+    """Takes TRL's patch off the whole model's forward, which the pipeline never calls, so that it
+    is as it came."""
     base.__dict__.pop("forward", None)
 
 
 def tokens_in(inputs: Mapping[str, Any]) -> int:
-    """The tokens of a batch as TRL counts them: without padding, or all of the one row. Other batches it refuses."""
+    """The tokens of a batch as TRL counts them: without padding, or all of the one row. Other
+    batches it refuses."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None:
         return int(mask.sum())
@@ -65,10 +77,15 @@ Notes = dict[str, dict[str, list[float]]]
 
 def notes_of(trainer: "RoundPipeSFTTrainer") -> Notes:
     """A copy of the metrics that TRL averages at the next log."""
-    return {mode: {name: list(values) for name, values in noted.items()} for mode, noted in trainer._metrics.items()}
+    return {
+        mode: {name: list(values) for name, values in noted.items()}
+        for mode, noted in trainer._metrics.items()
+    }
 
 
-def note(trainer: "RoundPipeSFTTrainer", before: Notes, mode: str, values: Mapping[str, list[float]]) -> None:
+def note(
+    trainer: "RoundPipeSFTTrainer", before: Notes, mode: str, values: Mapping[str, list[float]]
+) -> None:
     """Metrics become those of ``before`` and ``values`` in ``mode``, whatever TRL noted since."""
     for each, noted in before.items():
         trainer._metrics[each].clear()

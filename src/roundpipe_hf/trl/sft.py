@@ -1,10 +1,12 @@
-"""`trl.SFTTrainer` over the pipeline engine. Data, packing and loss are TRL's; here is what the loss gets of the model.
+"""`trl.SFTTrainer` over the pipeline engine. Data, packing and loss are TRL's; here is what the
+loss gets of the model.
 
-[Note: fused head] TRL calls the model with ``fused_lm_head=True`` and gets no logits but what it needs of them: for
-each next label its log-probability, the entropy there and whether it is the likeliest. The pipeline's last layer
-answers with TRL's own kernel, so logits exist only tile by tile. Where the loss is made of logits (a loss function of
-the user's, label smoothing), and for architectures without a preset of their own, the pipeline runs the model plainly,
-and loss and metrics are made of the same logits.
+[Note: fused head] TRL calls the model with ``fused_lm_head=True`` and gets no logits but what it
+needs of them: for each next label its log-probability, the entropy there and whether it is the
+likeliest. The pipeline's last layer answers with TRL's own kernel, so logits exist only tile by
+tile. Where the loss is made of logits (a loss function of the user's, label smoothing), and for
+architectures without a preset of their own, the pipeline runs the model plainly, and loss and
+metrics are made of the same logits.
 """
 
 import logging
@@ -29,7 +31,14 @@ from ..engine.slot import runs_by_preset
 from ..loading import model_for_trainer
 from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
 from ..trainer.mixin import RoundPipeTrainerMixin
-from .compat import FusedCausalLMOutput, drop_fused_forward, fused_outputs, note, notes_of, tokens_in
+from .compat import (
+    FusedCausalLMOutput,
+    drop_fused_forward,
+    fused_outputs,
+    note,
+    notes_of,
+    tokens_in,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +53,13 @@ class RoundPipeSFTConfig(PipelineArguments, SFTConfig):
 class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     """`trl.SFTTrainer` whose models may be far larger than the memory of the devices.
 
-    Takes the same arguments and gives the same results and metrics; packing and padding-free batches included, whose
-    single row is one microbatch, so accumulate to keep several devices busy. A model given by its name is loaded in the
-    dtype of its files and into host memory.
+    Takes the same arguments and gives the same results and metrics; packing and padding-free
+    batches included, whose single row is one microbatch, so accumulate to keep several devices
+    busy. A model given by its name is loaded in the dtype of its files and into host memory.
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss of mixtures of
-            experts.
+        ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
+            of mixtures of experts.
 
     Example:
         >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)
@@ -73,20 +82,27 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         self._stashed_tokens = 0
         if self.processes is not None:
             raise ConfigError(
-                "RoundPipeSFTTrainer does not support several processes: TRL's loss gathers its metrics from all of "
-                "them at every microbatch; start the script with plain python, which drives all devices"
+                "RoundPipeSFTTrainer does not support several processes: TRL's loss gathers its "
+                "metrics from all of "
+                "them at every microbatch; start the script with plain python, which drives all "
+                "devices"
             )
         if self._is_vision_dataset:
-            raise ConfigError("RoundPipeSFTTrainer does not support data sets with images: no preset cuts such models")
+            raise ConfigError(
+                "RoundPipeSFTTrainer does not support data sets with images: no preset cuts such "
+                "models"
+            )
         if self.aux_loss_enabled:
             raise ConfigError(
-                "RoundPipeSFTTrainer does not support router_aux_loss_coef yet: the auxiliary loss is no sum over "
+                "RoundPipeSFTTrainer does not support router_aux_loss_coef yet: the auxiliary loss "
+                "is no sum over "
                 "microbatches; set router_aux_loss_coef=0.0"
             )
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
             logger.warning(
-                "%s has no preset of its own, so the logits of a microbatch exist as a whole; use small microbatches",
+                "%s has no preset of its own, so the logits of a microbatch exist as a whole; use "
+                "small microbatches",
                 type(base_model(self.model)).__name__,
             )
 
@@ -99,7 +115,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return FusedAnswer() if has_head and not wants_logits else LogitsAnswer()
 
     def has_stock_loss(self) -> bool:
-        """TRL's loss adds up as Trainer's does: log-probabilities, summed and divided by the window's tokens."""
+        """TRL's loss adds up as Trainer's does: log-probabilities, summed and divided by the
+        window's tokens."""
         owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
         return owners[0] is RoundPipeSFTTrainer and "compute_loss" not in vars(self)
 
@@ -115,7 +132,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
             watched, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         self._stashed_tokens += tokens_in(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -124,7 +143,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         self._stashed_tokens = 0
         with self._one_value_per_batch("train"):
             losses = super()._run_window()
-            self._total_train_tokens = total  # TRL counts in every microbatch, on several threads at once
+            self._total_train_tokens = (
+                total  # TRL counts in every microbatch, on several threads at once
+            )
         return losses
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +154,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     @contextmanager
     def _one_value_per_batch(self, mode: str) -> Iterator[None]:
-        """Metrics are noted as if batches had not been cut. Nothing is, where the batch was called whole."""
+        """Metrics are noted as if batches had not been cut. Nothing is, where the batch was called
+        whole."""
         before = notes_of(self)
         self._tally.clear()
         yield
@@ -143,7 +165,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
 
 class Tally:
-    """What the microbatches of a round add up to, batch by batch. Added to by workers, read by the user's thread."""
+    """What the microbatches of a round add up to, batch by batch. Added to by workers, read by the
+    user's thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -163,7 +186,9 @@ class Tally:
         """TRL's metrics, one value per batch; none if no microbatch was counted."""
         entropies, accuracies = [], []
         for batch in sorted(self._sums):
-            valid, entropy, correct = torch.stack([sums.cpu().double() for sums in self._sums[batch]]).sum(0).tolist()
+            valid, entropy, correct = (
+                torch.stack([sums.cpu().double() for sums in self._sums[batch]]).sum(0).tolist()
+            )
             entropies.append(entropy / valid if valid else 0.0)
             accuracies.append(correct / valid if valid else 0.0)
         return {"entropy": entropies, "mean_token_accuracy": accuracies} if entropies else {}
@@ -193,13 +218,18 @@ class FusedAnswer(ModelAnswer):
 
 
 class LogitsAnswer(ModelAnswer):
-    """The pipeline runs the model without labels; every call is answered with those logits or what they say."""
+    """The pipeline runs the model without labels; every call is answered with those logits or what
+    they say."""
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if name not in ("fused_lm_head", "labels")}
+        return {
+            name: value for name, value in given.items() if name not in ("fused_lm_head", "labels")
+        }
 
     def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
-        return _of_logits(outputs.logits, given["labels"]) if given.get("fused_lm_head") else outputs
+        return (
+            _of_logits(outputs.logits, given["labels"]) if given.get("fused_lm_head") else outputs
+        )
 
     def repeat(self) -> None:
         """TRL calls the model for its loss, then for its metrics."""
@@ -207,7 +237,9 @@ class LogitsAnswer(ModelAnswer):
 
 def _read_out(head: Any, hidden_states: torch.Tensor, labels: torch.Tensor | None) -> Any:
     if labels is None:
-        raise ConfigError("RoundPipeSFTTrainer needs labels in every batch; the data collator made none")
+        raise ConfigError(
+            "RoundPipeSFTTrainer needs labels in every batch; the data collator made none"
+        )
     return fused_outputs(head.config, head.head, hidden_states, labels)
 
 

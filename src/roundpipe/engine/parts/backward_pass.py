@@ -1,4 +1,5 @@
-"""One backward pass of the caller through several engines and its own operations: its gradients count all or none."""
+"""One backward pass of the caller through several engines and its own operations: its gradients
+count all or none."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,18 +37,23 @@ class BackwardPass:
             self._sums[layer.layer] = gradient.to(summed)
 
     def offload(self, host: Host) -> None:
-        """The pass is over: what was summed on the CPU is rounded once, into memory for offloaded gradients."""
+        """The pass is over: what was summed on the CPU is rounded once, into memory for offloaded
+        gradients."""
         for index, gradient in self._sums.items():
             layer = host.store.layers[index]
             buffer = host.buffers.take(layer, layer.uses)
             offloaded = buffer.tensors[0].copy_(gradient)
             buffer.norms.copy_(norms_of(offloaded))
-            self._on_host.append(OffloadedLayer(layer, buffer, {0: offloaded}, {0: buffer.norms}, _Reached()))
+            self._on_host.append(
+                OffloadedLayer(layer, buffer, {0: offloaded}, {0: buffer.norms}, _Reached())
+            )
         self._sums.clear()
 
     @property
     def offloaded(self) -> list[OffloadedLayer]:
-        from_parts = (_in_whole(one, store) for call, store in self._calls for one in call.offloaded)
+        from_parts = (
+            _in_whole(one, store) for call, store in self._calls for one in call.offloaded
+        )
         return [*self._on_host, *from_parts]
 
     def wait_finished(self) -> None:
@@ -56,14 +62,16 @@ class BackwardPass:
 
 
 class BackwardPasses:
-    """The passes that run now: usually one. Used by the caller's thread. Holds no reference to an engine."""
+    """The passes that run now: usually one. Used by the caller's thread. Holds no reference to an
+    engine."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._running: dict[int, BackwardPass] = {}
 
     def current(self) -> BackwardPass:
-        """The pass that autograd runs on this thread. Its gradients are committed when it ends, unless it fails."""
+        """The pass that autograd runs on this thread. Its gradients are committed when it ends,
+        unless it fails."""
         task = torch._C._current_graph_task_id()
         if task not in self._running:
             self._running[task] = BackwardPass()
@@ -75,8 +83,8 @@ class BackwardPasses:
         self._running.clear()
 
     def resident(self, layer: LayerParameters) -> nn.Parameter:
-        """A parameter for one forward on the CPU: the working copy's memory, its gradient taken as soon as autograd has
-        finished it."""
+        """A parameter for one forward on the CPU: the working copy's memory, its gradient taken as
+        soon as autograd has finished it."""
         parameter = layer.uses[0].parameter
         resident = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
@@ -91,7 +99,9 @@ class BackwardPasses:
             gradient, resident.grad = resident.grad, None
             steps.refuse_other_than(made_at)
             if gradient is not None:
-                self.current().add(layer, gradient.to_dense() if gradient.is_sparse else gradient, summed)
+                self.current().add(
+                    layer, gradient.to_dense() if gradient.is_sparse else gradient, summed
+                )
 
         return take
 
@@ -102,7 +112,9 @@ class BackwardPasses:
 
 
 def _in_whole(offloaded: OffloadedLayer, store: ParameterStore) -> OffloadedLayer:
-    return offloaded._replace(layer=replace(offloaded.layer, layer=store.first + offloaded.layer.layer))
+    return offloaded._replace(
+        layer=replace(offloaded.layer, layer=store.first + offloaded.layer.layer)
+    )
 
 
 class _Reached:

@@ -1,4 +1,5 @@
-"""Room on the devices for what all parts of a model keep at once: inputs, each from its part's forward to its backward.
+"""Room on the devices for what all parts of a model keep at once: inputs, each from its part's
+forward to its backward.
 
 Each part's plan counts on the devices as if it were alone, which it is while it runs but for these.
 """
@@ -13,9 +14,11 @@ class KeptInputs:
         self._needs: dict[str, Needs] = {}
 
     def suffices(self, part: str, needs: Needs) -> bool:
-        """Whether ``part`` may keep what its plan wants to. Notes its ``needs`` for the others' sake.
+        """Whether ``part`` may keep what its plan wants to. Notes its ``needs`` for the others'
+        sake.
 
-        Whichever part runs must find room beside what all others keep, counted as if that were on one device.
+        Whichever part runs must find room beside what all others keep, counted as if that were on
+        one device.
         """
         self._needs[part] = needs
         everyone = self._needs.values()

@@ -1,4 +1,5 @@
-"""A Hugging Face model's ``loss_function`` as a layer, so that it runs where the logits can be afforded."""
+"""A Hugging Face model's ``loss_function`` as a layer, so that it runs where the logits can be
+afforded."""
 
 import inspect
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ class LossFunction(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_owner"] = model  # not registered, because the model's parameters are not this layer's
+        self.__dict__["_owner"] = (
+            model  # not registered, because the model's parameters are not this layer's
+        )
 
     def is_usable(self) -> bool:
         """Whether the model still has the loss of its class."""
@@ -29,7 +32,8 @@ class LossFunction(nn.Module):
         return loss
 
     def run_config(self) -> RoundPipeRunConfig:
-        """A batch is cut only if its loss is a sum over rows: when the caller says by how much to divide it."""
+        """A batch is cut only if its loss is a sum over rows: when the caller says by how much to
+        divide it."""
         return RoundPipeRunConfig(split_input=self._split, merge_output=_sum)
 
     def _split(self, args: Any, kwargs: Any, count: int) -> tuple[list[Any], list[Any]]:

@@ -1,7 +1,8 @@
-"""The user's model as one forward on the CPU sees it: shallow copies in which some modules call engines.
+"""The user's model as one forward on the CPU sees it: shallow copies in which some modules call
+engines.
 
-The model itself is never changed, so its names, keys and methods stay its own. A shell is made for every forward,
-because hooks, modes and attributes of the user's modules may change between them.
+The model itself is never changed, so its names, keys and methods stay its own. A shell is made for
+every forward, because hooks, modes and attributes of the user's modules may change between them.
 """
 
 import copy as copying
@@ -18,14 +19,16 @@ from ...layers.structure import Structure
 from .find import is_sequence
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Whether transformers has put its hooks on the modules below that collect hidden states for whoever asks.
+# Whether transformers has put its hooks on the modules below that collect hidden states for whoever
+# asks.
 _COLLECTS = "_output_capturing_hooks_installed"
 _SET_HERE = ("gradient_checkpointing", "_loss_function", _COLLECTS)
 _NOTHING = object()
 
 
 class Shell(NamedTuple):
-    """``root`` is called in the model's place; ``write_back`` afterwards takes over what its forward has set."""
+    """``root`` is called in the model's place; ``write_back`` afterwards takes over what its
+    forward has set."""
 
     root: nn.Module
     write_back: Callable[[], None]
@@ -60,7 +63,9 @@ def make_shell(
         if loss is not None and isinstance(getattr(type(module), "loss_function", None), property):
             copy.__dict__["_loss_function"] = loss
     configs = _without_cache(copy for _, copy in on_cpu)
-    ours = {id(resident) for resident in residents.values()} | {id(config.copy) for config in configs}
+    ours = {id(resident) for resident in residents.values()} | {
+        id(config.copy) for config in configs
+    }
 
     def write_back() -> None:
         _write_back(on_cpu, ours)
@@ -83,9 +88,11 @@ class _Config(NamedTuple):
 
 
 def _without_cache(copies: Iterable[nn.Module]) -> list[_Config]:
-    """Has models of transformers among ``copies`` build no key-value cache, to which all microbatches would write.
+    """Has models of transformers among ``copies`` build no key-value cache, to which all
+    microbatches would write.
 
-    By their configs, because code around a decoder seldom says ``use_cache=False`` and drops the cache it gets.
+    By their configs, because code around a decoder seldom says ``use_cache=False`` and drops the
+    cache it gets.
     """
     transformers: Any = sys.modules.get("transformers")
     made: dict[int, _Config] = {}
@@ -100,16 +107,20 @@ def _without_cache(copies: Iterable[nn.Module]) -> list[_Config]:
 
 
 def _drop_collecting_hooks(copy: nn.Module) -> None:
-    """Has transformers put them on this forward's copies, if it wants them: on a worker they collect for nobody."""
+    """Has transformers put them on this forward's copies, if it wants them: on a worker they
+    collect for nobody."""
     copy.__dict__.pop(_COLLECTS, None)
     hooks = copy._forward_hooks.items()
     copy.__dict__["_forward_hooks"] = OrderedDict(
-        (key, hook) for key, hook in hooks if getattr(hook, "__name__", "") != "output_capturing_hook"
+        (key, hook)
+        for key, hook in hooks
+        if getattr(hook, "__name__", "") != "output_capturing_hook"
     )
 
 
 def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], ours: set[int]) -> None:
-    """What forwards have set on copies goes to the modules; what was written in place is the modules' own memory.
+    """What forwards have set on copies goes to the modules; what was written in place is the
+    modules' own memory.
 
     ``ours``: ``id`` of what the shell was given.
     """

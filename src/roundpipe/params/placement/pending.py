@@ -1,17 +1,19 @@
 """Updates that are decided but not computed yet, hidden from whoever looks.
 
-[Note: pending updates] An optimizer of RoundPipe's own only decides in its ``step``: what to do with which gradient and
-which hyper-parameters. The optimizer thread computes that after ``step_fn`` has returned, layer by layer, so that one
-pass over memory also writes the working copies. Nobody can tell, because every tensor that a pending update will write
-changes its class until that is done: whatever torch is asked to do with such a tensor first has the update computed (on
-the optimizer thread) or waits for it (on any other). That is why
+[Note: pending updates] An optimizer of RoundPipe's own only decides in its ``step``: what to do
+with which gradient and which hyper-parameters. The optimizer thread computes that after ``step_fn``
+has returned, layer by layer, so that one pass over memory also writes the working copies. Nobody
+can tell, because every tensor that a pending update will write changes its class until that is
+done: whatever torch is asked to do with such a tensor first has the update computed (on the
+optimizer thread) or waits for it (on any other). That is why
 
-[1] an update is not deferred if its tensors' memory is reachable in another way, a view taken earlier for example, or
-    if somebody else may write to its gradient;
-[2] versions are raised when the update is decided, so a graph that saved the old value refuses to run backward.
+[1] an update is not deferred if its tensors' memory is reachable in another way, a view taken
+    earlier for example, or if somebody else may write to its gradient;
+[2] versions are raised when the update is decided, so a graph that saved the old value refuses to
+    run backward.
 
-In the same way the tensors of a master whose newest values are on a device are held until somebody looks: then the
-values are fetched. See [Note: device states].
+In the same way the tensors of a master whose newest values are on a device are held until somebody
+looks: then the values are fetched. See [Note: device states].
 """
 
 import copy
@@ -29,7 +31,8 @@ from torch.utils import _pytree as pytree
 
 
 class Update(Protocol):
-    """What is to be done to one master and its optimizer state. ``seen``: its gradient is in other hands too."""
+    """What is to be done to one master and its optimizer state. ``seen``: its gradient is in other
+    hands too."""
 
     @property
     def weight(self) -> torch.Tensor: ...
@@ -58,7 +61,8 @@ class Holder(Protocol):
     """Why a tensor is held."""
 
     def settle(self, tensor: torch.Tensor) -> None:
-        """Returns once this is not the reason any more. Called on whichever thread has touched the tensor."""
+        """Returns once this is not the reason any more. Called on whichever thread has touched the
+        tensor."""
         ...
 
     def pass_on(self, decided: "Decided") -> bool:
@@ -84,16 +88,19 @@ class Place(Protocol):
     """Where updates are computed for whatever is there."""
 
     def adopt(self, updates: Sequence[Update]) -> Sequence[Away | None]:
-        """Takes the tensors of updates there, together because that takes less time; None for which it cannot be."""
+        """Takes the tensors of updates there, together because that takes less time; None for which
+        it cannot be."""
         ...
 
     def work(self) -> AbstractContextManager[None]:
-        """For the time in which updates of what is there are computed, and working copies there written."""
+        """For the time in which updates of what is there are computed, and working copies there
+        written."""
         ...
 
 
 class Decided:
-    """Holds the tensors of an update that is decided. ``away``: where their newest values are, if not on the host."""
+    """Holds the tensors of an update that is decided. ``away``: where their newest values are, if
+    not on the host."""
 
     def __init__(self, pending: "PendingUpdates", update: Update) -> None:
         self.update = update
@@ -143,7 +150,9 @@ class PendingUpdates:
         written = [tensor for update in others for tensor in (update.weight, *update.moments)]
         for tensor in [tensor for tensor in written if isinstance(tensor, Held)]:
             settle(tensor)
-        torch.autograd.graph.increment_version([t for update in updates for t in (update.weight, *update.moments)])
+        torch.autograd.graph.increment_version(
+            [t for update in updates for t in (update.weight, *update.moments)]
+        )
         visible = _visible(written)
         at_once = []
         for update in others:
@@ -158,7 +167,8 @@ class PendingUpdates:
             self._compute(at_once)
 
     def _has_taken_over(self, update: Update) -> bool:
-        """Of tensors whose values are away nobody has a view: taking one would have fetched them."""
+        """Of tensors whose values are away nobody has a view: taking one would have fetched
+        them."""
         holder = holder_of(update.weight)
         decided = Decided(self, update)
         if holder is None or not holder.pass_on(decided):
@@ -166,11 +176,14 @@ class PendingUpdates:
         self._decided[id(update.weight)] = decided
         return True
 
-    def compute(self, wanted: Iterable[tuple[torch.Tensor, torch.Tensor | None]], place: Place | None = None) -> None:
-        """Computes the pending updates of some masters, each also into the working copy given with it.
+    def compute(
+        self, wanted: Iterable[tuple[torch.Tensor, torch.Tensor | None]], place: Place | None = None
+    ) -> None:
+        """Computes the pending updates of some masters, each also into the working copy given with
+        it.
 
-        At ``place``, where that takes them; and in any case where their newest values are. What raises leaves these
-        masters in no defined state; nobody waits for them any longer.
+        At ``place``, where that takes them; and in any case where their newest values are. What
+        raises leaves these masters in no defined state; nobody waits for them any longer.
         """
         chosen = [(self._decided.pop(id(master)), working) for master, working in wanted]
         if not chosen:
@@ -184,12 +197,16 @@ class PendingUpdates:
                     decided.let_go()
                 self._done.notify_all()
 
-    def _compute_where(self, chosen: Sequence[tuple[Decided, torch.Tensor | None]], place: Place | None) -> None:
+    def _compute_where(
+        self, chosen: Sequence[tuple[Decided, torch.Tensor | None]], place: Place | None
+    ) -> None:
         here: list[UpdateInto] = []
         there: dict[Place, list[tuple[Away, UpdateInto]]] = defaultdict(list)
         new = [] if place is None else [decided for decided, _ in chosen if decided.away is None]
         if place is not None and new:
-            for decided, away in zip(new, place.adopt([decided.update for decided in new]), strict=True):
+            for decided, away in zip(
+                new, place.adopt([decided.update for decided in new]), strict=True
+            ):
                 decided.away = away
         for decided, working in chosen:
             update = UpdateInto(decided.update, working)
@@ -197,24 +214,33 @@ class PendingUpdates:
                 here.append(update)
             else:
                 there[decided.away.place].append((decided.away, update))
-        jobs: list[Callable[[], None]] = [partial(self._compute_there, *each) for each in there.items()]
+        jobs: list[Callable[[], None]] = [
+            partial(self._compute_there, *each) for each in there.items()
+        ]
         if here:
             jobs.append(partial(self._compute_here, here, place))
         do_all(jobs)
 
     def _compute_there(self, where: Place, updates: Sequence[tuple[Away, UpdateInto]]) -> None:
-        with where.work():  # also for gradients that are brought there, because their memory is freed again
-            self._compute([UpdateInto(away.moved(update), working) for away, (update, working) in updates])
+        with (
+            where.work()
+        ):  # also for gradients that are brought there, because their memory is freed again
+            self._compute(
+                [UpdateInto(away.moved(update), working) for away, (update, working) in updates]
+            )
 
     def _compute_here(self, updates: Sequence[UpdateInto], place: Place | None) -> None:
-        with nullcontext() if place is None else place.work():  # because that is where working copies may be
+        with (
+            nullcontext() if place is None else place.work()
+        ):  # because that is where working copies may be
             self._compute(updates)
 
     def compute_all(self) -> None:
         self.compute([(decided.update.weight, None) for decided in self._decided.values()])
 
     def settle(self, tensor: torch.Tensor, decided: Decided) -> None:
-        """Returns once the update is computed. Called on whichever thread has touched one of its tensors."""
+        """Returns once the update is computed. Called on whichever thread has touched one of its
+        tensors."""
         if threading.get_ident() == self._thread:
             self.compute([(decided.update.weight, None)])
             return
@@ -223,7 +249,8 @@ class PendingUpdates:
 
 
 def do_all(jobs: Iterable[Callable[[], None]]) -> None:
-    """One that raises keeps none of the others from being done: the first error is raised when they are."""
+    """One that raises keeps none of the others from being done: the first error is raised when they
+    are."""
     first_error: Exception | None = None
     for job in jobs:
         try:
@@ -263,7 +290,8 @@ def free(tensor: Any) -> None:
 
 # Reading these does not need the update. Compared by equality: every access makes a new wrapper.
 _UNCHANGED = frozenset(
-    getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "nbytes")
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "nbytes")
 ) | {torch.Tensor.numel}
 
 
@@ -309,7 +337,8 @@ hold_as(torch.Tensor, HeldTensor)
 
 
 def _visible(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of those whose memory can be reached in another way, or whose class is one of its own.
+    """The ids of those whose memory can be reached in another way, or whose class is one of its
+    own.
 
     Views, arrays and storages in others' hands are others' ways.
     """

@@ -1,10 +1,12 @@
-"""A second working copy of what steps change in a layer, so that an update need not wait until the first has been read.
+"""A second working copy of what steps change in a layer, so that an update need not wait until the
+first has been read.
 
-[Note: two working copies] Asynchronous step t runs beside calls that still read W_(t-1), so it must not write where
-that lies. A layer with a *spare* copy has two places that take turns: the update writes the idle one, which from then
-on holds the newest version. Whoever reads a version finds it in the newest place if that has it already, else in the
-other. The idle place is free: what it held was read only by calls made before step t, and those ended before its job
-began. The user's own parameter is one of the two places; it is brought up to date when somebody may look, by writing back
+[Note: two working copies] Asynchronous step t runs beside calls that still read W_(t-1), so it must
+not write where that lies. A layer with a *spare* copy has two places that take turns: the update
+writes the idle one, which from then on holds the newest version. Whoever reads a version finds it
+in the newest place if that has it already, else in the other. The idle place is free: what it held
+was read only by calls made before step t, and those ended before its job began. The user's own
+parameter is one of the two places; it is brought up to date when somebody may look, by writing back
 there. Of a layer with adapters they alone are there twice: frozen weights are never written.
 """
 
@@ -43,7 +45,8 @@ class SecondBuffer:
         arena = memory.arena(num_bytes)
         self.image = arena.bytes
         self.tensors: Mapping[int, torch.Tensor] = {
-            place: arena.tensor(offset - self.offset, shape, dtype) for place, offset, shape, dtype in places
+            place: arena.tensor(offset - self.offset, shape, dtype)
+            for place, offset, shape, dtype in places
         }
         self._newest = _Newest(is_spare=False, since=0)
 
@@ -52,7 +55,8 @@ class SecondBuffer:
         return self._newest.is_spare
 
     def holds(self, version: int) -> bool:
-        """Whether this copy, and not the user's own parameters, is what a call at that version reads."""
+        """Whether this copy, and not the user's own parameters, is what a call at that version
+        reads."""
         newest = self._newest  # read once, because the writing back thread replaces it meanwhile
         return newest.is_spare == (version >= newest.since)
 

@@ -1,6 +1,8 @@
-"""GPT-2: learnt positions added to the embeddings, blocks, norm + head (tied to the embeddings) + loss.
+"""GPT-2: learnt positions added to the embeddings, blocks, norm + head (tied to the embeddings) +
+loss.
 
-Bit-exact against ``GPT2LMHeadModel.forward`` without a cache. Cross-attention to an encoder is refused.
+Bit-exact against ``GPT2LMHeadModel.forward`` without a cache. Cross-attention to an encoder is
+refused.
 """
 
 from typing import Any
@@ -11,11 +13,11 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
-from ..errors import ConfigError
-from .calling import causal_config, refuse_cache, refuse_unsupported, run_block
-from .causal_lm import HeadAndLoss, LossState, assemble
-from .loss import take_loss_kwargs
-from .preset import Cut
+from ...errors import ConfigError
+from ..calling import causal_config, refuse_cache, refuse_unsupported, run_block
+from ..causal_lm import HeadAndLoss, LossState, assemble
+from ..loss import take_loss_kwargs
+from ..preset import Cut
 
 
 class State(LossState):
@@ -55,14 +57,21 @@ class Prefix(nn.Module):
         refuse_cache(past_key_values, use_cache)
         refuse_unsupported(self.config, kwargs)
         if encoder_hidden_states is not None or encoder_attention_mask is not None:
-            raise ConfigError("encoder_hidden_states: GPT-2 runs as a decoder only in the pipeline; leave it out")
+            raise ConfigError(
+                "encoder_hidden_states: GPT-2 runs as a decoder only in the pipeline; leave it out"
+            )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         embeds: torch.Tensor = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         mask = create_causal_mask(
-            causal_config(self.config, kwargs), embeds, attention_mask, past_key_values=None, position_ids=position_ids
+            causal_config(self.config, kwargs),
+            embeds,
+            attention_mask,
+            past_key_values=None,
+            position_ids=position_ids,
         )
-        # After the mask: positions we make ourselves never restart, and looking for restarts waits for the device.
+        # After the mask: positions we make ourselves never restart, and looking for restarts waits
+        # for the device.
         if position_ids is None:
             position_ids = torch.arange(embeds.shape[1], device=embeds.device).unsqueeze(0)
         hidden_states = embeds + self.wpe(position_ids)
@@ -113,5 +122,8 @@ def cut(model: PreTrainedModel) -> Cut:
     """Every block attends to all that came before."""
     backbone: Any = model.transformer
     return assemble(
-        model, Prefix(backbone), [Block(block) for block in backbone.h], Suffix(model, backbone.ln_f, model.lm_head)
+        model,
+        Prefix(backbone),
+        [Block(block) for block in backbone.h],
+        Suffix(model, backbone.ln_f, model.lm_head),
     )

@@ -1,7 +1,8 @@
 """Llama: embeddings + masks + rotary, one layer per block, norm + head + loss.
 
-Bit-exact against ``LlamaForCausalLM.forward`` without a cache. Decoders of the same shape (Mistral, Qwen2, Qwen3)
-differ only in which mask each block takes, so their presets are `cut_decoder` with other kinds.
+Bit-exact against ``LlamaForCausalLM.forward`` without a cache. Decoders of the same shape (Mistral,
+Qwen2, Qwen3) differ only in which mask each block takes, so their presets are `cut_decoder` with
+other kinds.
 """
 
 from typing import Any
@@ -11,24 +12,30 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from .calling import causal_config, note_lengths, refuse_cache, refuse_unsupported, run_block
-from .causal_lm import HeadAndLoss, LossState, assemble
-from .loss import take_loss_kwargs
-from .preset import Cut
+from ..calling import causal_config, note_lengths, refuse_cache, refuse_unsupported, run_block
+from ..causal_lm import HeadAndLoss, LossState, assemble
+from ..loss import take_loss_kwargs
+from ..preset import Cut
 
-_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+_MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+}
 
 
 class State(LossState):
     """What travels from layer to layer. Only ``hidden_states`` carries a gradient."""
 
-    masks: dict[str, Any]  # by kind of attention: what the attention implementation takes, None where it needs none
+    masks: dict[
+        str, Any
+    ]  # by kind of attention: what the attention implementation takes, None where it needs none
     position_embeddings: tuple[torch.Tensor, torch.Tensor]  # cos, sin
     position_ids: torch.Tensor  # (rows or 1, tokens)
 
 
 class Prefix(nn.Module):
-    """First layer: takes the arguments of the model's forward, makes what all blocks need once per microbatch."""
+    """First layer: takes the arguments of the model's forward, makes what all blocks need once per
+    microbatch."""
 
     def __init__(self, backbone: Any, kinds: list[str]) -> None:
         super().__init__()
@@ -55,11 +62,16 @@ class Prefix(nn.Module):
         refuse_unsupported(self.config, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        hidden_states: torch.Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states: torch.Tensor = (
+            self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        )
         masks = self._masks(hidden_states, attention_mask, position_ids, kwargs)
-        # After the masks: positions we make ourselves never restart, and looking for restarts waits for the device.
+        # After the masks: positions we make ourselves never restart, and looking for restarts waits
+        # for the device.
         if position_ids is None:
-            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
+            position_ids = torch.arange(
+                hidden_states.shape[1], device=hidden_states.device
+            ).unsqueeze(0)
         position_embeddings = self.rotary_emb(hidden_states, position_ids=position_ids)
         note_lengths(self.rotary_emb)
         return State(
@@ -76,13 +88,19 @@ class Prefix(nn.Module):
         )
 
     def _masks(
-        self, embeds: torch.Tensor, attention_mask: Any, position_ids: torch.Tensor | None, kwargs: dict[str, Any]
+        self,
+        embeds: torch.Tensor,
+        attention_mask: Any,
+        position_ids: torch.Tensor | None,
+        kwargs: dict[str, Any],
     ) -> dict[str, Any]:
         if isinstance(attention_mask, dict):  # made by the caller already
             return attention_mask
         config = causal_config(self.config, kwargs)
         return {
-            kind: _MASKS[kind](config, embeds, attention_mask, past_key_values=None, position_ids=position_ids)
+            kind: _MASKS[kind](
+                config, embeds, attention_mask, past_key_values=None, position_ids=position_ids
+            )
             for kind in self.kinds
         }
 

@@ -13,10 +13,10 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from ..microbatch import split
-from .calling import by_name, refuse_unsupported, run_block
-from .loss import Loss, merge_outputs, take_loss_kwargs, weighted
-from .preset import Cut
+from ...microbatch import split
+from ..calling import by_name, refuse_unsupported, run_block
+from ..loss import Loss, merge_outputs, take_loss_kwargs, weighted
+from ..preset import Cut
 
 
 class State(TypedDict):
@@ -72,7 +72,9 @@ class Block(nn.Module):
         self.block = block
 
     def forward(self, state: State) -> State:
-        hidden_states = run_block(self.block, state["hidden_states"], state["mask"], **state["block_kwargs"])
+        hidden_states = run_block(
+            self.block, state["hidden_states"], state["mask"], **state["block_kwargs"]
+        )
         return {**state, "hidden_states": hidden_states}
 
 
@@ -89,10 +91,16 @@ class Suffix(nn.Module):
     def forward(self, state: State) -> ImageClassifierOutput:
         hidden_states = self.layernorm(state["hidden_states"])
         logits = self.classifier(hidden_states[:, 0, :])
-        labels, kwargs, loss = state["labels"], {**state["block_kwargs"], **state["loss_kwargs"]}, None
+        labels, kwargs, loss = (
+            state["labels"],
+            {**state["block_kwargs"], **state["loss_kwargs"]},
+            None,
+        )
         if labels is not None:
             loss = weighted(
-                logits, state["loss_weight"], lambda: self.loss.function(labels, logits, self.config, **kwargs)
+                logits,
+                state["loss_weight"],
+                lambda: self.loss.function(labels, logits, self.config, **kwargs),
             )
         return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]  # FloatTensor, says its stub
 
@@ -100,17 +108,24 @@ class Suffix(nn.Module):
 def split_batch(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Cuts the arguments of the model's forward into microbatches whose losses add up to that of the batch.
+    """Cuts the arguments of the model's forward into microbatches whose losses add up to that of
+    the batch.
 
-    Only cross-entropy heeds ``num_items_in_batch``, a sum then. Everything else is a mean: over images that have a
-    class, or over all images.
+    Only cross-entropy heeds ``num_items_in_batch``, a sum then. Everything else is a mean: over
+    images that have a class, or over all images.
     """
     named = by_name(type(model), args, kwargs)
-    whole = {name: named.pop(name) for name in ("num_items_in_batch", "loss_weight") if name in named}
+    whole = {
+        name: named.pop(name) for name in ("num_items_in_batch", "loss_weight") if name in named
+    }
     parts = [part | whole for _, part in split((), named, None, n).inputs]
     if len(parts) > 1 and named.get("labels") is not None:
         has_classes = _has_classes(model.config, named["labels"])
-        is_sum = has_classes and whole.get("num_items_in_batch") is not None and _heeds_num_items(Loss(model))
+        is_sum = (
+            has_classes
+            and whole.get("num_items_in_batch") is not None
+            and _heeds_num_items(Loss(model))
+        )
         if not is_sum:
             counts = [_counted(part, has_classes) for part in parts]
             for part, count in zip(parts, counts, strict=True):
@@ -119,7 +134,8 @@ def split_batch(
 
 
 def _has_classes(config: Any, labels: torch.Tensor) -> bool:
-    """Whether the loss is a cross-entropy, by the rule of transformers' own, which decides it in its first call."""
+    """Whether the loss is a cross-entropy, by the rule of transformers' own, which decides it in
+    its first call."""
     if config.problem_type is not None:
         return bool(config.problem_type == "single_label_classification")
     return config.num_labels > 1 and labels.dtype in (torch.long, torch.int)
@@ -139,7 +155,9 @@ def cut(model: PreTrainedModel) -> Cut:
     """Embeddings, one layer per block, head."""
     backbone: Any = model.vit
     return Cut(
-        sequential=nn.Sequential(Prefix(backbone), *(Block(block) for block in backbone.layers), Suffix(model)),
+        sequential=nn.Sequential(
+            Prefix(backbone), *(Block(block) for block in backbone.layers), Suffix(model)
+        ),
         split_input=partial(split_batch, model),
         merge_output=merge_outputs,
     )

@@ -2,8 +2,8 @@
 
 from transformers import PreTrainedModel
 
+from ..preset import Cut
 from .llama import cut_decoder
-from .preset import Cut
 
 
 def cut(model: PreTrainedModel) -> Cut:

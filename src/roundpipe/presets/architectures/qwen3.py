@@ -1,9 +1,9 @@
-"""Qwen2: Llama whose config says block by block which of them attend within a sliding window."""
+"""Qwen3: Llama whose config says block by block which of them attend within a sliding window."""
 
 from transformers import PreTrainedModel
 
+from ..preset import Cut
 from .llama import cut_decoder
-from .preset import Cut
 
 
 def cut(model: PreTrainedModel) -> Cut:

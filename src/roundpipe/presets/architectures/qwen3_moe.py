@@ -1,7 +1,7 @@
 """Qwen3-MoE: Qwen3 whose blocks, but for some dense ones, send each token to a few of many experts.
 
-The experts' weights are stacked, (experts, ...) per matrix, as transformers keeps them: one parameter each, uploaded
-with its block.
+The experts' weights are stacked, (experts, ...) per matrix, as transformers keeps them: one
+parameter each, uploaded with its block.
 """
 
 from typing import Any
@@ -10,10 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from .causal_lm import assemble
+from ..causal_lm import assemble
+from ..preset import Cut
+from ..routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, split_batch
 from .llama import Block
-from .preset import Cut
-from .routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, split_batch
 
 
 def cut(model: PreTrainedModel) -> Cut:
@@ -31,4 +31,8 @@ def cut(model: PreTrainedModel) -> Cut:
 
 
 def _block(block: nn.Module, kind: str) -> Block:
-    return RoutedBlock(block, kind, "mlp.gate") if isinstance(block.mlp, Qwen3MoeSparseMoeBlock) else Block(block, kind)
+    return (
+        RoutedBlock(block, kind, "mlp.gate")
+        if isinstance(block.mlp, Qwen3MoeSparseMoeBlock)
+        else Block(block, kind)
+    )

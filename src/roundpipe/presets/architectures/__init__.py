@@ -1,0 +1,2 @@
+"""One file per architecture, each with `cut(model) -> Cut`. Imports what `presets` may import, and
+`presets` itself."""
