@@ -1,5 +1,5 @@
 """The devices tests run on, and how closely each kind has to agree with plain PyTorch. Knows
-nothing of the engine."""
+nothing of the engine but its devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from roundpipe import virtual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +23,10 @@ class DeviceSet:
         return f"{self.kind}{self.count}"
 
     @property
-    def argument(self) -> int | list[torch.device]:
+    def argument(self) -> list[torch.device]:
         """What RoundPipe's `devices` takes."""
         return (
-            self.count
+            virtual(self.count)
             if self.kind == "virtual"
             else [torch.device("cuda", i) for i in range(self.count)]
         )

@@ -3,6 +3,7 @@ workers."""
 
 from . import errors, optim
 from .config import RoundPipeRunConfig
+from .device.choose import virtual
 from .engine.checkpoint import load_checkpoint, save_checkpoint
 from .engine.partitioned import AutoRoundPipe
 from .engine.sequential import RoundPipe
@@ -38,5 +39,6 @@ __all__ = [
     "profile",
     "save_checkpoint",
     "save_for_recompute",
+    "virtual",
     "wrap_model_to_roundpipe",
 ]

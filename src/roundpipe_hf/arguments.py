@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import TrainingArguments
 
-from roundpipe import RoundPipeRunConfig
+from roundpipe import RoundPipeRunConfig, virtual
 from roundpipe.errors import ConfigError
+from roundpipe.system.sizes import bytes_of
 
 from .processes import own_share
 
@@ -44,12 +45,12 @@ class PipelineArguments:
             "help": "Let the optimizer run behind the next step: faster, gradients are exactly one step old."
         },
     )
-    # `int | str` first: HfArgumentParser reads the command line with the second member of the
-    # union.
+    # The second member of a union is what HfArgumentParser reads from the command line: a string.
     devices: int | str | list[str] | None = field(
         default=None,
         metadata={
-            "help": "cuda:0,cuda:1,... or a number of virtual CPU devices; else every visible accelerator."
+            "help": "cuda:0,cuda:1,..., or a number: of accelerators, or where there are none of "
+            "virtual CPU devices; else every visible accelerator."
         },
     )
     num_microbatch: int | None = field(
@@ -68,8 +69,9 @@ class PipelineArguments:
         default="float32",
         metadata={"help": "Dtype of the optimizer's own copies; 'auto' keeps the weights' dtype."},
     )
-    max_gpu_memory: float | None = field(
-        default=None, metadata={"help": "Bytes or GB of each device that the engine stays under."}
+    max_gpu_memory: float | str | None = field(
+        default=None,
+        metadata={"help": "What the engine stays under on each device: 24GB, 900MiB, or GB."},
     )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Write a timeline of what each device did here."}
@@ -77,6 +79,13 @@ class PipelineArguments:
 
     def __post_init__(self) -> None:
         self.devices = _plain_devices(self.devices)
+        if (
+            isinstance(self.max_gpu_memory, str)
+            and self.max_gpu_memory.replace(".", "", 1).isdigit()
+        ):
+            self.max_gpu_memory = float(self.max_gpu_memory)  # GB, as on the command line
+        if self.max_gpu_memory is not None:
+            bytes_of(self.max_gpu_memory, "max_gpu_memory")
         _check_choice("pin_model", self.pin_model, get_args(PinModel))
         _check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
         self.run_config()  # because a bad value should be told here, not at the first training step
@@ -121,9 +130,7 @@ def device_type_of(args: TrainingArguments) -> str:
     """Where the engine computes: ``"cpu"`` on virtual devices, whatever accelerator the Trainer
     itself sees."""
     devices = engine_devices(args)
-    if isinstance(devices, int):
-        return "cpu"
-    return _own_device(args).type if devices is None else devices[0].type
+    return devices[0].type if isinstance(devices, list) else _own_device(args).type
 
 
 def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
@@ -137,16 +144,12 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
         raise ConfigError(
             f"devices was set to {devices!r} after construction; assign a list of device names"
         )
-    if isinstance(devices, int):
-        return devices
-    if devices is None and _own_device(args).type == "cpu":
-        return 1
-    if args.world_size == 1:
-        return None if devices is None else [torch.device(name) for name in devices]
     kind = _own_device(args).type
-    names = devices or [
-        f"{kind}:{index}" for index in range(torch.get_device_module(kind).device_count())
-    ]
+    if kind == "cpu" and not isinstance(devices, list):
+        return virtual(1 if devices is None else devices)
+    if args.world_size == 1:
+        return [torch.device(name) for name in devices] if isinstance(devices, list) else devices
+    names = devices if isinstance(devices, list) else _first(kind, devices)
     count = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
     if len(names) % count:
         raise ConfigError(
@@ -155,6 +158,11 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
             "same number of devices, or name others in devices"
         )
     return own_share([torch.device(name) for name in names], args.local_process_index, count)
+
+
+def _first(kind: str, count: int | None) -> list[str]:
+    there = torch.get_device_module(kind).device_count()
+    return [f"{kind}:{index}" for index in range(there if count is None else count)]
 
 
 def _own_device(args: TrainingArguments) -> torch.device:

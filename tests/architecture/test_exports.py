@@ -34,6 +34,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "profile",
         "save_checkpoint",
         "save_for_recompute",
+        "virtual",
         "wrap_model_to_roundpipe",
     },
     roundpipe.optim: {

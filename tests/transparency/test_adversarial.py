@@ -370,19 +370,19 @@ REMOVALS = {
         ALONE,
     ),
     "a layer waits for its weights": (
-        Removal(AdversarialLane.wait, ("replicas",), ("compute",)),
+        Removal(AdversarialLane.wait, ("replica_cache",), ("compute",)),
         ALONE,
     ),
     "a layer waits for its input": (
-        Removal(AdversarialLane.wait, ("transfer",), ("compute",)),
+        Removal(AdversarialLane.wait, ("boundaries",), ("compute",)),
         ANY,
     ),
     "a boundary is sent when it is made": (
-        Removal(AdversarialLane.wait, ("transfer",), ("up", "down")),
+        Removal(AdversarialLane.wait, ("boundaries",), ("up", "down")),
         SEVERAL,
     ),
     "a boundary is kept until it is sent": (
-        Removal(AdversarialLane.borrow, ("transfer",), ("down",)),
+        Removal(AdversarialLane.borrow, ("boundaries",), ("down",)),
         SEVERAL,
     ),
     "gradients offload when they are summed": (Removal(AdversarialLane.wait, ("gradients",)), ANY),

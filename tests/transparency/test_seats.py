@@ -512,7 +512,7 @@ def test_a_device_without_room_for_a_device_state_is_no_error(
     empty = torch.empty
 
     def full(*args: Any, **kwargs: Any) -> Tensor:
-        is_for_a_device_state = Path(sys._getframe(1).f_code.co_filename).stem == "device_states"
+        is_for_a_device_state = Path(sys._getframe(1).f_code.co_filename).stem == "device_state"
         if is_for_a_device_state and kwargs["dtype"] is torch.float32:
             raise torch.OutOfMemoryError("full")
         return empty(*args, **kwargs)

@@ -9,7 +9,7 @@ from device_sets import DeviceSet
 from engines import Engines
 from models import make_mlp
 from roundpipe import ModelExecutePlan, RoundPipe
-from roundpipe.errors import PlanError
+from roundpipe.errors import ConfigError, PlanError
 from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.plan.actions import Pass
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
@@ -92,11 +92,13 @@ def test_auto_keeps_within_the_memory_limit(engines: Engines) -> None:
     whole = ModelExecutePlan.auto("fused", engine)
     assert isinstance(whole, ModelExecutePlan)
     assert whole.bwd_plan == (range(7),)
-    cut = ModelExecutePlan.auto("fused", engine, model_memory_limit=1.5 * sum(layer_bytes))
+    cut = ModelExecutePlan.auto(
+        "fused", engine, model_memory_limit=f"{int(1.5 * sum(layer_bytes))}B"
+    )
     assert isinstance(cut, ModelExecutePlan)
     assert len(cut.bwd_plan) > 1
     with pytest.raises(PlanError, match=r"layer \d alone needs .* 100 B is allowed"):
-        ModelExecutePlan.auto("fused", engine, model_memory_limit=100)
+        ModelExecutePlan.auto("fused", engine, model_memory_limit="100B")
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_auto_keeps_within_the_memory_limit(engines: Engines) -> None:
         ({"run_type": "training"}, "run_type is 'training'; use 'infer', 'train' or 'fused'"),
         ({"min_stages": 0}, "min_stages is 0; it must be at least 1"),
         ({"upper_threshold": 0.9}, "upper_threshold is 0.9; it must be at least 1"),
-        ({"model_memory_limit": 0}, "model_memory_limit is 0; it must be positive"),
+        ({"model_memory_limit": 0}, "model_memory_limit is 0; give a size with a unit"),
     ],
 )
 def test_plan_keys_that_make_no_sense_are_refused(
     arguments: dict[str, Any], fault: str, engines: Engines
 ) -> None:
-    with pytest.raises(PlanError, match=fault):
+    with pytest.raises((PlanError, ConfigError), match=fault):
         ModelExecutePlan.auto(arguments.pop("run_type", "fused"), engines(make_mlp()), **arguments)
     with pytest.raises(PlanError, match="was given no model"):
         ModelExecutePlan.auto("fused")

@@ -13,6 +13,7 @@ from engines import Engines, engine_gradients, run_batch
 from models import make_mlp, mlp_batch
 from roundpipe import ModelExecutePlan
 from roundpipe.trace import spans
+from roundpipe.trace.profile import Profile
 
 BATCH = mlp_batch(rows=6)
 PLAN = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 7), range(4)])
@@ -68,9 +69,9 @@ def check_file(path: Path, profiled: Any) -> None:
 
 def test_the_drawing_shows_what_ran_when() -> None:
     """Literal: three rows over ten milliseconds, a character each millisecond."""
-    profiled = roundpipe.profiling.Profile()
-    spans = [("compute", "F0.0@0", 0, 3), ("compute", "X1.0@0", 4, 10), ("upload", "UX1@0", 1, 4)]
-    for name, action, start, end in spans:
+    profiled = Profile()
+    drawn = [("compute", "F0.0@0", 0, 3), ("compute", "X1.0@0", 4, 10), ("upload", "UX1@0", 1, 4)]
+    for name, action, start, end in drawn:
         fields = {"device": "virtual:0", "action": Drawn(action)}
         profiled._spans.append(spans.Span(name, "worker", start / 1000, end / 1000, fields))
     profiled._spans.append(spans.Span("step_fn", "optimizer", 0.006, 0.0095, {"step": 1}))

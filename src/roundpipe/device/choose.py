@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import ConfigError
+from ..system.sizes import bytes_of
 from .accelerator import AcceleratorDevice
 from .protocol import Device
 from .virtual import VirtualDevice
@@ -13,38 +14,42 @@ from .virtual import VirtualDevice
 DeviceSpec = int | Sequence[torch.device | str | Device] | None
 
 
-def choose_devices(devices: DeviceSpec, max_gpu_memory: float | None) -> list[Device]:
+def virtual(num_devices: int) -> list[torch.device]:
+    """So many virtual CPU devices for ``devices=``, also on a machine that has accelerators.
+
+    Raises:
+        ConfigError: fewer than one.
+
+    Example:
+        >>> engine = RoundPipe(nn.Linear(4, 4), devices=virtual(2))
+        >>> [device.name for device in engine.devices]
+        ['virtual:0', 'virtual:1']
+        >>> engine.close()
+    """
+    if num_devices < 1:
+        raise ConfigError(f"virtual({num_devices}); an engine needs at least 1 device")
+    return [torch.device("cpu")] * num_devices
+
+
+def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> list[Device]:
     """Resolves the ``devices`` argument.
 
     Args:
-        devices: None for every visible accelerator, else one virtual device; an int for that many
-            virtual devices; or a list of devices.
-        max_gpu_memory: bytes, or GB if below 2**20, that the engine keeps under on each device.
+        devices: None for every visible accelerator, else one virtual device; an int for the first
+            so many accelerators where there are any, else for that many virtual devices; or a list
+            of devices, such as ``virtual(2)``.
+        max_gpu_memory: what the engine keeps under on each device: a string with a unit
+            (``"24GB"``, ``"900MiB"``), or a number of GB.
 
     Raises:
         ConfigError: no device, one that does not exist, or one that is named twice; no memory.
     """
-    if max_gpu_memory is not None and not (
-        isinstance(max_gpu_memory, (int, float)) and max_gpu_memory > 0
-    ):
-        raise ConfigError(
-            f"max_gpu_memory is {max_gpu_memory!r}; it must be a positive number of bytes, or of GB"
-        )
-    max_bytes = (
-        None
-        if max_gpu_memory is None
-        else int(max_gpu_memory * (2**30 if max_gpu_memory < 2**20 else 1))
-    )
-    if devices is None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        devices = [torch.device("cuda", index) for index in range(count)] or 1
-    if isinstance(devices, int):
-        if devices < 1:
-            raise ConfigError(f"devices is {devices}; an engine needs at least 1")
-        return [VirtualDevice(index, max_bytes) for index in range(devices)]
+    max_bytes = None if max_gpu_memory is None else bytes_of(max_gpu_memory, "max_gpu_memory")
+    if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
+        devices = _first(devices)
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ConfigError(
-            f"devices is {devices!r}; give an int (virtual devices) or a list such as ['cuda:0']"
+            f"devices is {devices!r}; give a number of devices or a list such as ['cuda:0']"
         )
     chosen = [_resolve(device, index, max_bytes) for index, device in enumerate(devices)]
     twice = [name for name, count in Counter(device.name for device in chosen).items() if count > 1]
@@ -52,6 +57,21 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: float | None) -> list[De
         # Two workers would draw from one generator, each in the middle of the other's layers.
         raise ConfigError(f"devices names {', '.join(twice)} more than once; name each device once")
     return chosen
+
+
+def _first(count: int | None) -> list[torch.device]:
+    """The first so many accelerators (None: all), or so many virtual devices where there are none."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count is not None and count < 1:
+        raise ConfigError(f"devices is {count}; an engine needs at least 1")
+    if not there:
+        return virtual(count or 1)
+    if count is not None and count > there:
+        raise ConfigError(
+            f"devices is {count}, but there are {there} accelerators; give at most {there}, or "
+            f"roundpipe.virtual({count}) for virtual devices on the CPU"
+        )
+    return [torch.device("cuda", index) for index in range(there if count is None else count)]
 
 
 def _resolve(device: torch.device | str | Device, index: int, max_bytes: int | None) -> Device:

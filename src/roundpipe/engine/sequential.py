@@ -76,12 +76,13 @@ class RoundPipe(Engine):
             in place (clone a slice of one before you copy it to a device yourself), ``"off"``
             leaves them alone (memory-mapped ones in their file) and sends them through a small
             page-locked ring.
-        devices: None for every visible accelerator, else one virtual CPU device; an int for that
-            many virtual devices; or a list of devices.
+        devices: None for every visible accelerator, else one virtual CPU device; an int for
+            the first so many accelerators, or that many virtual devices where there are none; or a
+            list of devices, such as ``roundpipe.virtual(2)``.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
-        max_gpu_memory: bytes (or GB) the engine keeps under on each device; a virtual one has no
-            more.
+        max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
+            number of GB; a virtual device has no more.
         process_group: not supported; anything but None is refused.
 
     Raises:
@@ -107,7 +108,7 @@ class RoundPipe(Engine):
         devices: DeviceSpec = None,
         compile: bool = False,
         grad_dtype: torch.dtype | None = None,
-        max_gpu_memory: float | None = None,
+        max_gpu_memory: str | float | None = None,
         process_group: Any = None,
     ) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class HostSettings:
     devices: DeviceSpec = None
     compile: bool = False
     grad_dtype: torch.dtype | None = None
-    max_gpu_memory: float | None = None
+    max_gpu_memory: str | float | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):

@@ -7,6 +7,7 @@ from itertools import groupby, pairwise, product
 from typing import Literal, Protocol
 
 from ..errors import PlanError
+from ..system.sizes import bytes_of
 from .actions import Pass, Passes
 from .costs import LayerCosts, StageSums, Workload
 from .kept_layers import with_all_resident
@@ -73,7 +74,7 @@ class ModelExecutePlan:
 
     def __str__(self) -> str:
         is_shared = any(one == other for one, other in pairwise(self._stage_runs()))
-        rows = [("stage_run", "pass", "layers", "share" if is_shared else "")]
+        rows = [("stage run", "pass", "layers", "share" if is_shared else "")]
         for (pass_, stage), same in groupby(self._stage_runs()):
             num_shares = len(list(same))
             for share in range(num_shares):
@@ -153,7 +154,7 @@ class ModelExecutePlan:
         *models: "Plannable",
         min_stages: int = 1,
         upper_threshold: float = 1.1,
-        model_memory_limit: float | None = None,
+        model_memory_limit: str | float | None = None,
     ) -> "ModelExecutePlan | list[ModelExecutePlan]":
         """A plan for one model, or a list of plans for several that run one after another.
 
@@ -166,18 +167,22 @@ class ModelExecutePlan:
                 them.
             upper_threshold: several models share one target for their slowest stage; how far above
                 it a stage may go before it is cut once more.
-            model_memory_limit: bytes that weights, activations and gradients may take on one
-                device; default what the engine may use of it.
+            model_memory_limit: what weights, activations and gradients may take on one device, as
+                ``"24GB"`` or in GB; default what the engine may use of it.
 
         Raises:
             PlanError: no plan fits into the limit, or an argument makes no sense.
+            ConfigError: ``model_memory_limit`` is no size.
         """
         _check_run_type(run_type)
-        _check_plan_keys(len(models), min_stages, upper_threshold, model_memory_limit)
+        _check_request(len(models), min_stages, upper_threshold)
+        given = None
+        if model_memory_limit is not None:
+            given = float(bytes_of(model_memory_limit, "model_memory_limit"))
         parts = []
         for model in models:
             costs, workload = model.planning_problem(run_type)
-            limit = workload.limit_bytes if model_memory_limit is None else model_memory_limit
+            limit = workload.limit_bytes if given is None else given
             parts.append((costs, replace(workload, limit_bytes=limit, min_stages=min_stages)))
         if len(parts) == 1:
             return plan_for(run_type, *parts[0])
@@ -372,9 +377,7 @@ def _check_run_type(run_type: str) -> None:
         raise PlanError(f"run_type is {run_type!r}; use 'infer', 'train' or 'fused'")
 
 
-def _check_plan_keys(
-    num_models: int, min_stages: int, upper_threshold: float, model_memory_limit: float | None
-) -> None:
+def _check_request(num_models: int, min_stages: int, upper_threshold: float) -> None:
     if num_models == 0:
         raise PlanError("ModelExecutePlan.auto was given no model; pass the engines to plan for")
     if min_stages < 1:
@@ -384,8 +387,6 @@ def _check_plan_keys(
             f"upper_threshold is {upper_threshold}; it must be at least 1: a stage may reach the "
             "target"
         )
-    if model_memory_limit is not None and model_memory_limit <= 0:
-        raise PlanError(f"model_memory_limit is {model_memory_limit}; it must be positive")
 
 
 def _check_cover(name: str, stages: Sequence[range], end: int) -> None:
