@@ -83,7 +83,10 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     finer = replace(workload, num_microbatch=2 * workload.num_microbatch)
     percent = _differences(found, expected)
     by_itself = _differences(list(plain(finer, *data, options.learning_rate)), expected)
-    setting = f"{options.steps} steps of {workload.rows} x {workload.length}, loss {expected[0]:.2f} to {expected[-2]:.2f}"
+    setting = (
+        f"{options.steps} steps of {workload.rows} x {workload.length}, "
+        f"loss {expected[0]:.2f} to {expected[-2]:.2f}"
+    )
     shared = {
         "bench": "loss_curve",
         "unit": "%",

@@ -380,7 +380,10 @@ class GradScaler:
 
 
 _TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_NOTHING_CHECKED = "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a step_fn first"
+_NOTHING_CHECKED = (
+    "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a "
+    "step_fn first"
+)
 
 
 def _times(outputs: Any, scale: torch.Tensor) -> Any:

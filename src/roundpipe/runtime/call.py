@@ -117,7 +117,8 @@ class Call:
     def __repr__(self) -> str:
         s = self.settings
         state = "failed" if self.mailbox.error else "finished" if self.is_finished else "running"
-        return f"<Call: {state}, {len(self.losses)}/{s.num_microbatches} losses, {len(self.offloaded)} layers offloaded>"
+        losses = f"{len(self.losses)}/{s.num_microbatches} losses"
+        return f"<Call: {state}, {losses}, {len(self.offloaded)} layers offloaded>"
 
     @property
     def is_finished(self) -> bool:
