@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from fetch_assets import AssetError, Summary, smollm2_folder, wiki_summaries
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, virtual
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
 
 Row = dict[str, list[int]]
@@ -92,7 +92,7 @@ def fine_tune(devices: int | None, steps: int, output: Path) -> None:
             save_strategy="no",
             report_to="none",
             dataloader_pin_memory=False,
-            devices=devices,
+            devices=None if devices is None else virtual(devices),
             num_microbatch=NUM_MICROBATCH,
         ),
         train_dataset=train,

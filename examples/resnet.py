@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import roundpipe
-from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe import RoundPipeRunConfig, virtual, wrap_model_to_roundpipe
 
 NUM_CLASSES, SIZE = 10, 32
 
@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     in_microbatches = RoundPipeRunConfig(num_microbatch=options.num_microbatch)
     losses = []
     with wrap_model_to_roundpipe(  # was: model = make_model()
-        make_model(), devices=options.devices, model_run_config=in_microbatches
+        make_model(),
+        devices=options.devices and virtual(options.devices),
+        model_run_config=in_microbatches,
     ) as model:
         print(model)
         optimizer = roundpipe.optim.AdamW(
