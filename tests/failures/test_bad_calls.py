@@ -93,15 +93,15 @@ def test_a_microbatch_may_do_without_keyword_arguments(engine: RoundPipe) -> Non
 SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
     "devices": (
         lambda: RoundPipe(nn.Linear(2, 2), devices=1.5),
-        "devices is 1.5; give an int.*or a list",
+        "devices is 1.5; give a number of devices or a list",
     ),  # type: ignore[arg-type]
     "a set of devices": (
         lambda: RoundPipe(nn.Linear(2, 2), devices={"cpu"}),
-        "give an int.*or a list",
+        "give a number of devices or a list",
     ),  # type: ignore[arg-type]
     "memory": (
-        lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory="20GB"),  # type: ignore[arg-type]
-        "max_gpu_memory is '20GB'; .*number of bytes, or of GB",
+        lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory="20 gigs"),
+        "max_gpu_memory is '20 gigs'; give a size with a unit, such as '24GB'",
     ),
     "no memory": (
         lambda: RoundPipe(nn.Linear(2, 2), devices=1, max_gpu_memory=0),

@@ -166,12 +166,12 @@ def test_a_step_after_the_error_was_raised_is_not_cancelled(
 
 @contextmanager
 def failing_to_write_back(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    write_back = Masters.write_back
+    real = Masters.write_back
 
     def failing(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
         if layers[0].layer == layer:
             INJECTION.reach("write_back")
-        write_back(self, layers, *rest)
+        real(self, layers, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)

@@ -189,12 +189,12 @@ def test_a_call_that_waits_for_writing_back_can_be_interrupted(
     layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
-    write_back = Masters.write_back
+    real = Masters.write_back
 
     def hanging(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
         if layers[0].layer == layer:
             INJECTION.reach("write_back")
-        write_back(self, layers, *rest)
+        real(self, layers, *rest)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)

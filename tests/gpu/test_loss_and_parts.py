@@ -171,7 +171,7 @@ def test_parts_together_stay_under_the_limit() -> None:
         devices=[torch.device("cuda", 0)],
         lower_threshold=1,
         upper_threshold=0,
-        max_gpu_memory=limit,
+        max_gpu_memory=f"{limit}B",
         model_run_config=RoundPipeRunConfig(num_microbatch=4),
     ) as engine:
         for _ in range(4):

@@ -719,7 +719,9 @@ def test_parts_share_the_room_for_kept_inputs(
     loss_fn = nn.functional.mse_loss
     expected = plain_call(copy.deepcopy(model), Batch((x,), {}, y, loss_fn).whole(), loss_fn)
     in_four = RoundPipeRunConfig(num_microbatch=4)
-    engine = wrap(model, max_gpu_memory=num_bytes, lower_threshold=1, model_run_config=in_four)
+    engine = wrap(
+        model, max_gpu_memory=f"{num_bytes}B", lower_threshold=1, model_run_config=in_four
+    )
     for _ in range(5):  # the first ones show the planners what inputs take
         taken.clear()
         engine.zero_grad()
