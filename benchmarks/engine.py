@@ -136,5 +136,5 @@ def _limit(options: argparse.Namespace) -> float | None:
     go by."""
     limit: float | None = options.max_gpu_memory
     if options.cap_gb is not None and not torch.cuda.is_available():
-        limit = options.cap_gb * 1e9 / 2**30
+        limit = options.cap_gb
     return limit

@@ -30,6 +30,7 @@ from reference import buffers_of
 from roundpipe import RoundPipe
 from roundpipe.params.masters import Masters
 from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 

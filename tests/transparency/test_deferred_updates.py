@@ -292,7 +292,7 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(
     call."""
     from roundpipe.params.masters import Masters
 
-    write_back, ran = Masters.write_back, threading.Event()
+    real, ran = Masters.write_back, threading.Event()
     waited: list[bool] = []
 
     def write_back_last_late(self: Masters, layers: Any, *rest: Any) -> None:
