@@ -99,7 +99,7 @@ def test_an_engine_left_behind_ends_its_helper_threads() -> None:
     engine = RoundPipe(nn.Sequential(nn.Linear(4, 4)), pin_model="off", devices=2)
     engine.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
     started = set(threading.enumerate()) - before
-    assert sum(thread.name.startswith("roundpipe-stager") for thread in started) == 2
+    assert sum(thread.name.startswith("roundpipe-sender") for thread in started) == 2
     del engine
     gc.collect()
     for thread in started:

@@ -1,5 +1,5 @@
-"""Costs as they turn out while running. The one file of plan/ that looks at tensors and is shared
-between threads."""
+"""Costs as they turn out while running. Looks at tensors, and is
+shared between threads."""
 
 import threading
 from collections.abc import Hashable, Iterable, Sequence

@@ -48,7 +48,7 @@ class Needs(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """Calls that may use one plan: what makes another plan right is another wish."""
+    """Calls that may use one plan: what makes another plan right is another key."""
 
     run_type: RunType
     num_microbatches: int

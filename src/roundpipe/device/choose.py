@@ -60,7 +60,8 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> l
 
 
 def _first(count: int | None) -> list[torch.device]:
-    """The first so many accelerators (None: all), or so many virtual devices where there are none."""
+    """The first so many accelerators (None: all), or so many virtual devices where there are
+    none."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count is not None and count < 1:
         raise ConfigError(f"devices is {count}; an engine needs at least 1")

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class RoundPipe(Engine):
-    """Runs and trains ``model`` with its state in host memory and its layers visiting devices in
+    """Runs and trains ``model`` with its state in host memory and its layers running on devices in
     turn.
 
     Args:
@@ -492,7 +492,7 @@ class RoundPipe(Engine):
 
     @property
     def devices(self) -> list[Device]:
-        """The devices that stages stage run."""
+        """The devices that stages run on."""
         return list(self._pipeline.devices)
 
     @property

@@ -1,5 +1,5 @@
-"""Gradients as they offloaded, a cache-sized chunk at a time: for rules, and machines, without a
-kernel of our own.
+"""Gradients as they were offloaded, a cache-sized chunk at a time: for rules, and machines, without
+a kernel of our own.
 
 A chunk of a 16-bit gradient is cast into a buffer that stays in the cache, torch's kernels update
 master and moments from there, and the new weights are copied on while they are still near: the fp32

@@ -15,7 +15,7 @@ from ..step import context
 def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
     """Scales all gradients so that their global 2-norm is at most ``max_norm``.
 
-    Gradients are read as they offloaded and are not written: the factor is applied when an
+    Gradients are read as they were offloaded and are not written: the factor is applied when an
     optimizer reads them. Nor are they read twice: devices send the sums of squares along, unless
     several calls or uses of a weight were added up.
 

@@ -1,5 +1,5 @@
-"""Drop-in optimizers for masters on the host, which read gradients as they offloaded and update in
-one pass."""
+"""Drop-in optimizers for masters on the host, which read gradients as they were offloaded and
+update in one pass."""
 
 import math
 import operator

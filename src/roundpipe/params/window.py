@@ -24,7 +24,7 @@ class Offloaded(NamedTuple):
     summed: torch.dtype
 
     def total(self) -> torch.Tensor:
-        """On the host, wherever they offloaded."""
+        """On the host, wherever they were offloaded to."""
         total = self.parts[0].cpu()
         for part in self.parts[1:]:
             total = total.to(self.summed) + part.cpu()

@@ -49,13 +49,13 @@ class ParameterStore:
 
     [Note: parameter copies] The *working* copy is the user's own ``nn.Parameter``; with
     ``pin_model="alloc"`` its data is moved into the layer's page-locked arena, so that a layer goes
-    up in one copy while each parameter still has a storage of its own. *Masters* (see copies.py)
-    belong to the optimizer and are written back by writing back. *Resident* copies are views of a
+    up in one copy while each parameter still has a storage of its own. *Masters* (see masters.py)
+    belong to the optimizer and are written back after its steps. *Resident* copies are views of a
     slot and live for one stage run.
 
     Args:
         on_host: parameters that the caller's thread computes with. Each makes up one more layer,
-            which stage runs no device; one that a staged layer has too is tied.
+            which is uploaded to no device; one that a staged layer has too is tied.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class Pass(Enum):
 
 
 Passes = list[tuple[Pass, range]]
-"""The stage runs of a round in order, before they have devices. A stage that stands there n times in a row is visited n
+"""The stage runs of a round in order, before they have devices. A stage that stands there n times in a row is run n
 times, each time for a share of the microbatches."""
 
 

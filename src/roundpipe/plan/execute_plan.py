@@ -39,7 +39,7 @@ class Plannable(Protocol):
 class ModelExecutePlan:
     """Stages as ``range``s of layer indices.
 
-    A stage that is listed n times in a row is visited n times, by n devices in turn, each time for
+    A stage that is listed n times in a row is run n times, by n devices in turn, each time for
     a share of the microbatches. Gradients are then summed share by share: the sum is not to the bit
     that of a single stage run.
 

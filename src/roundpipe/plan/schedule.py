@@ -42,7 +42,7 @@ def forward_passes(stages: Sequence[range]) -> Passes:
 
 
 def backward_passes(stages: Sequence[range], first_trained: int) -> Passes:
-    """Nothing below the shallowest layer that needs a gradient is visited; the stage that holds it
+    """Nothing below the shallowest layer that needs a gradient is run; the stage that holds it
     starts there."""
     return [
         (Pass.BACKWARD, range(max(stage.start, first_trained), stage.stop))

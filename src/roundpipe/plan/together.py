@@ -13,7 +13,7 @@ from .partition import even_limits, pack_within, partition_layers
 
 
 class Member(NamedTuple):
-    """One of the models. ``has_backward``: it is visited backward too; ``is_fused``: its last
+    """One of the models. ``has_backward``: it runs backward too; ``is_fused``: its last
     layers in one stage run."""
 
     costs: LayerCosts

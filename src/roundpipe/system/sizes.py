@@ -38,7 +38,8 @@ def bytes_of(size: str | float, name: str) -> int:
         num_bytes = size * 10**9 if is_number else 0.0
     if not 0 < num_bytes < 2**60:
         raise ConfigError(
-            f"{name} is {size!r}; give a size with a unit, such as '24GB' or '900MiB', or a positive "
+            f"{name} is {size!r}; give a size with a unit, such as '24GB' or '900MiB', or a "
+            "positive "
             "number of GB"
         )
     return max(int(num_bytes), 1)

@@ -121,7 +121,7 @@ class RingSender:
 
     def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
         self._ring = PinnedRing(device.up, memory, max(layer.num_bytes for layer in store.layers))
-        self._sender = Worker(f"roundpipe-stager-{device.name}")
+        self._sender = Worker(f"roundpipe-sender-{device.name}")
         self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
         self.helper: Worker | None = self._sender
 

@@ -16,7 +16,7 @@ it along again.
     order of queueing: a worker computes with a version of a layer only when that is written back,
     and that is said when its update is queued.
 [4] Masters and moments are pageable on the host, so they go to the device and back through a few
-    page-locked slices (`memory/staged.py`), which all device states share and nobody has before the
+    page-locked slices (`memory/copier.py`), which all device states share and nobody has before the
     first is taken or after the last was given up.
 """
 
