@@ -96,7 +96,8 @@ def host_adamw(num_params: int, repeats: int) -> measure.Record:
     optimizer = torch.optim.AdamW([parameter], fused=True)
     elapsed = seconds(optimizer.step, repeats)
     return {
-        "what": "host AdamW (torch fused)", "value": num_params / elapsed / 1e9, "unit": "G params/s",
+        "what": "host AdamW (torch fused)", "value": num_params / elapsed / 1e9,
+        "unit": "G params/s",
         "setting": f"{num_params / 1e6:.0f} M params fp32, {torch.get_num_threads()} threads",
     }  # fmt: skip
 

@@ -150,8 +150,9 @@ def main() -> None:
         size = f"{settings.layers} layers of {settings.width}^2, {settings.device} device"
         measure.emit(
             {
-                "bench": "host_memory", "what": text, "value": float(figure), "unit": "bytes per parameter",
-                "setting": f"at most {LIMITS[mode]}; {size}", "workload": "full size", **measure.environment(),
+                "bench": "host_memory", "what": text, "value": float(figure),
+                "unit": "bytes per parameter", "setting": f"at most {LIMITS[mode]}; {size}",
+                "workload": "full size", **measure.environment(),
             }
         )  # fmt: skip
 

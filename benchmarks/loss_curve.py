@@ -97,20 +97,25 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     name = f"{about['workload']}, {about['method']}"
     return [
         {
-            "what": f"largest difference at any step: {name}", "value": max(percent[:-1]), "limit": STEP_LIMIT,
-            "setting": setting, **shared, "losses_plain": expected[:-1], "losses": found[:-1],
+            "what": f"largest difference at any step: {name}", "value": max(percent[:-1]),
+            "limit": STEP_LIMIT, "setting": setting, **shared,
+            "losses_plain": expected[:-1], "losses": found[:-1],
         },
         {
-            "what": f"difference of the held-out loss: {name}", "value": percent[-1], "limit": FINAL_LIMIT,
+            "what": f"difference of the held-out loss: {name}", "value": percent[-1],
+            "limit": FINAL_LIMIT,
             "setting": f"after these steps: {found[-1]:.4f}, plain {expected[-1]:.4f}", **shared,
         },
         {
-            "what": f"of plain training from itself, at any step: {name}", "value": max(by_itself[:-1]),
-            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}", **shared,
+            "what": f"of plain training from itself, at any step: {name}",
+            "value": max(by_itself[:-1]),
+            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}",
+            **shared,
         },
         {
             "what": f"of plain training from itself, held out: {name}", "value": by_itself[-1],
-            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}", **shared,
+            "setting": f"{finer.num_microbatch} microbatches against {workload.num_microbatch}",
+            **shared,
         },
     ]  # fmt: skip
 

@@ -140,7 +140,8 @@ def run(
     measure.emit(
         {
             "bench": "moments", "what": option.name, "value": losses[-1], "unit": "held-out loss",
-            "setting": f"{steps}; {size:.2f} bytes per parameter; {seconds / len(train):.2f} s per step",
+            "setting": f"{steps}; {size:.2f} bytes per parameter; "
+            f"{seconds / len(train):.2f} s per step",
             "workload": "SmolLM2-135M", **measure.environment(),
         }
     )  # fmt: skip

@@ -216,8 +216,10 @@ def main() -> None:
                 )
                 measure.emit(
                     {
-                        "bench": "optimizer", "what": name, "value": rates[name], "unit": "G params/s",
-                        "setting": f"{bandwidth:.0f} GB/s, {threads} threads, {settings.millions} M params",
+                        "bench": "optimizer", "what": name, "value": rates[name],
+                        "unit": "G params/s",
+                        "setting": f"{bandwidth:.0f} GB/s, {threads} threads, "
+                        f"{settings.millions} M params",
                         "workload": "full size", **measure.environment(),
                     }
                 )  # fmt: skip

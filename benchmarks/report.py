@@ -16,25 +16,35 @@ CEILING = "resident: compiled, chunked CE, no recompute"
 RECOMPUTING = "resident: compiled, chunked CE, recompute"
 HEAD = """# Results
 
-Written by `benchmarks/report.py` from the JSON lines the other scripts printed; do not edit by hand.
+Written by `benchmarks/report.py` from the JSON lines the other scripts printed; do not edit by \
+hand.
 
-Every row trains random weights of the shapes it names: {dtype}, AdamW, gradients clipped at {clipping}. tokens/s
-counts every input token once, over the steps after the warm-up. All steps train on one batch of random tokens, so the
+Every row trains random weights of the shapes it names: {dtype}, AdamW, gradients clipped at \
+{clipping}. tokens/s
+counts every input token once, over the steps after the warm-up. All steps train on one batch of \
+random tokens, so the
 loss falls. GPU GB: peak allocated / reserved by torch after the warm-up. Host GB: peak
 resident set of the process since it started, making the model included.
 """
 BOUNDS = """
-Lower bounds of a step's time, from the ceilings above: *compute* counts the matmuls (2 FLOP per parameter and token,
-three times for full fine-tuning, twice with frozen weights) and causal attention, without any recompute; *weights up*
-is each bf16 weight once; *gradients down* each trainable one once; *host AdamW* each trainable parameter once. One of
-them alone bounds an asynchronous step; a synchronous step exposes most of the last one on top of the others.
+Lower bounds of a step's time, from the ceilings above: *compute* counts the matmuls (2 FLOP per \
+parameter and token,
+three times for full fine-tuning, twice with frozen weights) and causal attention, without any \
+recompute; *weights up*
+is each bf16 weight once; *gradients down* each trainable one once; *host AdamW* each trainable \
+parameter once. One of
+them alone bounds an asynchronous step; a synchronous step exposes most of the last one on top of \
+the others.
 """
 BOUND_NAMES = ["compute", "weights up", "gradients down", "host AdamW"]
 
 TRACES = """
-Seconds of a step, from the engine's own trace of two steps after the timed ones: how long a device's lanes and the
-optimizer thread were busy. *Uneven*: by how much microbatches were computed longer than the fastest of their kind,
-which is what they waited for inside. *Idle*: nothing was computed while weights came up, else while the optimizer ran,
+Seconds of a step, from the engine's own trace of two steps after the timed ones: how long a \
+device's lanes and the
+optimizer thread were busy. *Uneven*: by how much microbatches were computed longer than the \
+fastest of their kind,
+which is what they waited for inside. *Idle*: nothing was computed while weights came up, else \
+while the optimizer ran,
 else while gradients went down, else while nothing ran.
 """
 TITLES = {

@@ -168,7 +168,10 @@ class Told:
         began = time.perf_counter()
         loss, norm = self._step()
         self.gradient_norm, self._count = float(norm), self._count + 1
-        took = f"{time.perf_counter() - began:.2f} s, loss {float(loss):.4f}, gradient norm {self.gradient_norm:.4f}"
+        took = (
+            f"{time.perf_counter() - began:.2f} s, loss {float(loss):.4f}, "
+            f"gradient norm {self.gradient_norm:.4f}"
+        )
         tell(f"{self._title}: step {self._count} took {took}")
         return loss
 

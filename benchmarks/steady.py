@@ -77,7 +77,10 @@ def run(options: argparse.Namespace) -> list[measure.Record]:
     first, last = looks[0], looks[-1]
     shared = {
         "bench": "steady",
-        "setting": f"{about['workload']}, {about['method']}, {mode}: {steps} steps in {elapsed_s / 60:.1f} minutes",
+        "setting": (
+            f"{about['workload']}, {about['method']}, {mode}: "
+            f"{steps} steps in {elapsed_s / 60:.1f} minutes"
+        ),
         **about,
         "mode": mode,
         "warmup": options.warmup,

@@ -88,8 +88,14 @@ SUITES = {
         Row(f"max_length.py {LORA} --compile --cap-gb 24 --start 65536 --limit-s 150", 280),
     ],
     "two-gpus": [
-        Row(f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 1", 120),
-        Row(f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 2", 120),
+        Row(
+            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 1",
+            120,
+        ),
+        Row(
+            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 2",
+            120,
+        ),
     ],
     "rivals": [
         Row(f"rivals.py {what} --systems {system}", 240)

@@ -42,8 +42,8 @@ from roundpipe.system.cores import usable_cores
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
 
 COLUMNS = [
-    "method", "mode", "compile", "pin_model", "tokens_per_s", "step_s", "gpu_peak_allocated_gb", "host_peak_rss_gb",
-    "base_gb", "growth_gb", "growth_of_base", "loss_first", "loss_last",
+    "method", "mode", "compile", "pin_model", "tokens_per_s", "step_s", "gpu_peak_allocated_gb",
+    "host_peak_rss_gb", "base_gb", "growth_gb", "growth_of_base", "loss_first", "loss_last",
 ]  # fmt: skip
 PART_BYTES = 2**30
 # Working copy, master, two moments and a offloaded gradient that its sum outlives: what training

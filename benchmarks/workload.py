@@ -35,16 +35,18 @@ MODELS = {
     "llama-3.2-1b": Shapes(
         title="Llama-3.2-1B shapes", config_class="LlamaConfig", lora_rank=16,
         config={
-            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "vocab_size": 128256, "hidden_size": 2048,
-            "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "vocab_size": 128256,
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 64, "max_position_embeddings": 131072, "rope_parameters": _LLAMA3_ROPE,
         },
     ),
     "llama-3-8b": Shapes(
         title="Llama-3-8B shapes", config_class="LlamaConfig", lora_rank=32,
         config={
-            "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "vocab_size": 128256, "hidden_size": 4096,
-            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "vocab_size": 128256,
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 128, "max_position_embeddings": 8192,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         },
@@ -52,8 +54,9 @@ MODELS = {
     "qwen3-1.7b": Shapes(
         title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
         config={
-            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_size": 2048,
-            "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 8,
             "head_dim": 128, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
@@ -61,8 +64,9 @@ MODELS = {
     "qwen3-4b": Shapes(
         title="Qwen3-4B shapes", config_class="Qwen3Config", lora_rank=16,
         config={
-            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936, "hidden_size": 2560,
-            "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+            "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 128, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
@@ -70,7 +74,8 @@ MODELS = {
 }  # fmt: skip
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 128,
 }  # fmt: skip
 _WORDS, _CHANCES = 128, (0.5, 0.25, 0.15, 0.1)
 

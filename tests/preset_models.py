@@ -187,18 +187,32 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
     "labels": lambda: {"input_ids": tokens(), "labels": tokens()},
     "padded left": lambda: padded("left"),
     "padded right": lambda: padded("right"),
-    "mask of ones": lambda: {"input_ids": tokens(), "attention_mask": torch.ones(ROWS, TOKENS), "labels": tokens()},
+    "mask of ones": lambda: {
+        "input_ids": tokens(), "attention_mask": torch.ones(ROWS, TOKENS), "labels": tokens()
+    },
     "packed (1, S), one row": lambda: {
         "input_ids": tokens(1), "position_ids": packed(5, 7)[None], "labels": tokens(1)
     },
-    "packed (1, S), all rows": lambda: {"input_ids": tokens(), "position_ids": packed(5, 7)[None], "labels": tokens()},
-    "packed (B, S)": lambda: {"input_ids": tokens(), "position_ids": ROW_PACKING, "labels": tokens()},
+    "packed (1, S), all rows": lambda: {
+        "input_ids": tokens(), "position_ids": packed(5, 7)[None], "labels": tokens()
+    },
+    "packed (B, S)": lambda: {
+        "input_ids": tokens(), "position_ids": ROW_PACKING, "labels": tokens()
+    },
     "inputs_embeds": lambda: {"inputs_embeds": embeds(), "labels": tokens()},
-    "shift_labels": lambda: {"input_ids": tokens(), "labels": tokens(), "shift_labels": shift_labels()},
+    "shift_labels": lambda: {
+        "input_ids": tokens(), "labels": tokens(), "shift_labels": shift_labels()
+    },
     "keep 3 logits": lambda: {"input_ids": tokens(), "logits_to_keep": 3},
-    "keep chosen logits": lambda: {"input_ids": tokens(), "logits_to_keep": torch.tensor([1, 4, 5, 9])},
-    "num_items_in_batch": lambda: {"input_ids": tokens(), "labels": tokens(), "num_items_in_batch": torch.tensor(100)},
-    "num_items_in_batch, int": lambda: {"input_ids": tokens(), "labels": tokens(), "num_items_in_batch": 100},
+    "keep chosen logits": lambda: {
+        "input_ids": tokens(), "logits_to_keep": torch.tensor([1, 4, 5, 9])
+    },
+    "num_items_in_batch": lambda: {
+        "input_ids": tokens(), "labels": tokens(), "num_items_in_batch": torch.tensor(100)
+    },
+    "num_items_in_batch, int": lambda: {
+        "input_ids": tokens(), "labels": tokens(), "num_items_in_batch": 100
+    },
     "ignore_index": lambda: {"input_ids": tokens(), "labels": tokens() % 5, "ignore_index": 3},
     "not causal": lambda: {"input_ids": tokens(), "labels": tokens(), "is_causal": False},
 }  # fmt: skip

@@ -42,7 +42,10 @@ class PipelineArguments:
     async_optimizer: bool = field(
         default=False,
         metadata={
-            "help": "Let the optimizer run behind the next step: faster, gradients are exactly one step old."
+            "help": (
+                "Let the optimizer run behind the next step: faster, gradients are exactly one "
+                "step old."
+            )
         },
     )
     # The second member of a union is what HfArgumentParser reads from the command line: a string.

@@ -221,7 +221,10 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: s
             "so it happens at every load"
         )
     if _SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
-        return f'{dtype} in the file, {parameter.dtype} in the model; load it with dtype="auto" to leave it as it is'
+        return (
+            f"{dtype} in the file, {parameter.dtype} in the model; "
+            'load it with dtype="auto" to leave it as it is'
+        )
     return "changed while loading"
 
 

@@ -73,8 +73,8 @@ def test_devices_are_averaged() -> None:
 
 
 RECORD = {
-    "bench": "throughput", "step_s": 10.0, "method": "full", "tokens_per_step": 10**6, "params": 10**6,
-    "trainable": 10**6, "length": 0, "hidden": 8, "layers": 2,
+    "bench": "throughput", "step_s": 10.0, "method": "full", "tokens_per_step": 10**6,
+    "params": 10**6, "trainable": 10**6, "length": 0, "hidden": 8, "layers": 2,
 }  # fmt: skip
 
 

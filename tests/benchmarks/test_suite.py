@@ -9,7 +9,10 @@ import pytest
 import suite
 from suite import SUITES, Row
 
-GOOD = 'import sys\nprint("words")\nprint(\'{"bench": "x", "tokens_per_s": 5, "given": "%s"}\' % sys.argv[1])\n'
+GOOD = (
+    'import sys\nprint("words")\n'
+    'print(\'{"bench": "x", "tokens_per_s": 5, "given": "%s"}\' % sys.argv[1])\n'
+)
 FAILING = 'print(\'{"bench": "x", "value": 1}\', flush=True)\nraise SystemExit(3)\n'
 ENDLESS = 'import threading\nprint(\'{"bench": "y"}\', flush=True)\nthreading.Event().wait()\n'
 

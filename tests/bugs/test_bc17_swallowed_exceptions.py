@@ -57,7 +57,8 @@ class Trap:
 
 TRAP = Trap()
 MARK = 100.0
-"""Added to the first element of the microbatch that has to fail, and taken off again by the layer that looks for it."""
+"""Added to the first element of the microbatch that has to fail, and taken off again by the
+layer that looks for it."""
 
 
 class FailingBackward(torch.autograd.Function):

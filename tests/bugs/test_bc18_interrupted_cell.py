@@ -48,7 +48,8 @@ CELL = compile(
         losses = []
         for number in range(4):
             batch = mlp_batch(rows=6, seed=number)
-            losses.append(float(engine.forward_backward(batch.args, label=batch.label, loss_fn=loss_fn)))
+            loss = engine.forward_backward(batch.args, label=batch.label, loss_fn=loss_fn)
+            losses.append(float(loss))
             engine.step(step_fn, is_async=is_async)
         engine.synchronize()
         """

@@ -54,7 +54,9 @@ SCRIPT = textwrap.dedent(
     for _ in range(3):
         engine = RoundPipe(nn.Sequential(nn.Linear(4, 4), Pause(), nn.Linear(4, 4)), devices=2)
         config = RoundPipeRunConfig(execute_plan=plan, num_microbatch=4)
-        engine.forward_backward((torch.rand(8, 4),), loss_fn=lambda output, _: output.sum(), run_config=config)
+        engine.forward_backward(
+            (torch.rand(8, 4),), loss_fn=lambda output, _: output.sum(), run_config=config
+        )
         engines.append(engine)
         begun.acquire()
     if sys.argv[1] == "forgotten":

@@ -25,7 +25,8 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 
 FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(7)])
 HOLD_S = 0.05
-"""How long a fused backward is held up: an engine that returns before it does so meanwhile, others merely wait."""
+"""How long a fused backward is held up: an engine that returns before it does so meanwhile, others
+merely wait."""
 
 
 def own_batch() -> Batch:

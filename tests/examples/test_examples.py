@@ -129,7 +129,10 @@ def test_run_clm_makes_a_config_whose_parts_go_together(source: str, tmp_path: P
         if source == "type"
         else ["--config_name", str(tmp_path / "config")]
     )
-    overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+    overrides = (
+        "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,"
+        "num_key_value_heads=2"
+    )
     overrides += ",head_dim=8,vocab_size=64,tie_word_embeddings=true"
     run_clm.main(
         clm(

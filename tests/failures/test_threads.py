@@ -71,7 +71,8 @@ from roundpipe.device.virtual import VirtualDevice
 class Circle:
     def __init__(self):
         self.itself = self
-        weakref.finalize(self, time.sleep, 0)  # gives the interpreter away in the middle of a collection
+        # Gives the interpreter away in the middle of a collection.
+        weakref.finalize(self, time.sleep, 0)
 
 def read():
     for _ in range(1000):

@@ -91,7 +91,8 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-torch.testing.assert_close(gradients, list(torch.autograd.grad(scaled(hidden, weight), hidden, gradient)))
+expected = torch.autograd.grad(scaled(hidden, weight), hidden, gradient)
+torch.testing.assert_close(gradients, list(expected))
 """
 
 

@@ -55,7 +55,10 @@ def test_json_round_trip() -> None:
 
 
 def test_command_line() -> None:
-    line = "--async_optimizer --devices cuda:0,cuda:1 --num_microbatch 4 --recompute_grain layer --pin_model off"
+    line = (
+        "--async_optimizer --devices cuda:0,cuda:1 --num_microbatch 4 --recompute_grain layer "
+        "--pin_model off"
+    )
     args = parsed(*line.split(), "--optim_dtype", "bfloat16", "--max_gpu_memory", "20")
     assert {name: getattr(args, name) for name in SETTINGS} == SETTINGS
 

@@ -30,7 +30,10 @@ DEVICE_GB = 90 / 1024
 def test_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
     save(tmp_path / "tiny", num_hidden_layers=2)
     base_bytes = save(tmp_path / "large", num_hidden_layers=64)
-    script = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nfrom hf.test_loading_memory import measure; measure()"
+    script = (
+        f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+        "from hf.test_loading_memory import measure; measure()"
+    )
     process = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,

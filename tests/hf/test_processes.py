@@ -45,7 +45,10 @@ def in_two_processes(check: str, folder: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    script = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom hf import test_processes\n"
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from hf import test_processes\n"
+    )
     script += f"import torch; torch.set_num_threads(1); test_processes.{check}()"
     common = {
         "WORLD_SIZE": "2",

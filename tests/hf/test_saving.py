@@ -323,7 +323,13 @@ MOMENTS = {
 def child(steps, arm):
     if os.fork() == 0:
         model = MODELS["full"]().bfloat16()
-        settings = dict(save_strategy="steps", save_steps=1, max_steps=steps, save_total_limit=2, optim="adamw_torch")
+        settings = dict(
+            save_strategy="steps",
+            save_steps=1,
+            max_steps=steps,
+            save_total_limit=2,
+            optim="adamw_torch",
+        )
         trainer = make_trainer(RoundPipeTrainer, model, token_rows(30), **settings)
         last = get_last_checkpoint("out-ours") if os.path.isdir("out-ours") else None
         arm()

@@ -15,7 +15,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
-from transformers.integrations import TensorMailboxCallback
+from transformers.integrations import TensorBoardCallback
 
 from hf.trainers import (
     MODELS,
@@ -306,7 +306,7 @@ def test_tensorboard_gets_the_same_scalars() -> None:
             cls,
             MODELS["full"](),
             ROWS,
-            callbacks=[TensorMailboxCallback(written[-1])],
+            callbacks=[TensorBoardCallback(written[-1])],
             eval_dataset=ROWS[:2],
             eval_strategy="epoch",
             include_num_input_tokens_seen="non_padding",

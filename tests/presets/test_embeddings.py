@@ -30,7 +30,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
     "yarn": YARN_ROPE,
     "longrope": {
-        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, **LONG_FACTORS
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8,
+        **LONG_FACTORS
     },
 }  # fmt: skip
 

@@ -212,7 +212,8 @@ def test_packed_documents_do_not_see_each_other() -> None:
         for row, a, b in documents
     ]
     ours = run(cut_of(model), {
-        "input_ids": ids, "labels": labels, "position_ids": torch.stack([packed(5, 7), packed(4, 8)]),
+        "input_ids": ids, "labels": labels,
+        "position_ids": torch.stack([packed(5, 7), packed(4, 8)]),
     }, 2)  # fmt: skip
     torch.testing.assert_close(ours.loss, sum(sums), rtol=0, atol=1e-6)
 

@@ -40,7 +40,10 @@ class VirtualMemory:
         self._lock = threading.RLock()
 
     def __repr__(self) -> str:
-        return f"<Capacity {self._name}: {self.used} of {self.num_bytes} bytes used, {self.peak} at most>"
+        return (
+            f"<Capacity {self._name}: {self.used} of {self.num_bytes} bytes used, "
+            f"{self.peak} at most>"
+        )
 
     def count(self, operation: Any, given: Any, made: Any) -> None:
         """Notes what an operation has made of the tensors it was ``given``.

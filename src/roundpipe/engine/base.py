@@ -57,8 +57,12 @@ _BOUND = {
         "computes with the weights it was scripted with; wrap the module that was given to "
         "torch.jit"
     ),
-    "torch.nn.parallel.data_parallel.DataParallel": "spreads a model over devices itself; wrap its .module",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "spreads a model over devices itself; wrap its .module",
+    "torch.nn.parallel.data_parallel.DataParallel": (
+        "spreads a model over devices itself; wrap its .module"
+    ),
+    "torch.nn.parallel.distributed.DistributedDataParallel": (
+        "spreads a model over devices itself; wrap its .module"
+    ),
 }
 
 

@@ -4,11 +4,14 @@ random numbers.
 [Note: checkpoint file] A safetensors file, so that reading and writing map memory instead of
 copying it. Its keys:
 
-    model/NAME            parameters (tied ones once) and persistent buffers, by their names in the original model
-    master/NAME           the optimizer's own copy, where it is wider than the weight and so holds more
+    model/NAME            parameters (tied ones once) and persistent buffers, by their names in the
+                          original model
+    master/NAME           the optimizer's own copy, where it is wider than the weight and so
+                          holds more
     optimizer/NAME/KEY    tensors of the optimizer's state for that parameter, in their own dtype
     rng/...               generators of torch
-    rest                  what is no tensor: hyper-parameters, the loss scale and others, packed by ``torch.save``
+    rest                  what is no tensor: hyper-parameters, the loss scale and others, packed by
+                          ``torch.save``
 
 Names are the model's, so that nothing depends on devices, stages or how memory is pinned.
 """

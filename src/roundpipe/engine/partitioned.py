@@ -149,7 +149,10 @@ class AutoRoundPipe(Engine):
         if self._is_closed:
             return f"AutoRoundPipe({self._name}, closed)"
         devices = ", ".join(device.name for device in self.devices)
-        return f"AutoRoundPipe({self._name}, {len(self._engines)} engines on {devices}, {self._steps!r})"
+        return (
+            f"AutoRoundPipe({self._name}, {len(self._engines)} engines on {devices}, "
+            f"{self._steps!r})"
+        )
 
     # Running.
 

@@ -93,7 +93,9 @@ class RoundPipe(Engine):
         >>> with RoundPipe(model, devices=2) as engine:
         ...     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
         ...     x, y = torch.randn(8, 4), torch.randn(8, 1)
-        ...     loss = engine.forward_backward((x,), label=y, loss_fn=lambda out, y: ((out - y) ** 2).sum() / 8)
+        ...     loss = engine.forward_backward(
+        ...         (x,), label=y, loss_fn=lambda out, y: ((out - y) ** 2).sum() / 8
+        ...     )
         ...     handle = engine.step(optimizer.step, is_async=False)
     """
 
@@ -183,7 +185,10 @@ class RoundPipe(Engine):
         if self._is_closed:
             return f"RoundPipe({self._name}, closed)"
         devices = ", ".join(device.name for device in self._pipeline.devices)
-        return f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, {self._steps!r})"
+        return (
+            f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, "
+            f"{self._steps!r})"
+        )
 
     # Running.
 

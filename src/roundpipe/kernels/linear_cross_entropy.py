@@ -70,7 +70,8 @@ def linear_cross_entropy(
         ConfigError: the shapes of ``hidden`` and ``labels`` do not go together.
 
     Example:
-        >>> hidden, weight = torch.randn(2, 5, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
+        >>> hidden = torch.randn(2, 5, 8, requires_grad=True)
+        >>> weight = torch.randn(100, 8, requires_grad=True)
         >>> linear_cross_entropy(hidden, weight, torch.randint(100, (2, 5))).backward()
     """
     if hidden.shape[:-1] != labels.shape:

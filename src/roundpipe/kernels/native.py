@@ -59,8 +59,9 @@ class Formula(NamedTuple):
 
 Tensors = tuple[torch.Tensor, ...]
 Job = tuple[Formula, float, Tensors, Tensors, torch.Tensor | None]
-"""One parameter's update, which is a plain tuple because there are hundreds in a step: the formula, the factor of the
-gradient, what is updated (weight first), what adds up to the gradient, and the working copy to be written, if any."""
+"""One parameter's update, which is a plain tuple because there are hundreds in a step: the formula,
+the factor of the gradient, what is updated (weight first), what adds up to the gradient, and the
+working copy to be written, if any."""
 
 
 class _Formula(ctypes.Structure):

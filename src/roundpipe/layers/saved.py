@@ -24,7 +24,10 @@ class Kept:
         self.data: dict[Key, Boundary] = {}
 
     def __repr__(self) -> str:
-        return f"<Kept: {len(self.inputs)} inputs, {len(self.states)} states, {len(self.data)} layers' data>"
+        return (
+            f"<Kept: {len(self.inputs)} inputs, {len(self.states)} states, "
+            f"{len(self.data)} layers' data>"
+        )
 
     def memory(self) -> set[int]:
         """Addresses of what a forward that is over has left on devices."""

@@ -49,7 +49,8 @@ def can_tell_mappings() -> bool:
 
 
 def _parse(maps: str) -> Iterable[FileMapping]:
-    """Lines like ``7f00-7f80 rw-p 00000000 08:01 1234   /path/to file``; mappings without a file have no path."""
+    """Lines like ``7f00-7f80 rw-p 00000000 08:01 1234   /path/to file``; mappings without a file
+    have no path."""
     for line in maps.splitlines():
         addresses, *_, path = [*line.split(maxsplit=5), ""][:6]
         if path.startswith("/"):

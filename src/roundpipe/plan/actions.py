@@ -14,8 +14,8 @@ class Pass(Enum):
 
 
 Passes = list[tuple[Pass, range]]
-"""The stage runs of a round in order, before they have devices. A stage that stands there n times in a row is run n
-times, each time for a share of the microbatches."""
+"""The stage runs of a round in order, before they have devices. A stage that stands there
+n times in a row is run n times, each time for a share of the microbatches."""
 
 
 class Op(Enum):

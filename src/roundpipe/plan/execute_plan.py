@@ -50,7 +50,10 @@ class ModelExecutePlan:
             one runs forward, loss and backward together and is never recomputed.
 
     Example:
-        >>> ModelExecutePlan(fwd_plan=[range(0, 4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(0, 3)])
+        >>> ModelExecutePlan(
+        ...     fwd_plan=[range(0, 4), range(4, 6)],
+        ...     bwd_plan=[range(6, 8), range(3, 6), range(0, 3)],
+        ... )
         ModelExecutePlan(F 0-3 | F 4-5 | X 6-7 | B 3-5 | B 0-2)
     """
 
@@ -70,7 +73,8 @@ class ModelExecutePlan:
             (pass_.value, _span(stage), len(list(same)))
             for (pass_, stage), same in groupby(self._stage_runs())
         ]
-        return f"ModelExecutePlan({' | '.join(f'{p} {s} x{n}' if n > 1 else f'{p} {s}' for p, s, n in stages)})"
+        drawn = (f"{p} {s} x{n}" if n > 1 else f"{p} {s}" for p, s, n in stages)
+        return f"ModelExecutePlan({' | '.join(drawn)})"
 
     def __str__(self) -> str:
         is_shared = any(one == other for one, other in pairwise(self._stage_runs()))

@@ -116,7 +116,10 @@ class StepThread:
 
     def __repr__(self) -> str:
         written_back = self._write_back.version
-        return f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, written back {written_back}>"
+        return (
+            f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, "
+            f"written back {written_back}>"
+        )
 
     @property
     def version(self) -> int:

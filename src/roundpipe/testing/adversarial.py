@@ -142,7 +142,10 @@ class _Copy:
             return "its source was written while the copy was in flight"
         for name, tensor in (("source", self._source), ("target", self.target)):
             if not is_held_elsewhere(tensor) and not self._outlives(name, _ledger.of(tensor)):
-                return f"its {name} was freed while the copy was in flight, and had not been lent to its lane"
+                return (
+                    f"its {name} was freed while the copy was in flight, and had not been lent to "
+                    "its lane"
+                )
         return None
 
     def _outlives(self, name: str, memory: Memory) -> bool:

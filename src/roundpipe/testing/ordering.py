@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 Ticks = dict[int, int]
 """By lane number: everything that lane did up to this tick is known to be done."""
 Known = tuple[Mapping[int, int], ...]
-"""Ticks from several sources, each of which counts. Not merged, because they cover every lane there ever was."""
+"""Ticks from several sources, each of which counts. Not merged, because they cover every
+lane there ever was."""
 
 Span = tuple[int, int]
 """The addresses from which and up to which a tensor lies."""

@@ -30,7 +30,9 @@ _WHY_NOT = {
     "lomo": "it updates weights inside backward, before gradients exist as a whole",
     "schedule_free": "it swaps weights between training and evaluation",
     "8bit": "it keeps its state on a GPU, and the optimizer runs in host memory",
-    "paged": "it pages its state between host and GPU, and the optimizer runs in host memory already",
+    "paged": (
+        "it pages its state between host and GPU, and the optimizer runs in host memory already"
+    ),
     "bnb": "it keeps its state on a GPU, and the optimizer runs in host memory",
 }
 
@@ -103,11 +105,19 @@ def _refuse_optimizer_name(name: OptimizerNames) -> None:
 
 def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
     if args.deepspeed:
-        yield "deepspeed: it shards and offloads the same state the pipeline keeps in host memory; leave it out"
+        yield (
+            "deepspeed: it shards and offloads the same state the pipeline keeps in host memory; "
+            "leave it out"
+        )
     if args.fsdp:
-        yield "fsdp: the pipeline keeps no weights on the devices that could be sharded; leave it out"
+        yield (
+            "fsdp: the pipeline keeps no weights on the devices that could be sharded; leave it out"
+        )
     if args.parallelism_config is not None:
-        yield "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; leave it out"
+        yield (
+            "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; "
+            "leave it out"
+        )
     if args.world_size > 1 and args.fp16:
         yield (
             f"fp16 in {args.world_size} processes: each would skip steps by itself; use bf16=True, "
@@ -143,7 +153,10 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
         yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     if getattr(args, "activation_offloading", False) or checkpointing.get("offload"):
-        yield "activation offloading: activations between stages are in host memory already; leave it out"
+        yield (
+            "activation offloading: activations between stages are in host memory already; "
+            "leave it out"
+        )
     if pipeline_of(args).trace_dir is not None:
         yield "trace_dir yet: the engine writes no timeline; leave it out"
 
@@ -151,11 +164,21 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
 def _refused_model(model: Any) -> Iterator[str]:
     device_map = getattr(model, "hf_device_map", None) or {}
     if any(str(device) != "cpu" for device in device_map.values()):
-        yield "a model dispatched by device_map: the pipeline places layers itself; load it with device_map=None"
+        yield (
+            "a model dispatched by device_map: the pipeline places layers itself; "
+            "load it with device_map=None"
+        )
     if (getattr(model, "tp_size", None) or 1) > 1:
-        yield "a tensor-parallel model: the devices are used stage by stage; load it without tp_plan"
+        yield (
+            "a tensor-parallel model: the devices are used stage by stage; load it without tp_plan"
+        )
     if getattr(model, "hf_quantizer", None) is not None:
-        yield "quantized weights yet: only plain parameters can be staged; load the model in bfloat16"
+        yield (
+            "quantized weights yet: only plain parameters can be staged; load the model in bfloat16"
+        )
     for name, config in adapter_configs(model).items():
         if config.is_prompt_learning:
-            yield f"the prompt-learning adapter {name!r}: it changes the inputs of the whole model; use LoRA"
+            yield (
+                f"the prompt-learning adapter {name!r}: it changes the inputs of the whole model; "
+                "use LoRA"
+            )

@@ -3,8 +3,10 @@ Trainer.
 
 [Note: loss rules] For a batch cut in microbatches i, a loss is one of, or the sum of:
 
-    a part divided by the window's number of items N       L = a(N) = sum of a_i(N)         causal LM, smoothing
-    a mean over something each microbatch has w_i of       L = b    = sum of w_i * b_i      regression, plain means
+    a part divided by the window's          L = a(N) = sum of a_i(N)     causal LM, smoothing
+    number of items N
+    a mean over something each microbatch   L = b    = sum of w_i * b_i  regression, plain means
+    has w_i of
 
 a halves where N doubles and b does not, which tells them apart: a = 2 (L(N) - L(2N)), b = 2 L(2N) -
 L(N). What the mean is over is found by trying what it could be. Where neither form reproduces the

@@ -12,6 +12,7 @@ class RoundPipeTrainer(RoundPipeTrainerMixin, Trainer):
     `RoundPipeTrainingArguments`; a plain `TrainingArguments` uses their defaults.
 
     Example:
-        >>> trainer = RoundPipeTrainer(model, RoundPipeTrainingArguments("out", bf16=True), train_dataset=dataset)
+        >>> args = RoundPipeTrainingArguments("out", bf16=True)
+        >>> trainer = RoundPipeTrainer(model, args, train_dataset=dataset)
         >>> trainer.train()
     """

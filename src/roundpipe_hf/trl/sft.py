@@ -63,7 +63,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     Example:
         >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)
-        >>> trainer = RoundPipeSFTTrainer("path/to/model", args, train_dataset=dataset, peft_config=LoraConfig())
+        >>> trainer = RoundPipeSFTTrainer(
+        ...     "path/to/model", args, train_dataset=dataset, peft_config=LoraConfig()
+        ... )
         >>> trainer.train()
     """
 
