@@ -72,7 +72,7 @@ FIRST_OF_ITS_THREADS = """
 import threading
 import torch
 from roundpipe.device import AcceleratorDevice
-from roundpipe.runtime.compiler import _Backend
+from roundpipe.layers.compiler import _Backend
 
 def scaled(hidden, weight):
     return torch.nn.functional.silu(hidden * weight).sin()

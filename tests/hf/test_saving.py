@@ -283,7 +283,8 @@ import torch._dynamo
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from hf.trainers import MODELS, make_trainer, run, token_rows
-from roundpipe_hf import RoundPipeTrainer, checkpointing, saving
+from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.trainer import checkpointing, saving
 
 torch.set_num_threads(1)
 
