@@ -48,8 +48,9 @@ CELL = compile(
         losses = []
         for number in range(4):
             batch = mlp_batch(rows=6, seed=number)
-            loss = engine.forward_backward(batch.args, label=batch.label, loss_fn=loss_fn)
-            losses.append(float(loss))
+            losses.append(
+                float(engine.forward_backward(batch.args, label=batch.label, loss_fn=loss_fn))
+            )
             engine.step(step_fn, is_async=is_async)
         engine.synchronize()
         """

@@ -47,8 +47,9 @@ print([entry["loss"] for entry in logged(trainer)[:-1]])
 THREADS = """
 import gc
 gc.collect()
-names = [thread.name for thread in threading.enumerate()]
-print(sorted(name for name in names if name.startswith("roundpipe")))
+print(sorted(
+    thread.name for thread in threading.enumerate() if thread.name.startswith("roundpipe")
+))
 """
 
 

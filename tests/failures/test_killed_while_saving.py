@@ -111,8 +111,9 @@ for moment, arm in MOMENTS.items():
     assert was_killed == (moment != "not at all"), (moment, status)
     assert torch.equal(saved_weight(), old) == (moment not in ("renamed", "not at all")), moment
 assert in_child(check) == 0
-left = os.listdir(os.path.dirname(path))
-assert left == [os.path.basename(path)], "a later save must clear what was left"
+assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)], (
+    "a later save must clear what was left"
+)
 print("moments:", len(MOMENTS))
 '''
 

@@ -91,8 +91,9 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-expected = torch.autograd.grad(scaled(hidden, weight), hidden, gradient)
-torch.testing.assert_close(gradients, list(expected))
+torch.testing.assert_close(
+    gradients, list(torch.autograd.grad(scaled(hidden, weight), hidden, gradient))
+)
 """
 
 
