@@ -26,8 +26,9 @@ arrived = threading.Event()
 hangs_at = 0
 
 def interrupt(*_):
-    arrived.set()
-    raise KeyboardInterrupt
+    if not arrived.is_set():  # a second one would interrupt the kernel's report of the first
+        arrived.set()
+        raise KeyboardInterrupt
 
 def look(*_):  # runs in a worker, in the middle of a step
     global hangs_at
