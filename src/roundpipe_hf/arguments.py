@@ -18,8 +18,10 @@ from roundpipe.system.sizes import bytes_of
 from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
+LossReduction = Literal["sum", "rows", "tokens"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
 HOST = torch.device("cpu")
+_OF_THE_TRAINER = ("async_optimizer", "loss_reduction")  # of the settings: no engine knows them
 _device_of_loss: ContextVar[torch.device | None] = ContextVar("device_of_loss", default=None)
 
 
@@ -76,6 +78,13 @@ class PipelineArguments:
         default=None,
         metadata={"help": "What the engine stays under on each device: 24GB, 900MiB, or GB."},
     )
+    loss_reduction: LossReduction | None = field(
+        default=None,
+        metadata={
+            "help": "How a loss of your own reduces a batch: 'sum', 'rows' or 'tokens' (means over "
+            "those). It then runs fused with the model, else on whole batches."
+        },
+    )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Write a timeline of what each device did here."}
     )
@@ -91,6 +100,8 @@ class PipelineArguments:
             bytes_of(self.max_gpu_memory, "max_gpu_memory")
         _check_choice("pin_model", self.pin_model, get_args(PinModel))
         _check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
+        if self.loss_reduction is not None:
+            _check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         self.run_config()  # because a bad value should be told here, not at the first training step
         inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
         if inherited is not None:
@@ -124,7 +135,7 @@ def pipeline_of(args: TrainingArguments) -> PipelineArguments:
 
 def engine_settings_in(args: TrainingArguments) -> list[str]:
     """The names of the settings that shape an engine and are not at their defaults."""
-    names = [one.name for one in fields(PipelineArguments) if one.name != "async_optimizer"]
+    names = [one.name for one in fields(PipelineArguments) if one.name not in _OF_THE_TRAINER]
     given, defaults = pipeline_of(args), PipelineArguments()
     return [name for name in names if getattr(given, name) != getattr(defaults, name)]
 

@@ -120,20 +120,22 @@ def test_gradients_count_once(way: str, site: str, at: int) -> None:
 
 def test_gradients_of_a_batch_that_was_too_large_do_not_count() -> None:
     """`auto_find_batch_size` begins again with a smaller one."""
-    model: Any = MODELS["full"]()
 
-    def only_small(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        INJECTION.arm("backward" if len(output) > 3 else "nowhere", out_of_memory, at=1)
-        tracked: Tensor = HookedBackward.apply(output, "backward")
-        return tracked
+    class TooLarge(Together):
+        """Memory runs out once the loss's own gradients are there."""
 
-    model.model.layers[1].register_forward_hook(only_small)
+        def forward(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+            if len(labels) > 3:
+                INJECTION.arm("backward", out_of_memory, at=1)
+                outputs.logits = HookedBackward.apply(outputs.logits, "backward")
+            return super().forward(outputs, labels)
+
     settings: dict[str, Any] = {
         "auto_find_batch_size": True,
         "per_device_train_batch_size": 4,
         "devices": 2,
     }
-    ours, scale = trained_scale(RoundPipeTrainer, model, Together(), **settings)
+    ours, scale = trained_scale(RoundPipeTrainer, MODELS["full"](), TooLarge(), **settings)
     assert ours.state.train_batch_size == 3
     plain, expected = trained_scale(Trainer, MODELS["full"](), Together())
     assert_same_logs(logged(ours)[:-1], logged(plain)[:-1])

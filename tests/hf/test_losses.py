@@ -1,7 +1,6 @@
 """The user's loss is used, whatever form it has, and batches cut into microbatches give the loss of
 the whole batch."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,75 +23,9 @@ from hf.trainers import (
 from preset_models import images, make_vit
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.errors import UnknownModelCall
 from roundpipe_hf.loss.model_call import ModelAnswer, Replay
-from roundpipe_hf.loss.rule import (
-    ADDS_UP,
-    KEEP_WHOLE,
-    TOLERANCE_BELOW_FP32,
-    Evaluated,
-    LossRule,
-    MeanOver,
-    decide_rule,
-)
 
 ROWS = token_rows(14)
-SHARES = {MeanOver.TARGETS: (0.2, 0.8), MeanOver.LABELS: (0.25, 0.75), MeanOver.ROWS: (0.5, 0.5)}
-
-
-# --- the rule, as a pure decision ---
-
-
-def evaluated(total: float, mean: float) -> Evaluated:
-    return Evaluated(total + mean, total / 2 + mean)
-
-
-@pytest.mark.parametrize(
-    ("whole", "parts", "rule"),
-    [
-        pytest.param((3.0, 0.0), [(1.0, 0.0), (2.0, 0.0)], ADDS_UP, id="sum"),
-        pytest.param(
-            (0.0, 2.6),
-            [(0.0, 1.0), (0.0, 3.0)],
-            LossRule(has_sum=False, mean_over=MeanOver.TARGETS),
-            id="targets",
-        ),
-        pytest.param(
-            (0.0, 2.5),
-            [(0.0, 1.0), (0.0, 3.0)],
-            LossRule(has_sum=False, mean_over=MeanOver.LABELS),
-            id="labels",
-        ),
-        pytest.param(
-            (0.0, 2.0),
-            [(0.0, 1.0), (0.0, 3.0)],
-            LossRule(has_sum=False, mean_over=MeanOver.ROWS),
-            id="rows",
-        ),
-        pytest.param(
-            (3.0, 2.0), [(1.0, 1.0), (2.0, 3.0)], LossRule(mean_over=MeanOver.ROWS), id="both"
-        ),
-        pytest.param((0.0, 2.2), [(0.0, 1.0), (0.0, 3.0)], KEEP_WHOLE, id="no-mean-fits"),
-        pytest.param((3.5, 0.0), [(1.0, 0.0), (2.0, 0.0)], KEEP_WHOLE, id="no-sum"),
-        pytest.param((0.0, 1.0), [(0.0, 1.0), (0.0, 1.0)], None, id="equal-rows-cannot-tell"),
-        pytest.param((float("nan"), 0.0), [(1.0, 0.0), (2.0, 0.0)], None, id="nan-cannot-tell"),
-    ],
-)
-def test_rule(
-    whole: tuple[float, float], parts: list[tuple[float, float]], rule: LossRule | None
-) -> None:
-    assert decide_rule(evaluated(*whole), [evaluated(*part) for part in parts], SHARES) == rule
-
-
-def test_rounding_below_fp32_is_no_other_form() -> None:
-    """On a GPU one row is not multiplied by the same kernel as two; in bf16 the batch would be kept
-    whole for that."""
-    whole, parts = evaluated(0.0, 2.6 * (1 + 5e-5)), [evaluated(0.0, 1.0), evaluated(0.0, 3.0)]
-    assert decide_rule(whole, parts, SHARES) == KEEP_WHOLE
-    found = decide_rule(whole, parts, SHARES, TOLERANCE_BELOW_FP32)
-    assert found == LossRule(has_sum=False, mean_over=MeanOver.TARGETS)
-    one_percent = evaluated(0.0, 2.6 * 1.01)
-    assert decide_rule(one_percent, parts, SHARES, TOLERANCE_BELOW_FP32) == KEEP_WHOLE
 
 
 # --- losses of users ---
@@ -140,7 +73,7 @@ def contrastive_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = Non
     ],
 )
 def test_compute_loss_func(loss: Any, accumulation: int) -> None:
-    """BC-21 (a), and every form of [Note: loss rules]."""
+    """BC-21 (a), and every form a loss has."""
     assert_same(
         train_both(
             MODELS["full"],
@@ -245,18 +178,6 @@ def test_a_loss_that_writes_to_its_batch(accumulation: int) -> None:
         "gradient_accumulation_steps": accumulation,
     }
     assert_same(train_both(MODELS["full"], ROWS, Writes, **settings))
-
-
-def test_a_loss_that_cannot_be_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="roundpipe_hf"):
-        trained(
-            RoundPipeTrainer,
-            MODELS["full"](),
-            ROWS,
-            compute_loss_func=contrastive_loss,
-            max_steps=2,
-        )
-    assert caplog.text.count("not cut into microbatches") == 1
 
 
 def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
@@ -467,45 +388,7 @@ def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
     assert pair.ours.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
 
 
-# --- what cannot be one forward ---
-
-
-class Edits:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(input_ids=inputs["input_ids"].clone(), labels=inputs["labels"]).loss
-
-
-class Masks:
-    """The pipeline's forward has seen what was there before."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        inputs["input_ids"][:, 1] = 3
-        return model(**inputs).loss
-
-
-class MasksLater(Masks):
-    """Not when the loss is first called."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return (
-            super().compute_loss(model, inputs) if self.state.global_step else model(**inputs).loss
-        )  # type: ignore
-
-
-class CallsTwice:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss + model(**inputs).loss
-
-
-class ComparesWithTheBase:
-    """Disabled adapters train nothing, so asking such a loss built another engine under the run's
-    feet."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        outputs = model(**inputs)
-        with torch.no_grad(), model.disable_adapter():
-            base = model(**inputs)
-        return outputs.loss + (outputs.logits - base.logits).square().mean()
+# --- what cannot run ---
 
 
 class Penalises:
@@ -521,23 +404,29 @@ class BypassesTheModel:
         return self.model(**inputs).loss  # type: ignore[attr-defined]
 
 
-class ChangesItsCall:
-    calls = 0
-
+class Forgets:
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        ChangesItsCall.calls += 1
-        return model(inputs["input_ids"], logits_to_keep=ChangesItsCall.calls).logits.sum()
+        return model(**inputs).loss.item()
+
+
+class Detaches:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss.detach()
+
+
+class OnePerRow:
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).logits.mean(dim=(1, 2))
 
 
 @pytest.mark.parametrize(
     ("mixin", "message"),
     [
-        (Edits, "not in the batch"),
-        (Masks, "another 'input_ids'.*data collator"),
-        (CallsTwice, "a second time"),
         (Penalises, "own parameter 'model.embed_tokens.weight'.*weight_decay"),
         (BypassesTheModel, "never called the model"),
-        (ChangesItsCall, "another 'logits_to_keep'"),
+        (Forgets, "returned a float; it must be a tensor"),
+        (Detaches, "a loss without a gradient"),
+        (OnePerRow, r"returned 3 values of shape \(3,\)"),
     ],
 )
 def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
@@ -549,19 +438,6 @@ def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
     assert all(
         torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters()
     )
-
-
-def test_a_loss_that_masks_only_later_is_refused_then() -> None:
-    trainer = make_both(MODELS["full"], ROWS, MasksLater).ours
-    with pytest.raises(UnknownModelCall, match="another 'input_ids'"):
-        trainer.train()
-    assert trainer.state.global_step == 1
-
-
-def test_a_loss_that_compares_with_the_base_is_refused() -> None:
-    trainer = make_both(MODELS["lora"], ROWS, ComparesWithTheBase).ours
-    with pytest.raises(ConfigError, match="a second time"):
-        trainer.train()
 
 
 def test_a_dataset_without_labels_is_named_as_the_reason() -> None:

@@ -6,7 +6,7 @@ added.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,14 +33,22 @@ class LossGradients:
         def noting(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
             model = _Outputs(outputs)
             losses = loss_fn(outputs, label)
-            leaves = [leaf for loss in losses for leaf in model.leaves_beside(loss)]
-            with self._lock:
-                for leaf in leaves:
-                    if leaf not in self._before:
-                        self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
+            for loss in losses:
+                self._note(model.leaves_beside(loss))
             return losses
 
         return noting
+
+    def note(self, loss: torch.Tensor) -> None:
+        """``loss`` is about to go backward through whole calls of the engine, whose own leaves do
+        not matter."""
+        self._note(_Outputs(()).leaves_beside(loss))
+
+    def _note(self, leaves: Iterable[torch.Tensor]) -> None:
+        with self._lock:
+            for leaf in leaves:
+                if leaf not in self._before:
+                    self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether a loss computes with it."""

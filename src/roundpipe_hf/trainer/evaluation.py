@@ -13,10 +13,10 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 
 from ..arguments import HOST, losses_on
 from ..compat import note_rows, returns_loss, should_reduce_batch_size
+from ..engine.calls import run_config
 from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
 from ..engine.precision import Precision, full_eval_of, precision_of
 from ..engine.slot import EngineSlot, runs_by_preset
-from ..errors import UnknownModelCall
 from ..loss.model_call import EngineStandIn, ModelAnswer, ModelStandIn
 from ..loss.round import rows_of
 from ..processes import Processes
@@ -36,7 +36,6 @@ class EvaluationMixin(_Base):
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
     processes: Processes | None = None
     is_in_loop: bool  # while `train()` runs
-    _replays: bool = True  # until a loss turns out to call the model in another way
 
     def _engine(self, *, trains: bool = True) -> RoundPipe:
         return self._slot.engine_for(self.model, self.args, trains=trains)
@@ -97,6 +96,21 @@ class EvaluationMixin(_Base):
         )
         return self.answer.outputs(precision.finish(outputs), given)
 
+    @losses_on(None)  # because it is a loss that calls it
+    def call_engine(
+        self,
+        engine: RoundPipe,
+        given: dict[str, Any],
+        footprint: Footprint,
+        device: torch.device | None,
+    ) -> Any:
+        """The model's outputs for a call with ``given``, as part of the caller's graph."""
+        precision = self.precision()
+        config = run_config(engine, footprint, device)
+        with precision.in_model():
+            outputs = engine(roundpipe_run_config=config, **self.answer.arguments(given))
+        return self.answer.outputs(precision.finish(outputs), given)
+
     def _stand_in_for(self, model: Any) -> Any:
         return (
             self.stand_in()
@@ -116,19 +130,12 @@ class EvaluationMixin(_Base):
         the host."""
         if self.processes is None:
             note_rows(self, inputs)
-        if (
-            prediction_loss_only
-            and model is self._slot.current
-            and self._replays
-            and returns_loss(self, inputs)
-        ):
+        if prediction_loss_only and model is self._slot.current and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
             num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
-            try:
-                loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+            loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+            if loss is not None:
                 return self._to_gather((loss, None, None))
-            except UnknownModelCall:
-                self._replays = False  # because here the model may be called in any way
         found = super().prediction_step(
             self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs
         )
