@@ -153,7 +153,7 @@ class _AtOnce:
     """Steps when told to."""
 
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
-        return optimizer.submit()
+        return optimizer.submit({})
 
     def stepped(self, optimizer: PipelineOptimizer) -> None:
         optimizer.max_grad_norm = 0.0  # because it was asked for that step only

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, mse_loss, normalize
+from transformers import TrainerCallback
 
-from hf.trainers import MODELS, assert_same, make_both, make_trainer, run, token_rows, train_both
+from hf.trainers import (
+    MODELS,
+    assert_same,
+    assert_same_weights,
+    make_both,
+    make_trainer,
+    run,
+    token_rows,
+    train_both,
+)
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, loss_reduction
@@ -200,6 +210,21 @@ class OwnLossAndMore:
         return (loss, outputs) if return_outputs else loss
 
 
+class Penalises(Loss):
+    """Towards where the weights began. The gradient of that is no business of the pipeline's, and
+    was lost."""
+
+    start: Any = None
+
+    def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        if self.start is None:
+            self.start = [weight.detach().clone() + 0.01 for weight in weights]
+        pairs = zip(weights, self.start, strict=True)
+        penalty = torch.stack([(weight - start).square().sum() for weight, start in pairs]).sum()
+        return nll_of(logits, inputs["input_ids"]).mean() + 0.5 * penalty
+
+
 class ComparesWithTheBase(Loss):
     """The adapter is off for one call."""
 
@@ -242,6 +267,7 @@ LOSSES = [
     ChangesItsCall,
     Pairs,
     OwnLossAndMore,
+    Penalises,
 ]
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -266,6 +292,7 @@ def test_a_loss_of_ones_own(loss: type, devices: int) -> None:
         Contrastive,
         TwoForwards,
         Pairs,
+        Penalises,
         ComparesWithTheBase,
         ComparesWithItsOwnBase,
     ],
@@ -283,6 +310,41 @@ def test_with_adapters_accumulation_and_evaluation(loss: type) -> None:
         **SETTINGS,
     )
     assert_same(pair)
+
+
+def test_a_penalty_is_clipped_and_shown_with_the_rest() -> None:
+    """Callbacks see what the step will use."""
+
+    class Watches(TrainerCallback):  # type: ignore[misc]  # untyped base
+        def __init__(self) -> None:
+            self.seen: list[dict[str, Tensor]] = []
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
+            self.seen.append({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    watches = Watches(), Watches()
+    settings = SETTINGS | {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2}
+    pair = make_both(MODELS["full"], ROWS, Penalises, devices=2, **settings)
+    for trainer, callback in zip(pair, watches, strict=True):
+        trainer.add_callback(callback)
+        run(trainer)
+    assert_same(pair)
+    for ours, plain in zip(*(callback.seen for callback in watches), strict=True):
+        assert_same_weights(ours, plain)
+
+
+def test_a_declared_loss_cannot_penalise_weights() -> None:
+    class Declared(Penalises):
+        compute_loss = loss_reduction("rows")(Loss.compute_loss)
+
+        def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+            weight = self.model.model.embed_tokens.weight
+            return logits.square().mean() + weight.square().sum()
+
+    trainer = make_both(MODELS["full"], ROWS, Declared, **SETTINGS).ours
+    with pytest.raises(ConfigError, match="own parameter 'model.embed_tokens.weight'.*Leave"):
+        trainer.train()
 
 
 # --- declared ---

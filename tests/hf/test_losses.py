@@ -391,14 +391,6 @@ def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
 # --- what cannot run ---
 
 
-class Penalises:
-    """Weight decay by hand: its gradient would go to the model's own weights, which nobody
-    steps."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss + 0.01 * sum(p.square().sum() for p in model.parameters())
-
-
 class BypassesTheModel:
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return self.model(**inputs).loss  # type: ignore[attr-defined]
@@ -422,7 +414,6 @@ class OnePerRow:
 @pytest.mark.parametrize(
     ("mixin", "message"),
     [
-        (Penalises, "own parameter 'model.embed_tokens.weight'.*weight_decay"),
         (BypassesTheModel, "never called the model"),
         (Forgets, "returned a float; it must be a tensor"),
         (Detaches, "a loss without a gradient"),

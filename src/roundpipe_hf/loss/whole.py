@@ -68,8 +68,8 @@ class WholeBatchLoss:
             )
         _check(loss, num_calls)
         share: torch.Tensor = loss / batch.divisor
-        self._gradients.note(share)
-        (share if trainer.scaler is None else trainer.scaler.scale(share)).backward()
+        scaled = share if trainer.scaler is None else trainer.scaler.scale(share)
+        self._gradients.backward(scaled, trainer.model)
         return share.detach()
 
     def _inputs(self, batch: StashedBatch, device: torch.device) -> Any:

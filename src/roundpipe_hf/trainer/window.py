@@ -103,7 +103,11 @@ class AccumulationWindow:
 
     def before_step(self) -> None:
         """Before the callbacks that come before the step: some look at its gradients."""
-        self._shown = show_gradients(self._trainer) if reads_gradients(self._trainer) else []
+        penalties = self._loss_gradients.penalties
+        if reads_gradients(self._trainer):
+            self._shown = show_gradients(self._trainer, penalties)
+        else:
+            self._shown = []
 
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
         """Steps with what the rounds left; where one ran out of memory behind our back, runs them
@@ -121,7 +125,7 @@ class AccumulationWindow:
             if attempts > 1:
                 self._again(engine, rounds, footprint)
             try:
-                return optimizer.submit()
+                return optimizer.submit(self._loss_gradients.penalties)
             except Exception as error:
                 if optimizer.has_begun or not rounds:
                     return error  # nothing to do with the rounds, or nothing to run again
@@ -130,6 +134,7 @@ class AccumulationWindow:
         done = self._attempted(engine, rounds, attempt)
         self._since_step = []
         self._loss_gradients.forget()
+        self._loss_gradients.take_penalties()
         if isinstance(done, Exception):
             raise done
         return done
@@ -228,7 +233,6 @@ class AccumulationWindow:
             losses = [self._whole.forward_backward(engine, batch, footprint) for batch in batches]
         else:
             losses = self._fused_forward_backward(engine, batches, reduction, footprint)
-        self._refuse_gradients_of_the_model(engine)
         return losses
 
     def _fused_forward_backward(
@@ -248,6 +252,7 @@ class AccumulationWindow:
                 ),
                 run_config=config,
             )
+        self._refuse_gradients_of_the_model(engine)
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
 
     def _refuse_gradients_of_the_model(self, engine: RoundPipe) -> None:
@@ -257,10 +262,9 @@ class AccumulationWindow:
             if parameter in self._loss_gradients:
                 engine.zero_grad()
                 raise ConfigError(
-                    f"compute_loss computes with the model's own parameter {name!r}, whose "
-                    "gradient would be lost: the "
-                    "pipeline works on copies. Take a penalty on weights into the optimizer, as "
-                    "weight_decay is"
+                    f"a loss with a loss_reduction computes with the model's own parameter "
+                    f"{name!r}, whose gradient would be lost: the pipeline works on copies. Leave "
+                    "loss_reduction out, or take the penalty into the optimizer, as weight_decay is"
                 )
 
     def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:
