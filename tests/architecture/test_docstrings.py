@@ -15,6 +15,7 @@ import pytest
 import roundpipe
 import roundpipe.errors
 import roundpipe.optim
+import roundpipe.presets
 import roundpipe.testing
 import roundpipe_hf
 import roundpipe_hf.accelerate
@@ -27,6 +28,7 @@ NAMES: dict[ModuleType, list[str]] = {
         name for name, kind in vars(roundpipe.errors).items() if inspect.isclass(kind)
     ],
     roundpipe.optim: roundpipe.optim.__all__,
+    roundpipe.presets: ["Cut", "register_preset"],
     roundpipe.testing: ["AdversarialDevice"],
     roundpipe_hf: roundpipe_hf.__all__,
     roundpipe_hf.accelerate: ["RoundPipeAccelerator"],
@@ -170,5 +172,8 @@ def test_errors_are_named(public: Public) -> None:
     assert not [name for name in raised & ERRORS if not is_in(name, public.docstring)]
 
 
-def test_names_of_the_testing_room() -> None:
-    assert roundpipe.testing.__all__ == NAMES[roundpipe.testing]
+@pytest.mark.parametrize(
+    "room", [roundpipe.presets, roundpipe.testing], ids=lambda room: room.__name__
+)
+def test_names_that_rooms_export(room: ModuleType) -> None:
+    assert room.__all__ == NAMES[room]
