@@ -206,7 +206,8 @@ class _Watched(ModelStandIn):
     """Counts what a microbatch's answer says about tokens."""
 
     def __init__(self, replay: Replay, tally: Tally) -> None:
-        super().__init__(replay)  # type: ignore[arg-type]  # reads fall through to it, and on to the model
+        # Reads fall through to it, and on to the model.
+        super().__init__(replay)  # type: ignore[arg-type]
         self._replay = replay
         self._tally = tally
 
