@@ -67,8 +67,9 @@ class AutoRoundPipe(Engine):
         settings: devices, dtypes and limits, as `RoundPipe` takes them.
 
     Example:
-        >>> engine = wrap_model_to_roundpipe(nn.ModuleDict({"a": encoder, "b": decoder}))
-        >>> loss = engine(x).square().mean()
+        >>> engine = wrap_model_to_roundpipe(unet)
+        >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters())
+        >>> loss = nn.functional.mse_loss(engine(images), targets)
         >>> loss.backward()
         >>> engine.step(optimizer.step)
     """
