@@ -5,7 +5,7 @@ import traceback
 
 
 class RoundPipeError(Exception):
-    """Base of everything RoundPipe raises on its own account."""
+    """The base of everything that RoundPipe raises on its own account."""
 
 
 class ConfigError(RoundPipeError, ValueError):

@@ -38,8 +38,31 @@ def losses_on(device: torch.device | None) -> Iterator[None]:
 
 @dataclass
 class PipelineArguments:
-    """What the engine adds to any training arguments class; put it before that class among the
-    bases."""
+    """Adds the engine's settings to any training arguments class; put it before that class among
+    the bases.
+
+    Args:
+        async_optimizer: let the optimizer run behind the next step; gradients are then exactly one
+            step old.
+        devices: a number, of accelerators or where there are none of virtual CPU devices; or names
+            of devices, on the command line ``cuda:0,cuda:1``; None for every visible accelerator.
+        num_microbatch: microbatches per batch; None for the number of devices + 1.
+        recompute_grain: ``"stage"`` (default) or ``"layer"``, which recomputes one layer at a time.
+        pin_model: how host memory is page-locked, as in `RoundPipe`.
+        optim_dtype: dtype of the optimizer's own copies of the weights; ``"auto"`` keeps the
+            weights'.
+        max_gpu_memory: what the engine stays under on each device: ``"24GB"``, ``"900MiB"`` or a
+            number of GB, 10**9 bytes.
+        trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
+
+    Raises:
+        ConfigError: a value that a setting cannot have.
+
+    Example:
+        >>> @dataclass
+        ... class MyArguments(PipelineArguments, TrainingArguments):
+        ...     pass
+    """
 
     async_optimizer: bool = field(
         default=False,
@@ -116,16 +139,22 @@ class PipelineArguments:
         return inherited
 
     def run_config(self) -> RoundPipeRunConfig:
+        """Returns those settings that calls of an engine take."""
         grain: Any = self.recompute_grain
         return RoundPipeRunConfig(num_microbatch=self.num_microbatch, recompute_grain=grain)
 
     def master_dtype(self) -> torch.dtype | None:
+        """Returns ``optim_dtype`` as torch's; None for ``"auto"``."""
         return None if self.optim_dtype == "auto" else getattr(torch, self.optim_dtype)
 
 
 @dataclass
 class RoundPipeTrainingArguments(PipelineArguments, TrainingArguments):
-    """`transformers.TrainingArguments` plus the engine's settings."""
+    """`transformers.TrainingArguments` plus the engine's settings, see `PipelineArguments`.
+
+    Example:
+        >>> args = RoundPipeTrainingArguments("out", bf16=True, max_gpu_memory="24GB")
+    """
 
 
 def pipeline_of(args: TrainingArguments) -> PipelineArguments:

@@ -59,7 +59,8 @@ def adapter_configs(model: Any) -> Mapping[str, Any]:
 def use_one_gpu(args: TrainingArguments) -> None:
     """Keeps Trainer from multiplying the batch by the number of GPUs and from building
     `nn.DataParallel`."""
-    args.device  # noqa: B018  # because the property sets `_n_gpu` on its first read and would undo ours
+    # Because the property sets `_n_gpu` on its first read and would undo ours.
+    args.device  # noqa: B018
     args._n_gpu = min(args._n_gpu, 1)
 
 

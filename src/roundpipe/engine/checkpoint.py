@@ -55,7 +55,9 @@ def save_checkpoint(
 
     Args:
         path: the file; one of the same name is replaced at the end.
+        model: the engine, whose weights and persistent buffers are saved by the original names.
         optimizer: over the engine's masters; or several.
+        scaler: the loss scale, where fp16 needs one.
 
     Raises:
         ConfigError: ``path`` is a folder, or an optimizer is over other parameters; nothing was
@@ -107,6 +109,7 @@ def load_checkpoint(
     save.
 
     Args:
+        path: the file.
         model, optimizer, scaler: made as for the run that saved; what they hold is overwritten.
 
     Raises:

@@ -99,6 +99,7 @@ class ForwardingModule(nn.Module):
 
     @property
     def training(self) -> bool:
+        """True while the original model is in training mode, which `train` and ``eval`` set."""
         return self.model.training if "_original" in self.__dict__ else True
 
     @training.setter
@@ -107,17 +108,21 @@ class ForwardingModule(nn.Module):
             self.model.training = mode
 
     def train(self, mode: bool = True) -> "ForwardingModule":
+        """Puts the original model into training (``mode`` True) or evaluation mode."""
         self.__dict__["_sequence"].train(mode)
         self.model.train(mode)
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the original model's modules with their names there."""
         yield from self.model.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the original model's children with their names there."""
         yield from self.model.named_children()
 
     def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns the weight of that name in the original model, every update in it."""
         self._flush("get_parameter()")
         return self.model.get_parameter(target)
 
@@ -125,34 +130,50 @@ class ForwardingModule(nn.Module):
     # none.
 
     def get_submodule(self, target: str) -> nn.Module:
+        """Returns the module of that name in the original model."""
         return self.model.get_submodule(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
+        """Returns the buffer of that name in the original model."""
         return self.model.get_buffer(target)
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        """Replaces a module of the original model. The next call then asks to wrap it again."""
         self.model.set_submodule(target, module, strict)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Adds a module to the original model. The next call then asks to wrap it again."""
         self.model.add_module(name, module)
 
     def register_module(self, name: str, module: nn.Module | None) -> None:
+        """Does what `add_module` does."""
         self.model.add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Adds a weight to the original model. The next call then asks to wrap it again."""
         self.model.register_parameter(name, param)
 
     def register_buffer(
         self, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
+        """Adds a buffer to the original model."""
         self.model.register_buffer(name, tensor, persistent)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ForwardingModule":
+        """Calls ``fn`` on every module of the original model, once every update is in it.
+
+        Call `Engine.reload_parameters` after a ``fn`` that changes weights.
+        """
         self._flush("apply()")
         self.model.apply(fn)
         return self
 
     def compile(self, *_: Any, **__: Any) -> None:
+        """Refuses: layers are compiled one by one, when the model is wrapped.
+
+        Raises:
+            ConfigError: always; pass ``compile=True`` to `RoundPipe` instead.
+        """
         raise ConfigError(
             "an engine is not compiled as a whole; pass compile=True when the model is wrapped"
         )

@@ -59,8 +59,19 @@ class AutoRoundPipe(Engine):
     Parameters outside of parts are trained on the CPU by the same steps.
 
     Args:
+        model: the whole model, on the CPU.
         parts: the modules that run on devices, from `parts.find`.
+        name: shown in logs, traces and errors.
+        model_run_config: settings of every call of every part, below what a call sets itself.
         overrides: run configs by the module they are for.
+        settings: devices, dtypes and limits, as `RoundPipe` takes them.
+
+    Example:
+        >>> engine = wrap_model_to_roundpipe(unet)
+        >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters())
+        >>> loss = nn.functional.mse_loss(engine(images), targets)
+        >>> loss.backward()
+        >>> engine.step(optimizer.step)
     """
 
     def __init__(
@@ -166,6 +177,19 @@ class AutoRoundPipe(Engine):
         Without grad, pending updates are flushed first. With grad the outputs support
         ``backward()``; that raises RuntimeError if ``step`` ran in between. Each part cuts the
         batch by itself.
+
+        Args:
+            args, kwargs: what the model takes; tensors may be anywhere.
+            roundpipe_run_config: settings of this call, for every part. Those that describe the
+                inputs or layers of one part belong into ``override_config`` of
+                `wrap_model_to_roundpipe`.
+
+        Returns:
+            What the model returns, on the CPU or on ``output_device``.
+
+        Raises:
+            ConfigError: such a setting, a key-value cache, or outputs that transformers collects
+                from inside of blocks.
         """
         self._begin("forward()")
         _refuse_what_is_for_one_engine(roundpipe_run_config, "roundpipe_run_config")
@@ -208,8 +232,8 @@ class AutoRoundPipe(Engine):
         )
 
     def forward_backward(self, *_: Any, **__: Any) -> Any:
-        """Not there: what comes between the parts is the model's own code, which cannot be run
-        stage by stage.
+        """Refuses: what comes between the parts is the model's own code, which cannot be run stage
+        by stage.
 
         Raises:
             ConfigError: always.
@@ -224,7 +248,7 @@ class AutoRoundPipe(Engine):
 
     @property
     def devices(self) -> list[Device]:
-        """The devices that parts stage run."""
+        """The devices that parts run on."""
         return list(self._host.worker_pool.devices)
 
     @property
@@ -233,8 +257,8 @@ class AutoRoundPipe(Engine):
         return self._config.num_microbatch or len(self.devices) + 1
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, the layers of each part by its name in the model, and bytes of what
-        is in no part."""
+        """Gives `Engine.statistics`, the number of layers of each part by its name in the model
+        (``engines``), and bytes of the weights that are in no part (``cpu_bytes``)."""
         inside = {id(p) for engine in self._engines.values() for p in engine.model.parameters()}
         outside = [parameter for parameter in self._store.parameters if id(parameter) not in inside]
         staged = self._store.layers[: -len(self._store.on_host)]

@@ -170,6 +170,11 @@ class RoundPipe(Engine):
 
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
+
+        Example:
+            >>> layers = nn.Sequential(model.embeddings, *model.blocks, model.head)
+            >>> engine = RoundPipe(layers)
+            >>> engine.set_original_model(model)  # state_dict() has the model's own names
         """
         self._look_at(model)
         self._name_layers(model)
@@ -200,6 +205,17 @@ class RoundPipe(Engine):
 
         Without grad, pending updates are flushed first. With grad the outputs support
         ``backward()``; that raises RuntimeError if ``step`` ran in between.
+
+        Args:
+            args, kwargs: what the original model takes. Tensors may be anywhere; those whose first
+                dimension is as long as the batch, (rows, ...), are cut along it, everything else
+                goes to every microbatch.
+            roundpipe_run_config: settings of this call.
+
+        Returns:
+            What the model returns, its tensors joined along their first dimension, (rows, ...),
+            and tensors without one averaged, each by the rows of its microbatch; on
+            ``output_device``.
         """
         self._begin("forward()")
         config = roundpipe_run_config.over(self._config)
@@ -256,16 +272,36 @@ class RoundPipe(Engine):
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
         Args:
-            input_args, input_kwargs: what the first layer is called with, whole; or
-            microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
-            loss_fn: called once per microbatch on a worker thread; default: the outputs are the
-                loss. Once more if the call is made again because a device was out of memory.
+            input_args, input_kwargs: what the first layer is called with, whole. Tensors of shape
+                (rows, ...) are cut along their first dimension, as `forward` does.
+            label: what ``loss_fn`` gets beside the outputs, (rows, ...) likewise; a container of
+                tensors may be one.
+            loss_fn: called once per microbatch, on a worker thread and with tensors of its device;
+                returns a 0-d tensor or a sequence of such. Default: the outputs are the loss. Once
+                more if the call is made again because a device was out of memory.
+            return_outputs: return the outputs too.
+            run_config: settings of this call.
+            microbatches: ``(args, kwargs, label)`` for each microbatch, in place of the batch: they
+                are split already, and need not have the same shapes.
 
         Returns:
-            The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn``
-            returns a sequence); with ``return_outputs`` a pair of that and the merged outputs.
+            The **sum** of the microbatches' losses, a detached 0-d CPU tensor (a list if
+            ``loss_fn`` returns a sequence); with ``return_outputs`` a pair of that and the merged
+            outputs. A mean over the batch divides by the batch's rows or tokens in ``loss_fn``.
             Returns once these are known: remaining backward stage runs run on, and what fails there
             is raised by the next call.
+
+        Raises:
+            What a layer or ``loss_fn`` raised, with a note that says where. The call then has had
+            no effect.
+
+        Example:
+            >>> def loss_fn(logits, labels):  # (rows, tokens, vocabulary), (rows, tokens)
+            ...     summed = nn.functional.cross_entropy(
+            ...         logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            ...     )
+            ...     return summed / num_tokens  # of the whole batch
+            >>> loss = engine.forward_backward((ids,), label=labels, loss_fn=loss_fn)
         """
         self._begin("forward_backward()")
         config = run_config.over(self._config)
@@ -331,8 +367,9 @@ class RoundPipe(Engine):
         """The losses of ``forward_backward`` without its backward, at the newest weights: for
         evaluation.
 
-        Outputs stay on their device and are dropped after ``loss_fn``. Takes and returns what
-        ``forward_backward`` does.
+        Outputs stay on their device and are dropped after ``loss_fn``. Takes (``input_args``,
+        ``input_kwargs``, ``label``, ``loss_fn``, ``run_config``, ``microbatches``) and returns what
+        ``forward_backward`` does. Waits for pending updates first.
         """
         self._begin("forward_loss()")
         self._steps.flush()
@@ -506,8 +543,11 @@ class RoundPipe(Engine):
         return self._planner
 
     def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Workload]:
-        """Costs of the layers and of a round of ``default_num_microbatch`` microbatches, by what is
-        known now."""
+        """Gives the costs of the layers and of a round of ``default_num_microbatch`` microbatches,
+        by what is known now, in milliseconds and bytes.
+
+        ``run_type`` is as in `ModelExecutePlan.auto`, which calls this.
+        """
         return self._planner.problem(run_type, self.default_num_microbatch)
 
     @property
@@ -517,15 +557,15 @@ class RoundPipe(Engine):
 
     @property
     def execute_plan(self) -> ModelExecutePlan:
-        """The plan ``forward_backward`` uses by default."""
+        """The plan that ``forward_backward`` uses by default. It changes as layers are measured."""
         grain = self._config.recompute_grain or "stage"
         return self._planner.next_plan(
             "fused", self.default_num_microbatch, self._config.execute_plan, grain=grain
         )
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a
-        device."""
+        """Gives `Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each
+        on a device."""
         return {
             **super().statistics(),
             "layers": len(self._store.layers),

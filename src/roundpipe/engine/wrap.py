@@ -42,6 +42,7 @@ def wrap_model_to_roundpipe(
     newest weights; its optimizer is to be made anew. See [Note: turns].
 
     Args:
+        model: any module, on the CPU.
         use_sequential_preset: None uses a preset if there is one; True insists on it; False does
             not look for one.
         lower_threshold: bytes of parameters from which a module that holds them itself is a part;
@@ -51,6 +52,7 @@ def wrap_model_to_roundpipe(
         skip_modules: stay on the CPU with all they hold.
         override_config: settings for the engine of a part, by its module.
         model_run_config: settings for all engines; beats what a preset brings.
+        name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
         roundpipe_kwargs: passed to `RoundPipe`.
 
     Returns:

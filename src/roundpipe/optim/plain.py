@@ -18,10 +18,24 @@ class _Introduced(SteadyState, torch.optim.Optimizer):
 
 
 class Adafactor(_Introduced, torch.optim.Adafactor):
-    """``torch.optim.Adafactor``, same arguments and state. Construct it over
-    ``optim_parameters()``."""
+    """Adafactor (Shazeer and Stern 2018), which keeps a row and a column instead of a matrix of
+    second moments.
+
+    Takes the arguments of ``torch.optim.Adafactor`` and keeps its state. Runs torch's own step on
+    ``.grad``, which takes 4 bytes per element while it runs. Construct it over
+    ``optim_parameters()``.
+    """
 
 
 class Muon(_Introduced, torch.optim.Muon):
-    """``torch.optim.Muon``, same arguments and state. Construct it over matrices among
-    ``optim_parameters()``."""
+    """Muon (Jordan et al. 2024): momentum made orthogonal by Newton-Schulz iterations.
+
+    Takes the arguments of ``torch.optim.Muon`` and keeps its state, 4 bytes per element. Runs
+    torch's own step on ``.grad``, which takes 4 more while it runs. Construct it over the matrices
+    among ``optim_parameters()``, and another optimizer over the rest.
+
+    Example:
+        >>> masters = engine.optim_parameters()
+        >>> muon = roundpipe.optim.Muon([master for master in masters if master.ndim == 2])
+        >>> adamw = roundpipe.optim.AdamW([master for master in masters if master.ndim != 2])
+    """

@@ -74,7 +74,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._processes = processes
         self._last: StepHandle | None = None
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
+    # Returns no loss.
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Hands the update to the engine.
 
         Called on the user's thread. Synchronous: waits for the update; the model has it after
@@ -163,7 +164,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # a plain attribute in torch
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        # A plain attribute in torch.
         return self.inner.param_groups
 
     @property

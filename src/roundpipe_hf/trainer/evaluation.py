@@ -45,7 +45,7 @@ class EvaluationMixin(_Base):
         self._slot.synchronize(self.model, is_in_run=self.is_in_loop)
 
     def precision(self) -> Precision:
-        """What the engine computes in now."""
+        """Returns the precision that the engine computes in now."""
         return precision_of(self.args, self.model, full_eval=self._full_eval)
 
     def compute_loss(
@@ -55,6 +55,8 @@ class EvaluationMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
+        """Computes Trainer's loss; where ``model`` is the engine, its call runs through that,
+        without gradients."""
         return super().compute_loss(
             self._stand_in_for(model),
             inputs,
@@ -63,18 +65,22 @@ class EvaluationMixin(_Base):
         )
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Trainer's around a loss that it computes itself, from outputs that come to the host."""
+        """Adds to Trainer's context that outputs come to the host, where it computes the loss."""
         contexts = super().compute_loss_context_manager()
         contexts.enter_context(losses_on(HOST))
         return contexts
 
     def has_stock_loss(self) -> bool:
-        """Whether the loss is Trainer's own, so that what is known about that need not be asked."""
+        """Returns True if the loss is Trainer's own, so that what is known about that need not be
+        asked."""
         owners = {cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)}
         return owners <= {EvaluationMixin, Trainer} and "compute_loss" not in vars(self)
 
     def stand_in(self, *, num_microbatch: int | None = None) -> EngineStandIn:
-        """A model for `compute_loss` whose call runs through the engine, without gradients."""
+        """Makes a model for `compute_loss` whose call runs through the engine, without gradients.
+
+        ``num_microbatch`` microbatches are made of a batch; None lets the engine choose.
+        """
         return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
 
     @losses_on(None)  # because it is a loss that calls it
@@ -126,8 +132,8 @@ class EvaluationMixin(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Where only the loss is wanted it is computed where the outputs are; else outputs come to
-        the host."""
+        """Predicts one batch. Where only the loss is wanted it is computed where the outputs are;
+        else outputs come to the host."""
         if self.processes is None:
             note_rows(self, inputs)
         if prediction_loss_only and model is self._slot.current and returns_loss(self, inputs):
@@ -149,6 +155,8 @@ class EvaluationMixin(_Base):
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs Trainer's loop on the newest weights. A batch that is too large for a device raises
+        an error that says what to lower."""
         self.synchronize()
         given = self.args.bf16_full_eval, self.args.fp16_full_eval
         if not self.is_in_train:

@@ -47,7 +47,7 @@ _IGNORED = -100
 
 @dataclass
 class RoundPipeSFTConfig(PipelineArguments, SFTConfig):
-    """`trl.SFTConfig` plus the engine's settings."""
+    """`trl.SFTConfig` plus the engine's settings, see `PipelineArguments`."""
 
 
 class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
@@ -55,7 +55,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     Takes the same arguments and gives the same results and metrics; packing and padding-free
     batches included, whose single row is one microbatch, so accumulate to keep several devices
-    busy. A model given by its name is loaded in the dtype of its files and into host memory.
+    busy. ``model`` is a model in host memory, or a name or folder, loaded in the dtype of its files
+    and into host memory; ``args`` a `RoundPipeSFTConfig` or a plain `SFTConfig`; ``others`` what
+    `SFTTrainer` takes.
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
@@ -117,8 +119,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return FusedAnswer() if has_head and not wants_logits else LogitsAnswer()
 
     def has_stock_loss(self) -> bool:
-        """TRL's loss adds up as Trainer's does: log-probabilities, summed and divided by the
-        window's tokens."""
+        """Returns True for TRL's own loss, which adds up as Trainer's does: log-probabilities,
+        summed and divided by the window's tokens."""
         owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
         return owners[0] is RoundPipeSFTTrainer and "compute_loss" not in vars(self)
 
@@ -129,6 +131,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
+        """Computes TRL's loss, and counts for its metrics what each microbatch says of its
+        tokens."""
         watched = _Watched(model, self._tally) if isinstance(model, Replay) else model
         return super().compute_loss(
             watched, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -137,6 +141,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        """Trains as `RoundPipeTrainerMixin` does, and counts the tokens of ``inputs`` for TRL."""
         self._stashed_tokens += tokens_in(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -151,6 +156,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return losses
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts one batch, and notes one value of each metric for it."""
         with self._one_value_per_batch("eval"):
             return super().prediction_step(*args, **kwargs)
 
@@ -200,7 +206,8 @@ class _Watched(ModelStandIn):
     """Counts what a microbatch's answer says about tokens."""
 
     def __init__(self, replay: Replay, tally: Tally) -> None:
-        super().__init__(replay)  # type: ignore[arg-type]  # reads fall through to it, and on to the model
+        # Reads fall through to it, and on to the model.
+        super().__init__(replay)  # type: ignore[arg-type]
         self._replay = replay
         self._tally = tally
 
