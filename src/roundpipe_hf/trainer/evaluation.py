@@ -93,14 +93,18 @@ class EvaluationMixin(_Base):
         def attempt(footprint: Footprint) -> Any:
             count = num_microbatch or footprint.num_microbatch
             with precision.in_model():
-                return engine(
-                    roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments
+                config = RoundPipeRunConfig(
+                    num_microbatch=count, output_device=self._outputs_device(engine)
                 )
+                return engine(roundpipe_run_config=config, **arguments)
 
         outputs = self._window.evaluating(
             engine, attempt, lambda: num_microbatch or rows_of(arguments)
         )
         return self.answer.outputs(precision.finish(outputs), given)
+
+    def _outputs_device(self, engine: RoundPipe) -> torch.device | None:
+        """Where a call without gradients puts its outputs: to the host."""
 
     @losses_on(None)  # because it is a loss that calls it
     def call_engine(

@@ -1,1 +1,25 @@
-"""TRL's trainers over the engine. Imports every other room."""
+"""TRL's trainers over the engine, each with its config. Imports every other room.
+
+A package of its own, because `trl` is an extra.
+"""
+
+from .preference import (
+    RoundPipeDPOConfig,
+    RoundPipeDPOTrainer,
+    RoundPipeKTOConfig,
+    RoundPipeKTOTrainer,
+    RoundPipeRewardConfig,
+    RoundPipeRewardTrainer,
+)
+from .sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
+
+__all__ = [
+    "RoundPipeDPOConfig",
+    "RoundPipeDPOTrainer",
+    "RoundPipeKTOConfig",
+    "RoundPipeKTOTrainer",
+    "RoundPipeRewardConfig",
+    "RoundPipeRewardTrainer",
+    "RoundPipeSFTConfig",
+    "RoundPipeSFTTrainer",
+]
