@@ -5,22 +5,16 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-# Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no
-# package.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
+from tests.support.device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
 
 if TYPE_CHECKING:
-    from engines import Engines
+    from tests.support.engines import Engines
 
 WATCHED_FOLDERS = ("transparency", "failures", "bugs", "gpu")
 LONGEST_S = 60
@@ -80,7 +74,7 @@ def devices(request: pytest.FixtureRequest) -> DeviceSet:
 @pytest.fixture
 def engines() -> Iterator[Engines]:
     # Imported here, so that tests of single parts run while the engine as a whole does not import.
-    from engines import Engines
+    from tests.support.engines import Engines
 
     made = Engines()
     yield made

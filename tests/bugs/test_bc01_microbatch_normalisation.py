@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import llama_batch, make_llama
-from reference import plain_call
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import llama_batch, make_llama
+from tests.support.reference import plain_call
 
 
 @pytest.mark.parametrize("num_microbatch", [1, 2, 4])

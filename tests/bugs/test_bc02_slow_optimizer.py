@@ -14,8 +14,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from device_sets import DeviceSet
-from engines import (
+from roundpipe import RoundPipe
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import (
     Engines,
     engine_gradients,
     engine_weights,
@@ -23,10 +24,9 @@ from engines import (
     run_batch,
     train_steps,
 )
-from models import make_mlp, mlp_batch
-from optimizers import PausingSGD, every_third, random_delays
-from reference import Reference, plain_call
-from roundpipe import RoundPipe
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.optimizers import PausingSGD, every_third, random_delays
+from tests.support.reference import Reference, plain_call
 
 WIDTH = 64
 BATCHES = [mlp_batch(rows=8, seed=seed, width=WIDTH) for seed in range(12)]

@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from device_sets import TWO
-from engines import Engines, engine_weights, run_batch
-from models import LLAMA, make_mlp, mlp_batch
-from reference import Reference, Tensors, weights_of
 from roundpipe import RoundPipe, save_checkpoint
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import LLAMA, make_mlp, mlp_batch
+from tests.support.reference import Reference, Tensors, weights_of
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(7)]
 

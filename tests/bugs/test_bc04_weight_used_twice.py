@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, TIED_LLAMA, make_llama, mlp_batch
-from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, TIED_LLAMA, make_llama, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 EMBEDDING = "model.embed_tokens.weight"
 

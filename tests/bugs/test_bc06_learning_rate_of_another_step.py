@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import roundpipe
-from device_sets import THREE
-from engines import Engines, engine_weights, run_batch
-from models import LLAMA, make_llama
-from optimizers import random_delays
-from reference import Reference
+from tests.support.device_sets import THREE
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import LLAMA, make_llama
+from tests.support.optimizers import random_delays
+from tests.support.reference import Reference
 
 BATCHES = [LLAMA.batch(4, seed) for seed in range(11)]
 HELD_BACK = "lm_head.weight"

@@ -9,10 +9,10 @@ Source: pytorch/torchtitan#1733, modelscope/ms-swift#10084, huggingface/transfor
 
 import torch
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import make_mlp, mlp_batch
-from reference import plain_call, weights_of
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.reference import plain_call, weights_of
 
 LEARNING_RATE = 0.1
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from device_sets import ONE, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, Batch, mlp_batch
-from reference import Tensors
 from roundpipe import ModelExecutePlan, RoundPipe
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, Batch, mlp_batch
+from tests.support.reference import Tensors
 
 WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 16, 2, 6, 23, 8
 NUM_LAYERS = 6

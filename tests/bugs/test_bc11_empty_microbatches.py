@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import llama_batch, make_llama
-from reference import Reference, plain_call, weights_of
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import llama_batch, make_llama
+from tests.support.reference import Reference, plain_call, weights_of
 
 
 def sgd(params: list[Tensor]) -> torch.optim.Optimizer:

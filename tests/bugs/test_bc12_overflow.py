@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import TWO, DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import Batch, make_mlp, mlp_batch
-from reference import weights_of
 from roundpipe import ConfigError, GradScaler, RoundPipe
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import Batch, make_mlp, mlp_batch
+from tests.support.reference import weights_of
 
 SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 MARK = 7.0

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import roundpipe
-from device_sets import DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import LLAMA, LLAMA_VOCABULARY, Batch, ModelCase
-from reference import Reference
 from roundpipe import GradScaler, ModelExecutePlan
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import LLAMA, LLAMA_VOCABULARY, Batch, ModelCase
+from tests.support.reference import Reference
 
 LIMIT, SCALE = 0.5, 1024.0
 

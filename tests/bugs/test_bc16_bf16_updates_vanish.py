@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import TWO, DeviceSet
-from engines import Engines, run_batch
-from models import Batch, llama_batch, make_llama
-from reference import Microbatch, Reference, plain_call
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, run_batch
+from tests.support.models import Batch, llama_batch, make_llama
+from tests.support.reference import Microbatch, Reference, plain_call
 
 STEPS, MICROBATCHES, VALUE = 30, 256, 1e-3
 

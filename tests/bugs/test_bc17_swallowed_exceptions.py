@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import TWO, VIRTUAL, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, Batch, mlp_batch
-from optimizers import Gate
-from reference import Tensors, buffers_of, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe
+from tests.support.device_sets import TWO, VIRTUAL, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, Batch, mlp_batch
+from tests.support.optimizers import Gate
+from tests.support.reference import Tensors, buffers_of, plain_call
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(1), range(1, 3)], bwd_plan=[range(3, 5), range(1, 3), range(1)]

@@ -15,19 +15,19 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from injection import Interruption
-from models import make_mlp, mlp_batch, squared_error_over
-from optimizers import PATIENCE_S
-from reference import Reference, weights_of
 from roundpipe import RoundPipe
 from roundpipe.threads.mailbox import Mailbox
+from tests.support import ROOT
+from tests.support.injection import Interruption
+from tests.support.models import make_mlp, mlp_batch, squared_error_over
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import Reference, weights_of
 
 NUM_STEPS = 4
 CELL = compile(
@@ -205,10 +205,9 @@ def test_the_interrupted_engine_goes_on(count: int) -> None:
 def test_an_interrupted_process_can_exit() -> None:
     """Ctrl-C during a call, and no `close()`: the process ends by itself."""
     script = textwrap.dedent(
-        """
-        import sys
-        sys.path.insert(0, sys.argv[1])
-        from test_bc18_interrupted_cell import Notebook
+        f"""
+        import sys; sys.path.insert(0, {str(ROOT)!r})
+        from {__name__} import Notebook
         try:
             notebook = Notebook(2, is_async=True)
             notebook.run_interrupted("call")
@@ -216,14 +215,8 @@ def test_an_interrupted_process_can_exit() -> None:
             print("left")
         """
     )
-    tests = Path(__file__).parents[1]
     process = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path.insert(0, {str(tests)!r})\n{script}",
-            str(Path(__file__).parent),
-        ],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         timeout=40,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from device_sets import TWO
-from engines import Engines
-from preset_models import TOKENS, gradients_of, make_model, packed, tokens
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines
+from tests.support.preset_models import TOKENS, gradients_of, make_model, packed, tokens
 
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
 CUTS = [(5, 7), (4, 8)]

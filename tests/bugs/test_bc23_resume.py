@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import make_mlp, mlp_batch
 from roundpipe import RoundPipe, load_checkpoint, save_checkpoint
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import make_mlp, mlp_batch
 
 STEPS, SAVED_AT = 8, 3
 

@@ -17,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.utils import can_return_loss, find_labels
 
-from engines import Engines
-from preset_models import images, make_vit
 from roundpipe import RoundPipeRunConfig
+from tests.support.engines import Engines
+from tests.support.preset_models import images, make_vit
 
 
 def make(kind: str) -> Any:

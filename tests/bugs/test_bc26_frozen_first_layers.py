@@ -22,10 +22,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, train_steps
-from models import make_mlp, mlp_batch
-from preset_models import (
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, train_steps
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.preset_models import (
     INPUTS,
     LANGUAGE_MODELS,
     gradients_of,
@@ -34,8 +35,7 @@ from preset_models import (
     make_vit,
     own_forward,
 )
-from reference import weights_of
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
+from tests.support.reference import weights_of
 
 ARCHITECTURES = [*LANGUAGE_MODELS, "vit"]
 

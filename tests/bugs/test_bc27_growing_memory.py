@@ -21,12 +21,13 @@ from typing import Any
 import pytest
 import torch
 
-from device_sets import TWO
-from engines import Engines, run_batch
-from models import make_mlp, mlp_batch
-from optimizers import Gate
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.memory.pinning import HostArena
+from tests.support import ROOT
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, run_batch
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.optimizers import Gate
 
 C = ctypes.CDLL(None)
 WIDTH, NUM_LINEARS = 1024, 8
@@ -130,12 +131,10 @@ def own_growth(folder: Path) -> dict[str, int]:
 def test_memory_after_the_last_step_is_that_after_the_tenth(tmp_path: Path) -> None:
     """A copy of the weights that is kept by mistake, in either kind of memory, would be above the
     limit."""
-    tests = Path(__file__).parents[1]
     script = (
-        f"import json, sys, pathlib; sys.path[:0] = [{str(tests)!r}, "
-        f"{str(Path(__file__).parent)!r}]\n"
+        f"import json, sys, pathlib; sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
-        f"from {Path(__file__).stem} import own_growth\n"
+        f"from {__name__} import own_growth\n"
         f"print(json.dumps(own_growth(pathlib.Path({str(tmp_path)!r}))))"
     )
     process = subprocess.run(

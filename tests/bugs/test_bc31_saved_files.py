@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engines import Engines
-from preset_models import INPUTS, make_model
 from roundpipe import RoundPipeRunConfig
+from tests.support.engines import Engines
+from tests.support.preset_models import INPUTS, make_model
 
 NAMES = ["gpt2", "llama-tied-rope3"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import roundpipe
-from device_sets import TWO
-from engines import Engines, engine_weights, run_batch
-from models import llama_batch, make_llama, make_lora_llama
-from reference import Reference, weights_of
 from roundpipe import ConfigError, GradScaler
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import llama_batch, make_llama, make_lora_llama
+from tests.support.reference import Reference, weights_of
 
 BATCHES = [llama_batch([12, 9, 5, 11], seed) for seed in range(3)]
 FP16 = {"device_type": "cpu", "dtype": torch.float16}

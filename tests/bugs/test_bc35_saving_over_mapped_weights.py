@@ -20,11 +20,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from models import LLAMA_LENGTH, LLAMA_VOCABULARY, make_llama
-from reference import Tensors, weights_of
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
-
-TESTS = Path(__file__).parents[1]
+from tests.support import ROOT
+from tests.support.models import LLAMA_LENGTH, LLAMA_VOCABULARY, make_llama
+from tests.support.reference import Tensors, weights_of
 
 
 @pytest.fixture
@@ -121,9 +120,9 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_old_file_whole(folder: Path)
     limit = (folder / "model.safetensors").stat().st_size // 2
     assert (folder / "config.json").stat().st_size < limit
     script = f"""
-import sys; sys.path.insert(0, {str(TESTS)!r})
+import sys; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from bugs.test_bc35_saving_over_mapped_weights import save_and_be_killed
+from {__name__} import save_and_be_killed
 save_and_be_killed(Path({str(folder)!r}), {limit})
 """
     process = subprocess.run(

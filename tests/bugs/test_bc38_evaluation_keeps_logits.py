@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import EvalPrediction, Trainer
 
-from hf.trainers import make_trainer, run, token_rows
-from models import make_llama
 from roundpipe_hf import RoundPipeTrainer
+from tests.support.models import make_llama
+from tests.support.trainers import make_trainer, run, token_rows
 
 ROWS = token_rows(8)
 

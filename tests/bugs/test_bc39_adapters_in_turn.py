@@ -14,10 +14,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from engines import Engines
-from models import make_llama
-from preset_models import INPUTS
 from roundpipe import ConfigError, RoundPipeRunConfig
+from tests.support.engines import Engines
+from tests.support.models import make_llama
+from tests.support.preset_models import INPUTS
 
 IN_TWO = RoundPipeRunConfig(num_microbatch=2)
 

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import Trainer
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.models import make_llama
+from tests.support.trainers import (
     assert_same_weights,
     close_all,
     differ,
@@ -24,8 +26,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from models import make_llama
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(9)
 

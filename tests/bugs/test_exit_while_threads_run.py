@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from engines import run_batch
-from late_work import LATE, make_pausing
-from models import mlp_batch
-from optimizers import PATIENCE_S, Gate
 from roundpipe import RoundPipe
 from roundpipe.threads import worker
+from tests.support.engines import run_batch
+from tests.support.late_work import LATE, make_pausing
+from tests.support.models import mlp_batch
+from tests.support.optimizers import PATIENCE_S, Gate
 
 SCRIPT = textwrap.dedent(
     """

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, make_mlp, mlp_batch
-from optimizers import PATIENCE_S
-from reference import Reference, buffers_of
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, make_mlp, mlp_batch
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import Reference, buffers_of
 
 BATCH = mlp_batch(rows=12)
 

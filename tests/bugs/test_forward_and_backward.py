@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import make_mlp, mlp_batch
-from reference import plain_call
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import ConfigError
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.reference import plain_call
 
 BATCH = mlp_batch(rows=6)
 TWO_MICROBATCHES = RoundPipeRunConfig(num_microbatch=2)

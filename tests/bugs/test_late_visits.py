@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from late_work import LATE, make_pausing, open_gate
-from models import MLP_WIDTH, mlp_batch
-from optimizers import Gate
-from reference import Reference, buffers_of, plain_call, weights_of
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.late_work import LATE, make_pausing, open_gate
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.optimizers import Gate
+from tests.support.reference import Reference, buffers_of, plain_call, weights_of
 
 BATCH = mlp_batch(rows=6)
 OTHER = mlp_batch(rows=6, seed=1)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients
-from models import MLP_WIDTH, mlp_batch
-from reference import Microbatch, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import Microbatch, plain_call
 
 ONE_LAYER_EACH = ModelExecutePlan(
     fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)]

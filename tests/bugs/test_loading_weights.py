@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from device_sets import DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import MLP_WIDTH, make_mlp, mlp_batch
-from reference import weights_of
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, make_mlp, mlp_batch
+from tests.support.reference import weights_of
 
 BATCH = mlp_batch(rows=6)
 DTYPES = [None, torch.float64]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from engines import Engines
 from roundpipe import RoundPipe
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.errors import PlanError
+from tests.support.engines import Engines
 
 
 def loss_fn(outputs: torch.Tensor, labels: Any) -> torch.Tensor:

@@ -27,10 +27,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE
-from engines import engine_gradients
-from models import Batch
-from reference import plain_call
 from roundpipe import (
     ModelExecutePlan,
     RoundPipe,
@@ -42,6 +38,10 @@ from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.slots import SlotPool
 from roundpipe.testing.adversarial import AdversarialDevice
+from tests.support.device_sets import ONE
+from tests.support.engines import engine_gradients
+from tests.support.models import Batch
+from tests.support.reference import plain_call
 
 WIDTH, ROWS, MICROBATCHES = 64, 4096, 4
 INPUT = 4 * WIDTH * ROWS

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from late_work import LATE, make_pausing, open_gate
-from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
-from optimizers import Gate
-from reference import Microbatch, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.late_work import LATE, make_pausing, open_gate
+from tests.support.models import MLP_WIDTH, Batch, make_mlp, mlp_batch
+from tests.support.optimizers import Gate
+from tests.support.reference import Microbatch, plain_call
 
 FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(7)])
 HOLD_S = 0.05

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import roundpipe
-from branching import make_branches
-from models import make_mlp
-from optimizers import PATIENCE_S
-from reference import weights_of
 from roundpipe import ConfigError, wrap_model_to_roundpipe
 from roundpipe.engine.state import Host, ParameterStore
+from tests.support.branching import make_branches
+from tests.support.models import make_mlp
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import weights_of
 
 INPUTS = [torch.randn(6, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
 Wrap = Callable[..., Any]

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, Batch, mlp_batch
-from reference import buffers_of, plain_call
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, Batch, mlp_batch
+from tests.support.reference import buffers_of, plain_call
 
 ONE_LAYER_EACH = ModelExecutePlan(
     fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(2, 3), range(1, 2), range(1)]

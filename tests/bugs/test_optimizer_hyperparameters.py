@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import roundpipe
-from device_sets import DeviceSet
-from engines import Engines, engine_weights, run_batch, train_steps
-from models import make_mlp, mlp_batch
-from optimizers import Gate
-from reference import Reference, plain_call
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch, train_steps
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.optimizers import Gate
+from tests.support.reference import Reference, plain_call
 
 BATCH = mlp_batch(rows=6)
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]

@@ -4,8 +4,8 @@ stages."""
 import torch
 from torch import nn
 
-from engines import Engines
 from roundpipe import RoundPipeRunConfig
+from tests.support.engines import Engines
 
 
 def test_the_plan_shown_is_the_plan_of_the_calls(engines: Engines) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, mlp_batch
-from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 BATCH = mlp_batch(rows=6)
 

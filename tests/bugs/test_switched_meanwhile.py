@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from engines import Engines, engine_gradients
-from models import make_llama
-from optimizers import PATIENCE_S
-from preset_models import INPUTS
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, doing_recompute
+from tests.support.engines import Engines, engine_gradients
+from tests.support.models import make_llama
+from tests.support.optimizers import PATIENCE_S
+from tests.support.preset_models import INPUTS
 
 
 class Gate:

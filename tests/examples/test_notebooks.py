@@ -11,15 +11,16 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-TESTS = Path(__file__).parents[1]
+from tests.support import ROOT
+
+FOLDER = ROOT / "notebooks"
 PATIENCE_S = 90
 
 SETUP = f"""
 import signal, sys, threading
-sys.path.insert(0, {str(TESTS)!r})
-from hf.trainers import logged, make_trainer, token_rows
-from models import make_llama
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.trainers import logged, make_trainer, token_rows
+from tests.support.models import make_llama
 from roundpipe_hf import RoundPipeTrainer
 
 arrived = threading.Event()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ACCELERATORS
-from engines import Engines, engine_gradients, run_batch
-from models import mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device import AcceleratorDevice
+from tests.support.device_sets import ACCELERATORS
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import mlp_batch
+from tests.support.reference import plain_call
 
 pytestmark = [
     pytest.mark.gpu,

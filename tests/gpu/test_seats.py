@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines
 from roundpipe import RoundPipe, clip_grad_norm_
 from roundpipe.autoplan.planner import Planner
 from roundpipe.device.accelerator import AcceleratorDevice
@@ -16,6 +14,8 @@ from roundpipe.memory.copier import Pair, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES
 from roundpipe.optim import SGD, Adam, AdamW
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines
 
 pytestmark = pytest.mark.gpu
 CUDA = DeviceSet(kind="cuda", count=1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import (
     MODELS,
     assert_same,
     assert_same_weights,
@@ -21,7 +22,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from roundpipe_hf import RoundPipeTrainer
 
 
 class Rounds:

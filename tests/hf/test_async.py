@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.optimizers import PausingSGD, every_third, random_delays
+from tests.support.trainers import (
     MODELS,
     assert_same_weights,
     differ,
@@ -19,8 +21,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from optimizers import PausingSGD, every_third, random_delays
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(18)
 SETTINGS: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0.0}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from hf.trainers import MODELS, Pair, assert_same, make_trainer, run, token_rows, trained
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import MODELS, Pair, assert_same, make_trainer, run, token_rows, trained
 
 ROWS = token_rows(12)
 

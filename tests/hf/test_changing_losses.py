@@ -13,10 +13,19 @@ from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf.trainers import MODELS, Pair, assert_same, make_both, run, token_rows, train_both, trained
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.loss.learnt import Asked
 from roundpipe_hf.loss.rule import ADDS_UP, KEEP_WHOLE, LossRule, MeanOver, either
+from tests.support.trainers import (
+    MODELS,
+    Pair,
+    assert_same,
+    make_both,
+    run,
+    token_rows,
+    train_both,
+    trained,
+)
 
 ROWS = token_rows(20)
 MEAN_OF_ROWS = LossRule(has_sum=False, mean_over=MeanOver.ROWS)

@@ -32,7 +32,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils import logging as transformers_logging
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import (
     MODELS,
     Pair,
     assert_same,
@@ -48,7 +49,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(12)
 EVERY_STEP: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import (
     MODELS,
     assert_same_logs,
     assert_same_weights,
@@ -19,7 +20,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(9)
 

@@ -12,8 +12,17 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import EvalPrediction
 
-from hf.trainers import MODELS, Pair, logged, make_both, make_trainer, run, token_rows, train_both
 from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import (
+    MODELS,
+    Pair,
+    logged,
+    make_both,
+    make_trainer,
+    run,
+    token_rows,
+    train_both,
+)
 
 ROWS = token_rows(5)
 

@@ -8,7 +8,11 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hf.trainers import (
+from roundpipe import GradScaler
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.models import make_lora_llama
+from tests.support.trainers import (
     MODELS,
     assert_same,
     differ,
@@ -20,10 +24,6 @@ from hf.trainers import (
     train_both,
     weights,
 )
-from models import make_lora_llama
-from roundpipe import GradScaler
-from roundpipe.errors import ConfigError
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(15)
 SLOW = pytest.mark.slow

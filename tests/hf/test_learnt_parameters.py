@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
-from hf.test_memory import SETTINGS, hooked_engine
-from hf.trainers import (
+from roundpipe.engine import sequential as engine_model
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe_hf import RoundPipeTrainer
+from tests.hf.test_memory import SETTINGS, hooked_engine
+from tests.support.injection import INJECTION, HookedBackward, reach_in
+from tests.support.trainers import (
     MODELS,
     assert_same_logs,
     assert_same_weights,
@@ -22,10 +26,6 @@ from hf.trainers import (
     token_rows,
     weights,
 )
-from injection import INJECTION, HookedBackward, reach_in
-from roundpipe.engine import sequential as engine_model
-from roundpipe.engine.wrap import wrap_model_to_roundpipe
-from roundpipe_hf import RoundPipeTrainer
 
 # 3 steps of 2 batches of 4 rows.
 ROWS = token_rows(24)

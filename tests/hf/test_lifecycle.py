@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from hf.trainers import (
+from roundpipe.engine.state import Host
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import ClosedError, ConfigError
+from roundpipe.threads.interpreter import QuietInterpreter
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.models import make_llama
+from tests.support.trainers import (
     MODELS,
     Pair,
     assert_same,
@@ -28,12 +34,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from models import make_llama
-from roundpipe.engine.state import Host
-from roundpipe.engine.wrap import wrap_model_to_roundpipe
-from roundpipe.errors import ClosedError, ConfigError
-from roundpipe.threads.interpreter import QuietInterpreter
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(12)
 

@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 import roundpipe.presets.loss
-from hf.trainers import MODELS, assert_same, token_rows, train_both
+from tests.support.trainers import MODELS, assert_same, token_rows, train_both
 
 
 class Penalised:

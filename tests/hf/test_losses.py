@@ -11,17 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from transformers import TrainingArguments
 
-from hf.trainers import (
-    MODELS,
-    assert_same,
-    logged,
-    make_both,
-    make_trainer,
-    token_rows,
-    train_both,
-    trained,
-)
-from preset_models import images, make_vit
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.errors import UnknownModelCall
@@ -34,6 +23,17 @@ from roundpipe_hf.loss.rule import (
     LossRule,
     MeanOver,
     decide_rule,
+)
+from tests.support.preset_models import images, make_vit
+from tests.support.trainers import (
+    MODELS,
+    assert_same,
+    logged,
+    make_both,
+    make_trainer,
+    token_rows,
+    train_both,
+    trained,
 )
 
 ROWS = token_rows(14)

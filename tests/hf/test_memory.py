@@ -14,7 +14,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
-from hf.trainers import (
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.engine import sequential as engine_model
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import PlanError
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.injection import INJECTION, HookedDevice, reach_in
+from tests.support.trainers import (
     MODELS,
     assert_same_logs,
     assert_same_weights,
@@ -24,12 +30,6 @@ from hf.trainers import (
     token_rows,
     weights,
 )
-from injection import INJECTION, HookedDevice, reach_in
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.engine import sequential as engine_model
-from roundpipe.engine.wrap import wrap_model_to_roundpipe
-from roundpipe.errors import PlanError
-from roundpipe_hf import RoundPipeTrainer
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf.trainers import MODELS, Pair, assert_same, differ, token_rows, train_both, weights
+from tests.support.trainers import (
+    MODELS,
+    Pair,
+    assert_same,
+    differ,
+    token_rows,
+    train_both,
+    weights,
+)
 
 # 20 rows by 3 are 7 batches, the last of 2 rows: with accumulation 4 the last window has 3 batches.
 ROWS = token_rows(20)

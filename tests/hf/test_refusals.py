@@ -8,12 +8,12 @@ import torch
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from transformers import get_constant_schedule
 
-from hf.trainers import MODELS, make_trainer, run, token_rows
-from models import make_llama
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.engine.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
+from tests.support.models import make_llama
+from tests.support.trainers import MODELS, make_trainer, run, token_rows
 
 ROWS = token_rows(3)
 

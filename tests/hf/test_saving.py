@@ -16,7 +16,16 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
-from hf.trainers import (
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.device.virtual import VirtualDevice
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.trainer.checkpointing import whole_folder
+from tests.support import ROOT
+from tests.support.models import make_llama
+from tests.support.preset_models import VOCABULARY, make_model
+from tests.support.trainers import (
     MODELS,
     assert_same_logs,
     assert_same_weights,
@@ -29,14 +38,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from models import make_llama
-from preset_models import VOCABULARY, make_model
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
-from roundpipe.device.virtual import VirtualDevice
-from roundpipe.engine.wrap import wrap_model_to_roundpipe
-from roundpipe.errors import ConfigError
-from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.trainer.checkpointing import whole_folder
 
 ROWS = token_rows(18)
 FOR_GPT2 = [
@@ -282,7 +283,7 @@ import torch
 import torch._dynamo
 from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
-from hf.trainers import MODELS, make_trainer, run, token_rows
+from tests.support.trainers import MODELS, make_trainer, run, token_rows
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.trainer import checkpointing, saving
 
@@ -356,7 +357,7 @@ print("moments:", len(MOMENTS))
 def test_killed_at_every_moment_of_a_save(tmp_path: Path) -> None:
     """What `get_last_checkpoint` finds afterwards is a whole one, from which the next process
     resumes."""
-    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", KILLED, str(ROOT)]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )

@@ -19,10 +19,10 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from examples.example_data import save_tokenizer, sentences
-from hf.trainers import Pair, assert_same, assert_same_logs, logged, run
 from roundpipe.errors import ConfigError
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
+from tests.support.example_data import save_tokenizer, sentences
+from tests.support.trainers import Pair, assert_same, assert_same_logs, logged, run
 
 ROWS = Dataset.from_dict({"text": sentences(14)})
 HELD_OUT = Dataset.from_dict({"text": sentences(5, seed=1)})

@@ -17,7 +17,11 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
-from hf.trainers import (
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
+from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainerMixin
+from tests.support.models import make_llama
+from tests.support.trainers import (
     MODELS,
     Pair,
     assert_same,
@@ -32,10 +36,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from models import make_llama
-from roundpipe.engine.wrap import wrap_model_to_roundpipe
-from roundpipe.errors import ConfigError
-from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainerMixin
 
 ROWS = token_rows(12)
 

@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from device_sets import ONE, THREE
-from engines import Engines, engine_gradients
-from preset_models import INPUTS, make_model, own_forward
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
+from tests.support.device_sets import ONE, THREE
+from tests.support.engines import Engines, engine_gradients
+from tests.support.preset_models import INPUTS, make_model, own_forward
 
 MANY_STAGES = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]

@@ -41,9 +41,11 @@ from transformers import (
     Starcoder2Config,
 )
 
-from device_sets import THREE
-from engines import Engines
-from preset_models import (
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.presets import decoder, preset
+from tests.support.device_sets import THREE
+from tests.support.engines import Engines
+from tests.support.preset_models import (
     CONFIGS,
     INPUTS,
     TINY,
@@ -54,8 +56,6 @@ from preset_models import (
     own_forward,
     tokens,
 )
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
-from roundpipe.presets import decoder, preset
 
 MANY_STAGES = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]

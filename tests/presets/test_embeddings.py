@@ -12,11 +12,11 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from device_sets import ONE, THREE
-from engines import Engines
-from preset_models import INPUTS, TINY, YARN_ROPE, make_model, own_forward, tokens
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
+from tests.support.device_sets import ONE, THREE
+from tests.support.engines import Engines
+from tests.support.preset_models import INPUTS, TINY, YARN_ROPE, make_model, own_forward, tokens
 
 MANY_STAGES = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]

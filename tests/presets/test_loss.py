@@ -11,11 +11,18 @@ import pytest
 import torch
 from transformers import Gemma2Config, GraniteConfig, Phi3Config
 
-from engines import Engines
-from preset_models import INPUTS, LANGUAGE_MODELS, TINY, gradients_of, make_model, own_forward
 from roundpipe import RoundPipeRunConfig
 from roundpipe.presets import loss as preset_loss
-from tolerances import assert_same_gradients
+from tests.support.engines import Engines
+from tests.support.preset_models import (
+    INPUTS,
+    LANGUAGE_MODELS,
+    TINY,
+    gradients_of,
+    make_model,
+    own_forward,
+)
+from tests.support.tolerances import assert_same_gradients
 
 IN_TWO = RoundPipeRunConfig(num_microbatch=2)
 GENERIC: dict[str, Any] = {

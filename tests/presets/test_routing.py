@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import OlmoeConfig
 
-from device_sets import ONE, THREE
-from engines import Engines
-from preset_models import INPUTS, TINY, gradients_of, make_model, own_forward, tokens
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
+from tests.support.device_sets import ONE, THREE
+from tests.support.engines import Engines
+from tests.support.preset_models import INPUTS, TINY, gradients_of, make_model, own_forward, tokens
 
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
 ROUTERS = {"qwen3-moe": "gate", "gpt-oss": "router", "olmoe": "gate"}

@@ -15,9 +15,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, PhiConfig
 
-from device_sets import ONE, THREE, DeviceSet
-from engines import Engines
-from preset_models import (
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from tests.support.device_sets import ONE, THREE, DeviceSet
+from tests.support.engines import Engines
+from tests.support.preset_models import (
     LANGUAGE_MODELS,
     TINY,
     gradients_of,
@@ -30,7 +31,6 @@ from preset_models import (
     tiny_gpt_oss,
     tiny_qwen3_moe,
 )
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 
 PRESETS = [*LANGUAGE_MODELS, "vit"]
 # Blocks are recomputed, apart from each other and together. All models here have five layers.

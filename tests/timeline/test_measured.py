@@ -10,10 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
@@ -21,6 +17,10 @@ from roundpipe.memory.slots import Slot, SlotPool
 from roundpipe.plan.costs import LayerCosts
 from roundpipe.plan.execute_plan import plan_for
 from roundpipe.runtime.pipeline import Pipeline
+from tests.support.device_sets import ONE, TWO
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, Batch, make_mlp, mlp_batch
+from tests.support.reference import plain_call
 
 FORWARD_MS, BACKWARD_MS, LOSS_MS, MS_PER_BYTE = 3.0, 5.0, 2.0, 0.001
 PLAN = ModelExecutePlan([range(2)], [range(2, 4), range(2)])

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engines import Engines
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice
@@ -20,6 +19,7 @@ from roundpipe.plan.costs import StageSums
 from roundpipe.plan.execute_plan import plan_peak
 from roundpipe.plan.memory import Peak, predicted_peak
 from roundpipe.runtime.executor import Executor
+from tests.support.engines import Engines
 
 WIDTH, ROWS, MICROBATCHES = 128, 256, 4
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from adversaries import Adversaries
-from device_sets import ONE
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, mlp_batch
-from reference import Tensors
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.testing.adversarial import AdversarialDevice, AdversarialEvent, AdversarialLane
 from roundpipe.testing.ordering import poison
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import Tensors
 
 SEEDS = range(3)
 ALL_DTYPES = (

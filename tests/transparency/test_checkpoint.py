@@ -16,11 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from branching import branches_batch, make_branches
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import TIED_LLAMA, Batch, make_mlp, mlp_batch
-from reference import Reference
 from roundpipe import (
     ConfigError,
     GradScaler,
@@ -30,6 +25,11 @@ from roundpipe import (
     save_checkpoint,
 )
 from roundpipe.errors import RoundPipeError
+from tests.support.branching import branches_batch, make_branches
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import TIED_LLAMA, Batch, make_mlp, mlp_batch
+from tests.support.reference import Reference
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(8)]
 SAVED_AFTER = 3

@@ -12,11 +12,11 @@ from torch._dynamo import convert_frame
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, mlp_batch
-from reference import plain_call
 from roundpipe.layers import compiler
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import plain_call
 
 BATCH = mlp_batch(rows=6)
 

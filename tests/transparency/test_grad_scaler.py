@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_weights, run_batch
-from models import Batch, make_mlp, mlp_batch
-from optimizers import PausingSGD, every_third, random_delays
-from reference import Reference, Tensors, weights_of
 from roundpipe import ConfigError, GradScaler, RoundPipe
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import Batch, make_mlp, mlp_batch
+from tests.support.optimizers import PausingSGD, every_third, random_delays
+from tests.support.reference import Reference, Tensors, weights_of
 
 ROWS = 6
 SETTINGS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2, "growth_factor": 4.0}

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import roundpipe
-from device_sets import TWO
-from engines import Engines, run_batch, train_steps
-from models import make_mlp, mlp_batch
 from roundpipe.params import gradients
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, run_batch, train_steps
+from tests.support.models import make_mlp, mlp_batch
 
 NUM_LINEARS = 4
 BATCHES = [

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import roundpipe
-from device_sets import ONE, DeviceSet
-from engines import Engines, run_batch
-from models import CASES, MLP, TIED_LLAMA, Batch, ModelCase, make_mlp, mlp_batch
-from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.device import VirtualDevice
 from roundpipe.optim import clipping
 from roundpipe.params.gradients import row_norms
+from tests.support.device_sets import ONE, DeviceSet
+from tests.support.engines import Engines, run_batch
+from tests.support.models import CASES, MLP, TIED_LLAMA, Batch, ModelCase, make_mlp, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 ONE_STAGE = ModelExecutePlan([], [range(7)])
 

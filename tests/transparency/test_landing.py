@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, mlp_batch
-from reference import plain_call
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.optim import clip_grad_norm_
 from roundpipe.params import gradients
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import plain_call
 
 SMALL, ALL = MLP_WIDTH + 1, 1 << 20
 """Elements: vectors are smaller, or all."""

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import (
+from roundpipe import ModelExecutePlan
+from roundpipe.layers import replica
+from roundpipe.layers.parameters import ReplicaParameters
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import (
     Engines,
     engine_gradients,
     engine_weights,
@@ -20,11 +23,8 @@ from engines import (
     run_batch,
     train_steps,
 )
-from models import LORA_LLAMA, MLP_WIDTH, make_mlp, mlp_batch
-from reference import Reference, plain_call
-from roundpipe import ModelExecutePlan
-from roundpipe.layers import replica
-from roundpipe.layers.parameters import ReplicaParameters
+from tests.support.models import LORA_LLAMA, MLP_WIDTH, make_mlp, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 BATCH = mlp_batch(rows=6)
 PLANS = {

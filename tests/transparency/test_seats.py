@@ -19,10 +19,6 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from adversaries import Adversaries
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines
-from injection import Places
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.autoplan.planner import Planner
@@ -36,6 +32,10 @@ from roundpipe.params.placement.pending import Held, free
 from roundpipe.params.working import LayerParameters
 from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.runtime.worker_pool import WorkerPool
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines
+from tests.support.injection import Places
 
 WIDTH, ROWS, STEPS = 16, 6, 8
 PLENTY = 16e6  # bytes of a device

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ONE
-from engines import Engines, run_batch
-from models import Batch
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.memory import huge_pages
 from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
 from roundpipe.params.placement.pending import Held
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, run_batch
+from tests.support.models import Batch
 
 WIDTH = 1024  # 4 MiB of fp32, 2 of bf16
 BATCH = Batch(

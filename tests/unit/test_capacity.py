@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from models import make_mlp, mlp_batch
 from roundpipe import RoundPipe
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.testing.adversarial import AdversarialDevice
+from tests.support.models import make_mlp, mlp_batch
 
 KIB = 1024
 KINDS: dict[str, Callable[[int], VirtualDevice]] = {

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from device_sets import ACCELERATORS
 from roundpipe.device.choose import choose_devices
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
+from tests.support.device_sets import ACCELERATORS
 
 
 def test_a_number_or_names_of_the_cpu_give_virtual_devices_of_their_own() -> None:

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from device_sets import ONE, THREE, DeviceSet
-from engines import Engines, engine_gradients
 from roundpipe import ConfigError, RoundPipeRunConfig
 from roundpipe.kernels.linear_cross_entropy import DEFAULT_CHUNK_BYTES, linear_cross_entropy
+from tests.support.device_sets import ONE, THREE, DeviceSet
+from tests.support.engines import Engines, engine_gradients
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 16, 50
 ONE_ROW = VOCABULARY * 4

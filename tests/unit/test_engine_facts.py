@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ONE, TWO
-from engines import Engines, engine_gradients, run_batch
-from late_work import LATE, make_pausing
-from models import MLP_WIDTH, make_mlp, mlp_batch
-from optimizers import Gate
-from reference import weights_of
 from roundpipe import ConfigError, RoundPipe, wrap_model_to_roundpipe
+from tests.support.device_sets import ONE, TWO
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.late_work import LATE, make_pausing
+from tests.support.models import MLP_WIDTH, make_mlp, mlp_batch
+from tests.support.optimizers import Gate
+from tests.support.reference import weights_of
 
 BATCH = mlp_batch(rows=6)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from engines import Engines
-from models import make_mlp
 from roundpipe import ConfigError, RoundPipe
 from roundpipe.step.hyperparameters import LearntOptimizers, StepOptimizers
+from tests.support.engines import Engines
+from tests.support.models import make_mlp
 
 
 def make_sgd(lr: float) -> torch.optim.Optimizer:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from optimizers import PATIENCE_S
 from roundpipe.step.hyperparameters import LearntOptimizers
 from roundpipe.threads import interpreter
 from roundpipe.threads.interpreter import QuietInterpreter
+from tests.support.optimizers import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from optimizers import PATIENCE_S
 from roundpipe.step import context
 from roundpipe.threads.weak_registry import WeakRegistry
+from tests.support.optimizers import PATIENCE_S
 
 
 def test_what_is_alive_is_found_in_the_order_in_which_it_came() -> None:

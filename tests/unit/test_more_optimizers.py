@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import TWO
-from engines import Engines, engine_weights, run_batch
-from models import Batch, make_mlp, mlp_batch
-from reference import Reference
 from roundpipe import ConfigError, GradScaler
 from roundpipe.kernels import chunks
 from roundpipe.optim import Adafactor, Lion, Muon
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, engine_weights, run_batch
+from tests.support.models import Batch, make_mlp, mlp_batch
+from tests.support.reference import Reference
 
 STEPS = 50
 BATCHES = [mlp_batch(rows=4, seed=seed) for seed in range(STEPS)]

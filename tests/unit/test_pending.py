@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizers import PATIENCE_S
 from roundpipe.params.masters import Master
 from roundpipe.params.placement import pending as pending_module
 from roundpipe.params.placement.pending import Held, PendingUpdates, UpdateInto
+from tests.support.optimizers import PATIENCE_S
 
 
 class AddOne(NamedTuple):

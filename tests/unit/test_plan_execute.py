@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 
-from device_sets import DeviceSet
-from engines import Engines
-from models import make_mlp
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.memory.slot_sizes import ALIGNMENT
@@ -23,6 +20,9 @@ from roundpipe.plan.execute_plan import (
 )
 from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines
+from tests.support.models import make_mlp
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(4), range(4, 6)], bwd_plan=[range(6, 8), range(3, 6), range(3)]

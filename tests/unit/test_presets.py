@@ -20,7 +20,10 @@ from peft import (
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from preset_models import (
+from roundpipe.errors import ConfigError
+from roundpipe.presets import decoder, preset
+from roundpipe.presets.architectures.llama import Block, Prefix
+from tests.support.preset_models import (
     CONFIGS,
     INPUTS,
     ONLY_EAGER,
@@ -37,9 +40,6 @@ from preset_models import (
     padded,
     tokens,
 )
-from roundpipe.errors import ConfigError
-from roundpipe.presets import decoder, preset
-from roundpipe.presets.architectures.llama import Block, Prefix
 
 
 @pytest.fixture(autouse=True)

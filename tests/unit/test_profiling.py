@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import roundpipe
-from device_sets import TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import make_mlp, mlp_batch
 from roundpipe import ModelExecutePlan
 from roundpipe.trace import spans
 from roundpipe.trace.profile import Profile
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import make_mlp, mlp_batch
 
 BATCH = mlp_batch(rows=6)
 PLAN = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 7), range(4)])

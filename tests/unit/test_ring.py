@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optimizers import Gate
 from roundpipe.memory import ring as ring_module
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, Piece, PinnedRing
@@ -19,6 +18,7 @@ from roundpipe.params.working import ParameterStore
 from roundpipe.testing.adversarial import AdversarialDevice
 from roundpipe.transfer import sender as sender_module
 from roundpipe.transfer.sender import RingSender, make_sender, view_of
+from tests.support.optimizers import Gate
 
 OFF = HostMemory("off", accelerated=False)
 LENGTHS = [700, 1, 0, 255, 300]

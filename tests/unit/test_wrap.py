@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from branching import bert_batch, make_bert, make_branches, make_t5, t5_batch
-from models import make_llama, make_lora_llama, make_mlp
 from roundpipe import (
     AutoRoundPipe,
     ConfigError,
@@ -21,6 +19,8 @@ from roundpipe import (
     RoundPipeRunConfig,
     wrap_model_to_roundpipe,
 )
+from tests.support.branching import bert_batch, make_bert, make_branches, make_t5, t5_batch
+from tests.support.models import make_llama, make_lora_llama, make_mlp
 
 ROWS, TOKENS, VOCABULARY = 5, 12, 64
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
-from models import llama_batch, make_llama, make_lora_llama
 from roundpipe import RoundPipe
 from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainingArguments
 from roundpipe_hf.compat import use_one_gpu
+from tests.support.models import llama_batch, make_llama, make_lora_llama
 
 Row = dict[str, Any]
 MakeModel = Callable[[], nn.Module]

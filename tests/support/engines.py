@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE, DeviceSet
-from models import Batch
-from reference import Reference, Tensors, weights_of
+from tests.support.device_sets import ONE, DeviceSet
+from tests.support.models import Batch
+from tests.support.reference import Reference, Tensors, weights_of
 
 
 class Engines:

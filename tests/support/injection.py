@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import FullDevice
-from engines import engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, Batch, mlp_batch
-from optimizers import PATIENCE_S
-from reference import buffers_of
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.memory.pinning import HostArena
 from roundpipe.testing.adversarial import AdversarialDevice, AdversarialLane
+from tests.support.adversaries import FullDevice
+from tests.support.engines import engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, Batch, mlp_batch
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import buffers_of
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 7), range(2, 4), range(2)]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import MLP_WIDTH
-from optimizers import Gate
 from roundpipe import ModelExecutePlan
+from tests.support.models import MLP_WIDTH
+from tests.support.optimizers import Gate
 
 LATE = ModelExecutePlan(
     fwd_plan=[range(3), range(3, 4)],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from reference import LossFn, Microbatch, split_rows
+from tests.support.reference import LossFn, Microbatch, split_rows
 
 MLP_WIDTH = 16
 LLAMA_VOCABULARY = 64

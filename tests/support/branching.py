@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import Batch
+from tests.support.models import Batch
 
 WIDTH = 16
 
