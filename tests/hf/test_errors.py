@@ -1,5 +1,4 @@
-"""BC-17 through the trainer: the user's exception arrives with its own type, and the next `train()`
-works."""
+"""The user's exception arrives from the trainer with its own type, and the next `train()` works."""
 
 from collections.abc import Callable
 from typing import Any

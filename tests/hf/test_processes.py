@@ -175,7 +175,7 @@ def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's loss gathers from all processes at every microbatch, which are computed on several
     threads."""
     from roundpipe_hf.trl.sft import RoundPipeSFTTrainer
-    from tests.hf.test_sft import make_trainer as make_sft_trainer
+    from tests.hf.trl.test_sft import make_trainer as make_sft_trainer
 
     monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
     with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):

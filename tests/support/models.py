@@ -60,7 +60,7 @@ def mlp_batch(rows: int, seed: int = 0, width: int = MLP_WIDTH) -> Batch:
 
 
 def make_llama(*, tied: bool) -> nn.Module:
-    """TinyLlama of cases.md."""
+    """A tiny Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
 """The plain-PyTorch oracles: one call, ordinary training (R0), training whose gradients are one
 step old (R1).
 
-Knows nothing of the engine. Everything here is a loop a reader can check by eye against api.md
-`step`.
+Knows nothing of the engine. Everything here is a loop a reader can check by eye against what
+`RoundPipe.step` promises.
 """
 
 import copy
@@ -47,8 +47,8 @@ def buffers_of(model: nn.Module) -> Tensors:
 def split_rows(
     num_microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any
 ) -> list[Microbatch]:
-    """Cut a batch of tensors into equal microbatches. Equal only: api.md leaves the cut of uneven
-    batches open."""
+    """Cut a batch of tensors into equal microbatches. Equal only: how uneven batches are cut is
+    left open."""
 
     def cut(value: Tensor) -> Sequence[Tensor]:
         assert len(value) % num_microbatch == 0, "this oracle only knows how equal splits are cut"

@@ -101,8 +101,8 @@ def frozen_half(model: nn.Module) -> nn.Module:
 @one_and_three
 @pytest.mark.parametrize("prepare", [lambda model: model, frozen_half], ids=["all", "half frozen"])
 def test_loss_and_gradients(wrap: Wrap, devices: DeviceSet, case: Case, prepare: Any) -> None:
-    """BC-26: what trains gets its gradient wherever it is, above and below frozen parts; what is
-    frozen gets none."""
+    """What trains gets its gradient wherever it is, above and below frozen parts; what is frozen
+    gets none."""
     model, batch = prepare(case.make()), case.batch()
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
     engine = wrap(model, devices, upper_threshold=case.upper_threshold)
