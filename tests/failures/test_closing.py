@@ -44,9 +44,15 @@ def test_use_after_close_raises(use: str) -> None:
 
 
 def test_close_twice_is_harmless() -> None:
+    before = set(threading.enumerate())
     engine = trained_engine()
     engine.close()
+    settled = weights_of(engine.model)
     engine.close()
+    assert set(threading.enumerate()) == before
+    THREE.check(weights_of(engine.model), settled)
+    with pytest.raises(ClosedError):
+        engine.synchronize()
 
 
 def test_close_joins_every_thread() -> None:

@@ -1,4 +1,4 @@
-"""How many threads an update takes: those that feed devices need cores too."""
+"""An update takes only so many threads that those which feed devices have cores too."""
 
 import os
 import threading

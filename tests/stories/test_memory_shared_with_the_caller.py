@@ -25,8 +25,8 @@ from tests.support.reference import Microbatch, plain_call
 
 FUSED = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(7)])
 HOLD_S = 0.05
-"""How long a fused backward is held up: an engine that returns before it does so meanwhile, others
-merely wait."""
+"""A fused backward is held up for so long: an engine that returns before it does so meanwhile,
+others merely wait."""
 
 
 def own_batch() -> Batch:

@@ -9,6 +9,7 @@ shapes were refused once enough had failed, even if they had always fitted. An e
 another one, which names it, was followed for ever.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -133,12 +134,20 @@ def test_calls_that_fitted_are_not_refused_after_others_that_did_not() -> None:
         engine.forward_loss((x,), loss_fn=squared)
 
 
-def test_errors_that_name_each_other_are_cleared_once() -> None:
-    def both() -> tuple[Exception, Exception]:
-        first, second = ValueError(), KeyError()
-        first.__cause__, second.__context__ = second, first
-        return first, second
+@pytest.mark.parametrize("begin_at", [0, 1])
+def test_errors_that_name_each_other_are_cleared_once(begin_at: int) -> None:
+    held: list[weakref.ref[Tensor]] = []
 
-    first, second = both()
-    for error in (first, second):
-        clear_frames(error)
+    def failing() -> Exception:
+        activation = torch.zeros(WIDTH)
+        held.append(weakref.ref(activation))
+        try:
+            raise ValueError
+        except ValueError as error:
+            return error
+
+    errors = [failing(), failing()]
+    errors[0].__cause__, errors[1].__context__ = errors[1], errors[0]
+    assert None not in [reference() for reference in held]
+    clear_frames(errors[begin_at])
+    assert [reference() for reference in held] == [None, None]

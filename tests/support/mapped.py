@@ -1,4 +1,5 @@
-"""How much of a mapped file a process has made its own, as the kernel counts it. Linux only."""
+"""Counts the bytes of a mapped file that a process has made its own, as the kernel does. Linux
+only."""
 
 from pathlib import Path
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 PATIENCE_S = 10.0
-"""How long anything waits for an event that must come; reached only when the thing under
-test is broken."""
+"""Anything waits so long for an event that must come; reached only when the thing under test is
+broken."""
 
 
 class PausingSGD(torch.optim.SGD):

@@ -1,5 +1,5 @@
-"""How many cores there are for updates: those of the process, not those of the machine that its
-container is on."""
+"""Updates count on the cores of their process, not on those of the machine that its container is
+on."""
 
 import os
 from pathlib import Path

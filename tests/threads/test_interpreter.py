@@ -167,11 +167,19 @@ def test_the_last_one_open_restores_everything() -> None:
 def test_a_collection_may_end_one_while_another_begins() -> None:
     """Collections run between any two instructions, so the finalizer may find its own thread inside
     the lock."""
+    before = sys.getswitchinterval()
     quiet = QuietInterpreter()
+    assert sys.getswitchinterval() < before
     with interpreter._lock:
         del quiet
+        assert sys.getswitchinterval() == before
 
 
 def test_one_that_was_never_closed_ends_with_its_engine() -> None:
-    quiet = QuietInterpreter()
+    before = sys.getswitchinterval()
+    quiet = settled()
+    assert sys.getswitchinterval() < before
+    assert gc.get_freeze_count()
     del quiet
+    assert sys.getswitchinterval() == before
+    assert not gc.get_freeze_count()

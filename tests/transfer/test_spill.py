@@ -1,5 +1,5 @@
-"""How far a worker may run ahead of the copies of kept inputs: their memory is in use until those
-are done."""
+"""A worker runs only so far ahead of the copies of kept inputs as there is memory for: it is in
+use until they are done."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -367,8 +367,8 @@ def test_a_shape_does_not_force_the_update(engines: Engines) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """How many operations torch is asked for: after each, the interpreter has to be waited for
-    again."""
+    """Counts the operations that torch is asked for: after each, the interpreter has to be waited
+    for again."""
 
     count = 0
 

@@ -40,7 +40,7 @@ BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(4)]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How many parameters of each layer went up."""
+    """Counts the parameters of each layer that went up."""
     counts: Counter[int] = Counter()
     send = DirectSender.send
 

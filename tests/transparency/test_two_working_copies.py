@@ -26,7 +26,7 @@ MEMORY = {"one copy": 0, "two copies": 1 << 60}
 
 @pytest.fixture(params=MEMORY)
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How much memory the machine seems to have decides."""
+    """The memory that the machine seems to have decides."""
     monkeypatch.setattr(write_back, "free_host_bytes", lambda: MEMORY[request.param])
     return request.param
 
