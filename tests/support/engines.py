@@ -24,9 +24,6 @@ class Engines:
         self, model: nn.Module, devices: DeviceSet = ONE, **settings: Any
     ) -> roundpipe.RoundPipe:
         """Wrap a model: a Hugging Face or PEFT model by its preset, anything else as it is."""
-        limit = settings.get("max_gpu_memory")
-        if isinstance(limit, (int, float)) and limit >= 2**16:
-            settings["max_gpu_memory"] = f"{int(limit)}B"  # because tests count bytes
         if hasattr(model, "config"):
             from roundpipe.engine.wrap import wrap_model_to_roundpipe
 

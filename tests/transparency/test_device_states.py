@@ -38,7 +38,8 @@ from tests.support.engines import Engines
 from tests.support.injection import Places
 
 WIDTH, ROWS, STEPS = 16, 6, 8
-PLENTY = 16e6  # bytes of a device
+PLENTY = 16_000_000  # bytes of a device
+PLENTY_AS_LIMIT = f"{PLENTY}B"
 SPARE_BYTES = FreeMemory.left_bytes
 FETCHING = tuple(map(inspect.getfile, (Held, DeviceState, PinnedCopier, VirtualDevice)))
 PAGEABLE = HostMemory("off", accelerated=False)
@@ -191,7 +192,7 @@ def test_an_optimizer_on_the_device_changes_no_bit(
     expected = run(engines, None, tied=tied, make_optimizer=MAKERS[kind], is_async=is_async)
     device = engines(
         make_model(tied),
-        max_gpu_memory=PLENTY,
+        max_gpu_memory=PLENTY_AS_LIMIT,
         model_run_config=RoundPipeRunConfig(num_microbatch=3),
     )
     actual = Run(device, make_optimizer=MAKERS[kind], is_async=is_async)
@@ -302,7 +303,7 @@ def test_evaluation_sees_weights_that_were_swapped_without_a_trace(
 ) -> None:
     """As averages of weights are: through ``.data``, for the time of an evaluation."""
 
-    def losses(max_gpu_memory: float | None) -> list[Tensor]:
+    def losses(room: float | None) -> list[Tensor]:
         found: list[Tensor] = []
 
         def swap(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
@@ -322,8 +323,8 @@ def test_evaluation_sees_weights_that_were_swapped_without_a_trace(
                 engine.forward_loss((torch.ones(ROWS, WIDTH),), loss_fn=lambda out, _: out.sum())
             )
 
-        done = run(engines, max_gpu_memory, is_async=is_async, touch=swap, every_step=True)
-        assert (done.device_state_bytes[-1] > 0) == (max_gpu_memory is not None)
+        done = run(engines, room, is_async=is_async, touch=swap, every_step=True)
+        assert (done.device_state_bytes[-1] > 0) == (room is not None)
         return found + done.results
 
     expected = losses(None)
@@ -374,15 +375,15 @@ def test_device_states_give_way_to_what_a_call_needs(
     "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_no_wait_is_missing(seed: int, is_async: bool, engines: Engines) -> None:
-    def train(devices: Any, max_gpu_memory: float | None) -> Run:
-        engine = engines(make_model(TiedHead), devices, max_gpu_memory=max_gpu_memory)
+    def train(devices: Any) -> Run:
+        engine = engines(make_model(TiedHead), devices)
         return Run(engine, is_async=is_async, touch=read_a_master)
 
-    devices = Adversaries(1, seed, num_bytes=int(PLENTY))
-    actual = train(devices, None)
+    devices = Adversaries(1, seed, num_bytes=PLENTY)
+    actual = train(devices)
     assert not devices.faults
     assert actual.device_state_bytes[-1] > 0
-    assert actual.agrees_with(train(ONE, None))
+    assert actual.agrees_with(train(ONE))
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -394,7 +395,7 @@ def test_state_passes_through_slices_of_any_size(
     monkeypatch.setattr("roundpipe.memory.copier.SLICE_BYTES", slice_bytes)
     model = nn.Sequential(*make_model(), AddsNothing())
     expected = Run(engines(copy.deepcopy(model)), is_async=is_async, touch=save_the_state)
-    devices = Adversaries(1, num_bytes=int(PLENTY))
+    devices = Adversaries(1, num_bytes=PLENTY)
     actual = Run(engines(model, devices, pin_model="off"), is_async=is_async, touch=save_the_state)
     assert not devices.faults
     assert actual.device_state_bytes[-1] > 0
@@ -423,7 +424,7 @@ def test_slices_are_there_while_layers_have_device_states(
 
 
 def test_an_optimizer_state_can_be_used_when_the_engine_is_closed(engines: Engines) -> None:
-    engine = engines(make_model(), max_gpu_memory=PLENTY)
+    engine = engines(make_model(), max_gpu_memory=PLENTY_AS_LIMIT)
     done = Run(engine, is_async=False)
     assert done.device_state_bytes[-1] > 0
     assert engine.statistics()["device_state_bytes"] == 0
@@ -484,7 +485,7 @@ def test_running_out_of_memory_before_there_are_device_states_keeps_none_away(
 ) -> None:
     """It was not they that took the memory; a call that is made again is no reason to train slowly
     for good."""
-    engine = engines(make_model(), max_gpu_memory=PLENTY)
+    engine = engines(make_model(), max_gpu_memory=PLENTY_AS_LIMIT)
     optimizer = SGD(engine.optim_parameters(), lr=1e-2)
     times: list[int] = []
 
@@ -501,7 +502,7 @@ def test_running_out_of_memory_before_there_are_device_states_keeps_none_away(
 
 
 def test_several_devices_have_no_device_states(engines: Engines) -> None:
-    engine = engines(make_model(), TWO, max_gpu_memory=PLENTY)
+    engine = engines(make_model(), TWO, max_gpu_memory=PLENTY_AS_LIMIT)
     assert not any(Run(engine, is_async=False).device_state_bytes)
 
 
@@ -585,7 +586,7 @@ def test_a_layer_that_leaves_at_once_is_computed_with_the_copy_that_it_had(
 def test_the_memory_of_device_states_comes_back_without_a_collection(
     is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = VirtualDevice(0, num_bytes=int(PLENTY))
+    device = VirtualDevice(0, num_bytes=PLENTY)
     capacity = device.capacity
     assert capacity is not None
     Limits(monkeypatch, worth_from=0, none_from=6)
@@ -659,7 +660,7 @@ def test_running_out_of_memory_in_a_backward_ends_device_states_too(
     model = nn.Sequential(FailsInBackward(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     plan = ModelExecutePlan(fwd_plan=[range(1)], bwd_plan=[range(1, 3), range(1)])
     config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan)
-    engine = engines(model, max_gpu_memory=PLENTY)
+    engine = engines(model, max_gpu_memory=PLENTY_AS_LIMIT)
     optimizer = SGD(engine.optim_parameters(), lr=1e-2)
 
     def total(out: Tensor, _: Any) -> Tensor:
@@ -699,7 +700,7 @@ class Shrinks(nn.Module):
 def test_a_layer_that_writes_to_its_weights_has_no_device_state(
     is_async: bool, engines: Engines
 ) -> None:
-    def train(max_gpu_memory: float | None) -> Run:
+    def train(max_gpu_memory: str | None) -> Run:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shrinks())
         engine = engines(
@@ -709,7 +710,7 @@ def test_a_layer_that_writes_to_its_weights_has_no_device_state(
         )
         return Run(engine, is_async=is_async, touch=accumulate, every_step=True)
 
-    expected, actual = train(None), train(PLENTY)
+    expected, actual = train(None), train(PLENTY_AS_LIMIT)
     assert actual.device_state_bytes[-1] > 0
     assert actual.agrees_with(expected)
 
@@ -793,10 +794,10 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
     monkeypatch.setattr("roundpipe.memory.copier.SLICE_BYTES", slice_bytes)
     num_interrupted = 0
 
-    def train(room: float | None) -> Iterator[tuple[list[Tensor], Callable[[], Any]]]:
+    def train(limit: str | None) -> Iterator[tuple[list[Tensor], Callable[[], Any]]]:
         """After every fourth step: a master and its moments, and how to look at them."""
         generator = torch.Generator().manual_seed(1)
-        engine = engines(make_model(), max_gpu_memory=room)
+        engine = engines(make_model(), max_gpu_memory=limit)
         optimizer = AdamW(engine.optim_parameters(), lr=1e-2)
         while True:
             for _ in range(4):  # with fewer the layer would go back to the host for good
@@ -810,7 +811,7 @@ def test_an_interrupt_anywhere_while_values_are_fetched_loses_none(
             ]
             yield [master, *state], master.norm
 
-    pairs = zip(train(PLENTY), train(None), strict=True)
+    pairs = zip(train(PLENTY_AS_LIMIT), train(None), strict=True)
     place, last = 0, 1
     for (found, look), (expected, _) in pairs:
         assert any(isinstance(tensor, Held) for tensor in found)
@@ -906,7 +907,7 @@ def test_state_comes_home_also_if_a_worker_does_not_end_well(
         close(worker_pool)
         raise ValueError("injected")
 
-    engine = RoundPipe(make_model(), max_gpu_memory=PLENTY)
+    engine = RoundPipe(make_model(), max_gpu_memory=PLENTY_AS_LIMIT)
     optimizer = AdamW(engine.optim_parameters(), lr=1e-2)
     for _ in range(4):
         accumulate(engine, optimizer)
