@@ -11,7 +11,7 @@ PYTEST := $(RUN) -m pytest
 help:
 	@echo 'make quickstart   fine-tune a small language model (DEVICES=3 for three virtual devices)'
 	@echo 'make notebooks    run the notebooks and store what they print (NOTEBOOKS=... for some of them)'
-	@echo 'make test         the tests (TESTS=tests/unit for a part of them)'
+	@echo 'make test         the tests (TESTS=tests/plan for a part of them)'
 	@echo 'make test-slow    the tests that take minutes'
 	@echo 'make test-gpu     the tests that need an accelerator'
 	@echo 'make lint         ruff and mypy'

@@ -9,9 +9,13 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from device_sets import ONE
-from engines import Engines, engine_gradients, engine_weights
-from injection import (
+from roundpipe import RoundPipe
+from roundpipe.params.masters import Masters
+from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, engine_weights
+from tests.support.injection import (
     INJECTION,
     LATE_SITES,
     SITES,
@@ -25,12 +29,8 @@ from injection import (
     make_hooked_model,
     raise_boom,
 )
-from optimizers import PATIENCE_S
-from reference import buffers_of
-from roundpipe import RoundPipe
-from roundpipe.params.masters import Masters
-from roundpipe.params.working import LayerParameters
-from roundpipe.step import write_back
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import buffers_of
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from branching import bert_batch, make_bert, make_t5, t5_batch
-from hf.trainers import (
+from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.branching import bert_batch, make_bert, make_t5, t5_batch
+from tests.support.models import make_llama
+from tests.support.trainers import (
     Pair,
     assert_same,
     assert_same_logs,
@@ -21,9 +24,6 @@ from hf.trainers import (
     token_rows,
     train_both,
 )
-from models import make_llama
-from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
-from roundpipe_hf import RoundPipeTrainer
 
 
 def rows_of(batch: Any) -> list[dict[str, Any]]:
