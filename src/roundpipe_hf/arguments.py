@@ -53,6 +53,8 @@ class PipelineArguments:
             weights'.
         max_gpu_memory: what the engine stays under on each device: ``"24GB"``, ``"900MiB"`` or a
             number of GB, 10**9 bytes.
+        loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
+            where that is not known.
         trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
 
     Raises:

@@ -30,7 +30,7 @@ _OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters) - {
     "args",
     "train_dataset",
 }
-_FROM_THE_CLOCK = ("runtime", "per_second", "preparation_time")
+_FROM_THE_CLOCK = ("runtime", "per_second", "preparation_time", "step_time")
 # Two steps of fp32: rows are summed in another order.
 ROUNDING = 2.5e-7
 _made: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -7,7 +7,7 @@ make one loss of all rows.
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -23,16 +23,13 @@ from .model_call import EngineStandIn, copied
 from .reduction import is_users
 from .round import StashedBatch
 
-if TYPE_CHECKING:
-    from ..trainer.mixin import RoundPipeTrainerMixin
-
 logger = logging.getLogger(__name__)
 
 
 class WholeBatchLoss:
     """Used by the user's thread only."""
 
-    def __init__(self, trainer: "RoundPipeTrainerMixin", gradients: LossGradients) -> None:
+    def __init__(self, trainer: Any, gradients: LossGradients) -> None:
         self._trainer = trainer
         self._gradients = gradients
         self._has_told = False

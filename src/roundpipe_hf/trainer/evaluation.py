@@ -114,7 +114,14 @@ class EvaluationMixin(_Base):
         footprint: Footprint,
         device: torch.device | None,
     ) -> Any:
-        """The model's outputs for a call with ``given``, as part of the caller's graph."""
+        """Runs a call of the model through the engine, as part of the caller's graph.
+
+        Args:
+            engine: the engine of the model.
+            given: what the model is called with, by name; tensors of shape (rows, ...).
+            footprint: how the call uses memory.
+            device: where the outputs go; None for the host.
+        """
         precision = self.precision()
         config = run_config(engine, footprint, device)
         with precision.in_model():

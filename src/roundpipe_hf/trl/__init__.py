@@ -11,13 +11,23 @@ from .preference import (
     RoundPipeRewardConfig,
     RoundPipeRewardTrainer,
 )
+from .rollouts import (
+    RoundPipeGRPOConfig,
+    RoundPipeGRPOTrainer,
+    RoundPipeRLOOConfig,
+    RoundPipeRLOOTrainer,
+)
 from .sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
 
 __all__ = [
     "RoundPipeDPOConfig",
     "RoundPipeDPOTrainer",
+    "RoundPipeGRPOConfig",
+    "RoundPipeGRPOTrainer",
     "RoundPipeKTOConfig",
     "RoundPipeKTOTrainer",
+    "RoundPipeRLOOConfig",
+    "RoundPipeRLOOTrainer",
     "RoundPipeRewardConfig",
     "RoundPipeRewardTrainer",
     "RoundPipeSFTConfig",

@@ -278,7 +278,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_ones_own(loss: type, devices: int) -> None:
     assert_same(train_both(MODELS["full"], ROWS, loss, devices=devices, **SETTINGS))

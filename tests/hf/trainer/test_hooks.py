@@ -8,12 +8,20 @@ from transformers import Trainer
 
 from roundpipe_hf import RoundPipeTrainerMixin
 
-OWN = {"synchronize", "optim_named_parameters", "has_stock_loss", "stand_in", "precision"}
+OWN = {
+    "synchronize",
+    "optim_named_parameters",
+    "has_stock_loss",
+    "stand_in",
+    "precision",
+    "call_engine",
+}
 PRIVATE = {
     "_checkpoint_in",
     "_divisor",
     "_engine",
     "_make_inner_optimizer",
+    "_outputs_device",
     "_rng_file",
     "_run_forward",
     "_run_window",
