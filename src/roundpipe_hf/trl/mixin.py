@@ -24,10 +24,10 @@ from roundpipe.presets.preset import has_own_preset
 from ..compat import base_model
 from ..engine.out_of_memory import Footprint
 from ..engine.slot import EngineSlot, runs_by_preset
-from ..loading import model_for_trainer
 from ..loss.model_call import ModelAnswer, by_name
 from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
+from .by_name import load_by_name
 from .heads import FusedAnswer, Head, LogitsAnswer
 
 
@@ -46,14 +46,9 @@ class TRLMixin(RoundPipeTrainerMixin):
                 f"{type(self).__name__} does not support sync_ref_model: the reference model's "
                 "engine would not see what is written to it; leave it out"
             )
-        given = getattr(args, "model_init_kwargs", None)
         if isinstance(model, str):
-            model = model_for_trainer(model, args)
-            if args is not None:
-                args.model_init_kwargs = None  # for TRL would say that they had been ignored
+            model = load_by_name(model, args, kwargs)
         super().__init__(model, *others, **kwargs)
-        if args is not None:
-            args.model_init_kwargs = given
         if self.processes is not None:
             raise ConfigError(
                 f"{type(self).__name__} does not support several processes: start the script with "

@@ -23,9 +23,9 @@ from roundpipe.presets.preset import has_own_preset
 from ..arguments import PipelineArguments
 from ..compat import base_model
 from ..engine.slot import runs_by_preset
-from ..loading import model_for_trainer
 from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
 from ..trainer.mixin import RoundPipeTrainerMixin
+from .by_name import load_by_name
 from .compat import FusedCausalLMOutput, drop_fused_forward, note, notes_of, tokens_in
 from .heads import FusedAnswer, Head, LogitsAnswer
 
@@ -65,7 +65,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         given = getattr(args, "model_init_kwargs", None)
         if isinstance(model, str):
-            model = model_for_trainer(model, args)
+            model = load_by_name(model, args, kwargs)
             if given is not None:
                 args.model_init_kwargs = None  # for TRL would say that they had been ignored
         super().__init__(model, args, *others, **kwargs)

@@ -13,6 +13,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
