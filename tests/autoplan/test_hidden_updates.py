@@ -1,6 +1,9 @@
 """Whether updates hide behind the rounds beside which they run: what decides if layers are worth a
 device state."""
 
+import random
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
@@ -50,6 +53,24 @@ def test_an_update_hides_as_long_as_it_is_shorter_than_the_round() -> None:
     assert not planner.hides_update(measured_call(planner, layer_ms=1000.0)), (
         "nothing runs beside it"
     )
+
+
+@pytest.mark.parametrize("hiccups", range(5))
+def test_hiccups_of_the_machine_do_not_make_updates_longer_than_rounds(hiccups: int) -> None:
+    """Once would be enough: device states that are taken are kept. Updates take as long as a round
+    here, but some take three times that, at any time and the first ones above all."""
+    planner = make_planner()
+    planned = measured_call(planner, layer_ms=1.0)
+    costs, workload = planner.problem_of(planned)
+    round_ms = step_ms(planned.plan, "fused", costs, replace(workload, optimizer_ms=0.0))
+    draws = random.Random(hiccups)
+    for number in range(100):
+        is_slow = number < 3 or draws.random() < 0.3
+        planner.rates.record_update(round_ms * (3.0 if is_slow else 0.95 + 0.1 * draws.random()))
+        assert planner.hides_update(planned), number
+    for _ in range(8):
+        planner.rates.record_update(1.5 * round_ms)
+    assert not planner.hides_update(planned)
 
 
 def test_a_round_is_predicted_once_while_nothing_new_is_measured(
