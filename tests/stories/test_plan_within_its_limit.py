@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import DeviceSet
-from engines import Engines
 from roundpipe import RoundPipeRunConfig
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.kernels import linear_cross_entropy as kernel
 from roundpipe.optim import AdamW
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import Engines
 
 WIDTH, VOCABULARY, TOKENS = 64, 8192, 3
 HEAD_BYTES = 2 * WIDTH * VOCABULARY
@@ -79,7 +79,7 @@ def test_a_plan_made_from_measurements_is_held(heads: int, engines: Engines) -> 
     engine = engines(
         model,
         DeviceSet(kind="virtual", count=1),
-        max_gpu_memory=heads * HEAD_BYTES,
+        max_gpu_memory=f"{heads * HEAD_BYTES}B",
         model_run_config=RoundPipeRunConfig(num_microbatch=2),
     )
     optimizer = AdamW(engine.optim_parameters(), lr=1e-3)

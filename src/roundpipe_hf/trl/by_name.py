@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_by_name(name_or_path: str, args: Any, settings: dict[str, Any]) -> PreTrainedModel:
-    """The model; its tokenizer goes into ``settings`` where TRL would no longer find it, of the same
-    revision."""
+    """The model. Its tokenizer, of the same revision, goes into ``settings`` where TRL would not
+    find it any more."""
     model = model_for_trainer(name_or_path, args)
     given = getattr(args, "model_init_kwargs", None) or {}
     given = json.loads(given) if isinstance(given, str) else given
