@@ -4,7 +4,12 @@ forward to its backward.
 Each part's plan counts on the devices as if it were alone, which it is while it runs but for these.
 """
 
-from ...autoplan.planner import Needs
+from collections.abc import Sequence
+
+from ...autoplan.free_memory import FreeMemory
+from ...autoplan.planner import Needs, Planned
+from ...plan.actions import Passes
+from ...plan.schedule import saved_layers
 
 
 class KeptInputs:
@@ -24,3 +29,23 @@ class KeptInputs:
         everyone = self._needs.values()
         kept = sum(each.kept for each in everyone)
         return all(kept - each.kept + each.most <= each.allowed for each in everyone)
+
+
+class SharedMemory:
+    """Of devices that one part has while it runs. No layers stay and none have device states,
+    because each part's planner believes that the devices' spare memory is its own."""
+
+    def __init__(self, part: str, free: FreeMemory, kept: KeptInputs) -> None:
+        self.slot_limit = free.slot_limit
+        self._part = part
+        self._kept = kept
+
+    def settle(self, planned: Planned, later: Passes) -> Planned:
+        """Other parts run between this one's forward and its backward: without room for all, kept
+        inputs wait on the host."""
+        if not later or self._kept.suffices(self._part, planned.needs):
+            return planned
+        return planned._replace(spilled=saved_layers(later))
+
+    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
+        return frozenset()

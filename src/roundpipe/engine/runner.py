@@ -1,0 +1,351 @@
+"""From a batch to its results: a plan, a call of the pipeline, and what the caller gets of it.
+
+[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is
+made again: the planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan,
+or keeps more inputs on the host. Backward stage runs that run on after their call has returned, and
+backward passes of the caller's own graph, cannot be made again, nor can calls that have gone beyond
+the engine: whose layers have written to their input where the caller has it, or whose loss has
+given parameters of the caller's own their gradients. What fails there is raised.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ..autoplan.cost_model import first_trained
+from ..autoplan.free_memory import FreeMemory
+from ..autoplan.planner import Planned, Planner
+from ..config import RoundPipeRunConfig
+from ..errors import ConfigError
+from ..layers.replica import Modes
+from ..layers.structure import Structure
+from ..params.gradients import GradientBuffers
+from ..params.working import ParameterStore
+from ..plan.actions import Passes
+from ..plan.execute_plan import RunType
+from ..plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
+from ..recompute.random_streams import AmbientState
+from ..runtime.autograd import Gradients, attach, commits_held
+from ..runtime.call import Call, CallSettings, LossFn
+from ..runtime.pipeline import Pipeline
+from ..runtime.results import (
+    Destinations,
+    backward_into,
+    destinations,
+    input_gradients,
+    refuse_shared_buffers,
+    sum_losses,
+    wanted,
+    write_buffers,
+)
+from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
+from ..transfer.residency import WeightsVersion
+from .batches import Batch, elements_of, outputs_as_loss, size_class, tokens_of
+from .state import Host
+
+_log = logging.getLogger("roundpipe")
+_MADE_AGAIN = 3  # times at most, see [Note: out of memory]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a batch is run for.
+
+    Args:
+        what: the engine's method, for messages.
+        run_type: ``"fused"`` runs backward too, ``"train"`` leaves that to the caller's graph.
+        loss_fn: None where outputs are all that is wanted.
+    """
+
+    what: str
+    run_type: RunType
+    loss_fn: LossFn | None = None
+    returns_outputs: bool = True
+
+
+class Results(NamedTuple):
+    """``losses`` are summed, ``outputs`` joined; None where they were not asked for."""
+
+    losses: Any
+    outputs: Any
+
+
+class DeviceMemory(Protocol):
+    """Decides what calls of one runner may leave on the devices beside their plans."""
+
+    def settle(self, planned: Planned, later: Passes) -> Planned:
+        """A call comes, and ``later`` its backward. Makes room, or has its inputs wait on the
+        host."""
+        ...
+
+    def slot_limit(self, planned: Planned) -> float:
+        """Bytes that slots may take."""
+        ...
+
+    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
+        """The layers that stay when their stage runs are over."""
+        ...
+
+
+class OwnMemory:
+    """Of devices that one engine has for itself: its layers have device states in what calls leave
+    of them."""
+
+    def __init__(self, free: FreeMemory, host: Host) -> None:
+        self.free = free
+        self.slot_limit = free.slot_limit
+        self.resident_layers = free.resident_layers
+        self._device_states = host.device_states
+        self._steps = host.steps
+
+    def settle(self, planned: Planned, later: Passes) -> Planned:
+        self.free.let_device_states(planned)
+        if self._device_states.must_shrink:
+            self._steps.leave_devices()
+        return planned
+
+
+class BatchRunner:
+    """Runs batches through one sequence of layers. Used by the caller's thread. Holds no reference
+    to an engine.
+
+    Args:
+        name: for messages.
+        store: the layers' part of ``host.store``.
+        commit: makes the gradients of a backward pass count, which it is called in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        layers: Sequence[nn.Module],
+        store: ParameterStore,
+        buffers: GradientBuffers,
+        planner: Planner,
+        memory: DeviceMemory,
+        commit: Callable[[Call], None],
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.planner = planner
+        self.memory = memory
+        self._host = host
+        self._store = store
+        self._commit = commit
+        self._structure = Structure(layers)
+        self.pipeline = Pipeline(
+            layers,
+            host.worker_pool,
+            store,
+            host.rules,
+            buffers,
+            host.condition,
+            host.steps.is_written_back,
+        )
+        host.steps.update_listeners.append(planner.rates.record_update)
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Errors name layers as in ``model``."""
+        names = {id(module): name for name, module in model.named_modules()}
+        for index, layer in enumerate(self.layers):
+            found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
+            self.pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
+
+    def forward(self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig) -> Any:
+        """The outputs, as parts of the caller's graph if ``config`` wants one."""
+        run_type: RunType = "train" if config.builds_graph else "infer"
+        batch = Batch.cut(args, kwargs, None, len(self.pipeline.devices) + 1, config)
+        return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
+
+    def run(self, batch: Batch, request: Request) -> Results:
+        """Makes one call, once more where that helps: see [Note: out of memory]."""
+        left = _MADE_AGAIN
+        while True:
+            shortages = self.planner.shortages
+            try:
+                return self._run(batch, request)
+            except torch.OutOfMemoryError as error:
+                is_ours = (
+                    self.planner.shortages > shortages
+                )  # else it is not a device of this engine's that is full
+                if not left or not is_ours or not batch.can_run_again(self.pipeline.devices):
+                    raise
+                left -= 1
+                _log.warning(
+                    "%s: %s is made again with less on its devices, because of: %s",
+                    self.name,
+                    request.what,
+                    error,
+                )
+
+    def _run(self, batch: Batch, request: Request) -> Results:
+        call, later = self._prepare(batch, request)
+        tensors, is_fused = wanted(batch.boundaries), request.run_type == "fused"
+        losses = joined = None
+
+        def commit() -> None:
+            write_buffers(call)
+            for commit_before in before:
+                commit_before()
+            if is_fused:
+                self._host.steps.commit(call)
+
+        with (
+            self._host.device_states.noting_failures(),
+            batch.spent_by(call),
+            commits_held() as before,
+            call.awaited(lambda: self.pipeline.start(call), commit),
+        ):
+            # Meanwhile the planner thinks, because the caller has nothing else to do.
+            self.planner.reconsider()
+            call.wait_results()
+            self.planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
+            if not is_fused or call.streams.drawn or tensors:
+                call.wait_finished()
+            refuse_shared_buffers(call)
+            if request.loss_fn is not None:
+                losses = sum_losses(call)
+            if request.returns_outputs:
+                outputs = batch.delivered(call)
+                self.planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
+                # Because the call lives until its backward, and they are on devices.
+                call.outputs.clear()
+                values = [output.value for output in outputs]
+                if request.run_type == "train":
+                    carries = [output.carries for output in outputs]
+                    targets, made_at = destinations(batch.boundaries), self._host.steps.weights
+                    backward = partial(self._run_backward, call, later, targets, carries, made_at)
+                    values = attach(outputs, tensors, backward)
+                joined = batch.joined(values, outputs)
+            if is_fused and tensors:
+                batch.is_spent = True  # because a graph can be gone through once
+                backward_into(tensors, input_gradients(call, destinations(batch.boundaries)))
+        return Results(losses, joined)
+
+    def _prepare(self, batch: Batch, request: Request) -> tuple[Call, Passes]:
+        """A call to start, and the stage runs that will follow it in a call of their own."""
+        planned = self._plan(batch, request)
+        plan, run_type = planned.plan, request.run_type
+        first = first_trained(self._store, wants_gradients=batch.wants_gradients)
+        passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
+        later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
+        planned = self.memory.settle(planned, later)
+        if run_type != "infer":
+            refuse_hooks(self._store)
+        settings = CallSettings(
+            num_layers=len(self._store.layers),
+            num_microbatches=batch.num_microbatches,
+            needs_grad=run_type != "infer",
+            first_trained=first,
+            saved_layers=saved_layers([*passes, *later]),
+            recompute_grain=batch.grain,
+            keeps_outputs=request.returns_outputs,
+            loss_fn=request.loss_fn,
+            labels=batch.labels,
+            weights=WeightsVersion(self._host.steps.version, self._host.steps.num_loads),
+            ambient=AmbientState.of_caller(
+                {device.torch_device.type for device in self.pipeline.devices}
+            ),
+            modes=Modes.of(self._structure),
+            spilled_layers=planned.spilled,
+            slot_limit=self.memory.slot_limit(planned),
+            measured=planned.measured,
+            is_timed=planned.is_timed,
+            only_loss=request.loss_fn is outputs_as_loss and not request.returns_outputs,
+        )
+        call = self.pipeline.prepare(
+            passes,
+            settings,
+            self.pipeline.streams(enabled=batch.config.preserve_rng_state is not False),
+            posts={("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)},
+            resident_layers=self.memory.resident_layers(
+                planned, [passes, later] if later else [passes]
+            ),
+        )
+        return call, later
+
+    def _plan(self, batch: Batch, request: Request) -> Planned:
+        inputs = [boundary.leaves for boundary in batch.boundaries]
+        return self.planner.plan(
+            request.run_type,
+            batch.num_microbatches,
+            batch.config.execute_plan,
+            shapes=size_class(inputs),
+            elements=elements_of(inputs),
+            tokens=tokens_of(inputs),
+            input_bytes=max(map(num_bytes, inputs)),
+            caller_bytes=bytes_with_caller(batch.boundaries),
+            wants_gradients=batch.wants_gradients,
+            returns=request.returns_outputs,
+            grain=batch.grain,
+        )
+
+    def _run_backward(
+        self,
+        forward: Call,
+        passes: Passes,
+        targets: Destinations,
+        carries: list[tuple[bool, ...]],
+        made_at: tuple[int, int, int],
+        gradients: list[Gradients],
+    ) -> Gradients:
+        """The backward of a forward call: a call of its own, made when the caller's backward comes
+        to it, at most once.
+
+        Is given neither what the forward was given nor what it returned, because that is memory of
+        the devices. Empties ``gradients``, because a stage run lets go of each as soon as it is
+        through with it.
+
+        Args:
+            targets: where gradients for what the forward was given go; they are the result.
+            carries: of what the forward returned, per microbatch.
+            made_at: which weights the forward has used.
+        """
+        self._host.begin("backward()", self._structure)
+        self._host.steps.refuse_other_than(made_at)
+        forward.streams.take_over()
+        call = self.pipeline.prepare(
+            passes,
+            forward.settings,
+            forward.streams,
+            posts={
+                ("g", forward.settings.num_layers, m): _of_all_leaves(given, carries[m])
+                for m, given in enumerate(gradients)
+            },
+            resident_layers=forward.resident_layers,
+            kept=forward.kept,
+        )
+        gradients.clear()
+        with (
+            self._host.device_states.noting_failures(),
+            call.awaited(
+                lambda: self.pipeline.start(call), lambda: self._commit(call), advance=False
+            ),
+        ):
+            call.wait_finished()
+        return input_gradients(call, targets)
+
+
+def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
+    remaining = iter(given)
+    return BoundaryGradient(
+        tuple(next(remaining) if carried else None for carried in carries), None, None
+    )
+
+
+def refuse_hooks(store: ParameterStore) -> None:
+    """Devices compute with resident copies, so a hook on the user's own parameter would silently
+    never run."""
+    for parameter in store.parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
+                "gradients are "
+                "complete only in step_fn; change master.grad there"
+            )
