@@ -275,7 +275,7 @@ class Engine(ForwardingModule):
         finally:
             self._host.is_closed = True
             for runner in self._runners:
-                runner.pipeline.close()
+                runner.free_devices()
             self._host.close()
             self._finalizer.detach()  # only now, so that threads end in any case
 

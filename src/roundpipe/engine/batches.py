@@ -15,10 +15,10 @@ from ..microbatch import Microbatches, merge, refuse_packed, split
 from ..microbatch.packed import RoundPipePackedData
 from ..plan.costs import Grain
 from ..runtime.call import Call
-from ..runtime.pipeline import deliver
-from ..transfer.boundaries import Boundary, user_boundary
+from ..transfer.boundaries import Boundary, delivered, user_boundary
 
 GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
+Destinations = Sequence[Sequence[torch.device | None]]
 
 
 class Batch:
@@ -133,6 +133,28 @@ class Batch:
         """Whether the caller does, for something that goes in."""
         return any(any(boundary.carries) for boundary in self.boundaries)
 
+    @property
+    def wanted(self) -> list[torch.Tensor]:
+        """The caller's tensors that want a gradient, microbatch by microbatch."""
+        return [
+            leaf
+            for b in self.boundaries
+            for leaf, carried in zip(b.leaves, b.carries, strict=True)
+            if carried
+        ]
+
+    @property
+    def destinations(self) -> Destinations:
+        """Per microbatch and leaf the device that its gradient goes to; None where none is
+        wanted."""
+        return [
+            [
+                leaf.device if carried else None
+                for leaf, carried in zip(b.leaves, b.carries, strict=True)
+            ]
+            for b in self.boundaries
+        ]
+
     def _tensors(self) -> Iterator[torch.Tensor]:
         return (
             leaf
@@ -164,10 +186,8 @@ class Batch:
         if self.config.output_device is not None:
             target = torch.device(self.config.output_device)
         # A call with losses may have late stage runs, which go on with whatever they hold.
-        shared = call.kept.memory() if call.settings.loss_fn is None else None
-        return [
-            deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)
-        ]
+        shared = call.kept.memory() if call.asked.loss_fn is None else None
+        return [delivered(call.outputs[m], target, shared) for m in range(self.num_microbatches)]
 
     def joined(self, values: list[Any], outputs: list[Boundary]) -> Any:
         """``values``, which are those of ``outputs``, as one value; or packed."""
@@ -199,6 +219,69 @@ def _named(kwargs: Any, what: str) -> dict[str, Any]:
             f"{what}: a {type(kwargs).__name__}; give the arguments by name in a dictionary"
         )
     return dict(kwargs or {})
+
+
+def input_gradients(call: Call, targets: Destinations) -> list[torch.Tensor | None]:
+    """Gradients for `Batch.wanted`, each on its tensor's device. The call lets go of them,
+    because it lives until its gradients are committed, and they are on devices."""
+    gradients: list[torch.Tensor | None] = []
+    for m, devices in enumerate(targets):
+        received = call.input_gradients.pop(m, None)
+        if not any(devices):
+            continue
+        leaves = received.leaves if received is not None else (None,) * len(devices)
+        if received is not None and received.ready is not None:
+            received.ready.wait()
+        for device, gradient in zip(devices, leaves, strict=True):
+            if (
+                device is not None
+                and gradient is not None
+                and received is not None
+                and received.source is not None
+            ):
+                received.source.lend_to_caller(gradient)
+                gradient = gradient.to(device)
+            if device is not None:
+                gradients.append(gradient)
+    return gradients
+
+
+def backward_into(tensors: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    flowing = [
+        (tensor, gradient)
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+        if gradient is not None
+    ]
+    torch.autograd.backward(
+        [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
+    )
+
+
+def sum_losses(call: Call) -> Any:
+    totals: list[torch.Tensor] = []
+    for m in range(call.asked.num_microbatches):
+        # A copy, because the caller may write to its loss while the backward that made it still
+        # runs.
+        parts = [part.to("cpu", copy=True) for part in call.losses[m].parts]
+        if totals and len(parts) != len(totals):
+            raise ConfigError(
+                f"loss_fn returned {len(totals)} losses for the first microbatches and "
+                f"{len(parts)} for microbatch "
+                f"{m}; they are added up, so return as many each time"
+            )
+        totals = (
+            [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
+        )
+    for total in totals:
+        # Because a tensor without a graph would only say that it has none.
+        setattr(total, "backward", _already_run)  # noqa: B010
+    return totals if call.losses[0].is_sequence else totals[0]
+
+
+def _already_run(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "backward was already run by forward_backward(); use forward() to call backward() yourself"
+    )
 
 
 def outputs_as_loss(outputs: Any, _: Any) -> Any:

@@ -33,11 +33,11 @@ from ..microbatch.packed import RoundPipePackedData
 from ..params.gradients import GradientBuffers
 from ..presets.adapters import base_of
 from .base import Engine
+from .device_memory import KeptInputs, SharedMemory
 from .forwarding import SignedByModel
 from .parts.backward_pass import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
 from .parts.find import Part, layers_of
-from .parts.kept_inputs import KeptInputs, SharedMemory
 from .parts.loss import LossFunction, has_loss_function
 from .parts.shell import Shell, make_shell
 from .runner import BatchRunner, refuse_hooks

@@ -12,40 +12,41 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..autoplan.cost_model import first_trained
-from ..autoplan.free_memory import FreeMemory
 from ..autoplan.planner import Planned, Planner
 from ..config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..layers.replica import Modes
+from ..layers.saved import Kept
 from ..layers.structure import Structure
 from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.execute_plan import RunType
-from ..plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
-from ..recompute.random_streams import AmbientState
+from ..plan.schedule import backward_passes, forward_passes, fused_passes, round_robin, saved_layers
+from ..recompute.random_streams import AmbientState, RandomStreams
 from ..runtime.autograd import Gradients, attach, commits_held
-from ..runtime.call import Call, CallSettings, LossFn
-from ..runtime.pipeline import Pipeline
-from ..runtime.results import (
-    Destinations,
-    backward_into,
-    destinations,
-    input_gradients,
-    refuse_shared_buffers,
-    sum_losses,
-    wanted,
-    write_buffers,
-)
+from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
+from ..runtime.changes import refuse_shared_buffers, write_buffers
 from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
 from ..transfer.residency import WeightsVersion
-from .batches import Batch, elements_of, outputs_as_loss, size_class, tokens_of
+from .batches import (
+    Batch,
+    Destinations,
+    backward_into,
+    elements_of,
+    input_gradients,
+    outputs_as_loss,
+    size_class,
+    sum_losses,
+    tokens_of,
+)
+from .device_memory import DeviceMemory
 from .state import Host
 
 _log = logging.getLogger("roundpipe")
@@ -73,41 +74,6 @@ class Results(NamedTuple):
 
     losses: Any
     outputs: Any
-
-
-class DeviceMemory(Protocol):
-    """Decides what calls of one runner may leave on the devices beside their plans."""
-
-    def settle(self, planned: Planned, later: Passes) -> Planned:
-        """A call comes, and ``later`` its backward. Makes room, or has its inputs wait on the
-        host."""
-        ...
-
-    def slot_limit(self, planned: Planned) -> float:
-        """Bytes that slots may take."""
-        ...
-
-    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
-        """The layers that stay when their stage runs are over."""
-        ...
-
-
-class OwnMemory:
-    """Of devices that one engine has for itself: its layers have device states in what calls leave
-    of them."""
-
-    def __init__(self, free: FreeMemory, host: Host) -> None:
-        self.free = free
-        self.slot_limit = free.slot_limit
-        self.resident_layers = free.resident_layers
-        self._device_states = host.device_states
-        self._steps = host.steps
-
-    def settle(self, planned: Planned, later: Passes) -> Planned:
-        self.free.let_device_states(planned)
-        if self._device_states.must_shrink:
-            self._steps.leave_devices()
-        return planned
 
 
 class BatchRunner:
@@ -139,14 +105,10 @@ class BatchRunner:
         self._store = store
         self._commit = commit
         self._structure = Structure(layers)
-        self.pipeline = Pipeline(
-            layers,
-            host.worker_pool,
-            store,
-            host.rules,
-            buffers,
-            host.condition,
-            host.steps.is_written_back,
+        self._pool = host.worker_pool
+        self._layer_names = list(map(str, range(len(layers))))
+        self.executors = self._pool.executors(
+            layers, store, host.rules, buffers, host.steps.is_written_back, self._layer_names
         )
         host.steps.update_listeners.append(planner.rates.record_update)
 
@@ -155,13 +117,17 @@ class BatchRunner:
         names = {id(module): name for name, module in model.named_modules()}
         for index, layer in enumerate(self.layers):
             found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
-            self.pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
+            self._layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
 
     def forward(self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig) -> Any:
         """The outputs, as parts of the caller's graph if ``config`` wants one."""
         run_type: RunType = "train" if config.builds_graph else "infer"
-        batch = Batch.cut(args, kwargs, None, len(self.pipeline.devices) + 1, config)
+        batch = Batch.cut(args, kwargs, None, len(self._pool.devices) + 1, config)
         return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
+
+    def free_devices(self) -> None:
+        """Submits to the workers what frees all that is held for the layers. Returns at once."""
+        self._pool.free(self.executors)
 
     def run(self, batch: Batch, request: Request) -> Results:
         """Makes one call, once more where that helps: see [Note: out of memory]."""
@@ -174,7 +140,7 @@ class BatchRunner:
                 is_ours = (
                     self.planner.shortages > shortages
                 )  # else it is not a device of this engine's that is full
-                if not left or not is_ours or not batch.can_run_again(self.pipeline.devices):
+                if not left or not is_ours or not batch.can_run_again(self._pool.devices):
                     raise
                 left -= 1
                 _log.warning(
@@ -186,7 +152,7 @@ class BatchRunner:
 
     def _run(self, batch: Batch, request: Request) -> Results:
         call, later = self._prepare(batch, request)
-        tensors, is_fused = wanted(batch.boundaries), request.run_type == "fused"
+        tensors, is_fused = batch.wanted, request.run_type == "fused"
         losses = joined = None
 
         def commit() -> None:
@@ -200,7 +166,7 @@ class BatchRunner:
             self._host.device_states.noting_failures(),
             batch.spent_by(call),
             commits_held() as before,
-            call.awaited(lambda: self.pipeline.start(call), commit),
+            call.awaited(self._start(call), commit),
         ):
             # Meanwhile the planner thinks, because the caller has nothing else to do.
             self.planner.reconsider()
@@ -219,13 +185,13 @@ class BatchRunner:
                 values = [output.value for output in outputs]
                 if request.run_type == "train":
                     carries = [output.carries for output in outputs]
-                    targets, made_at = destinations(batch.boundaries), self._host.steps.weights
+                    targets, made_at = batch.destinations, self._host.steps.weights
                     backward = partial(self._run_backward, call, later, targets, carries, made_at)
                     values = attach(outputs, tensors, backward)
                 joined = batch.joined(values, outputs)
             if is_fused and tensors:
                 batch.is_spent = True  # because a graph can be gone through once
-                backward_into(tensors, input_gradients(call, destinations(batch.boundaries)))
+                backward_into(tensors, input_gradients(call, batch.destinations))
         return Results(losses, joined)
 
     def _prepare(self, batch: Batch, request: Request) -> tuple[Call, Passes]:
@@ -235,40 +201,75 @@ class BatchRunner:
         first = first_trained(self._store, wants_gradients=batch.wants_gradients)
         passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
         later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
+        rounds = [passes, later] if later else [passes]
         planned = self.memory.settle(planned, later)
         if run_type != "infer":
             refuse_hooks(self._store)
-        settings = CallSettings(
-            num_layers=len(self._store.layers),
-            num_microbatches=batch.num_microbatches,
-            needs_grad=run_type != "infer",
-            first_trained=first,
-            saved_layers=saved_layers([*passes, *later]),
-            recompute_grain=batch.grain,
-            keeps_outputs=request.returns_outputs,
-            loss_fn=request.loss_fn,
-            labels=batch.labels,
-            weights=WeightsVersion(self._host.steps.version, self._host.steps.num_loads),
-            ambient=AmbientState.of_caller(
-                {device.torch_device.type for device in self.pipeline.devices}
-            ),
-            modes=Modes.of(self._structure),
-            spilled_layers=planned.spilled,
-            slot_limit=self.memory.slot_limit(planned),
-            measured=planned.measured,
-            is_timed=planned.is_timed,
-            only_loss=request.loss_fn is outputs_as_loss and not request.returns_outputs,
-        )
-        call = self.pipeline.prepare(
+        call = self._call(
             passes,
-            settings,
-            self.pipeline.streams(enabled=batch.config.preserve_rng_state is not False),
-            posts={("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)},
-            resident_layers=self.memory.resident_layers(
-                planned, [passes, later] if later else [passes]
+            Asked(
+                needs_grad=run_type != "infer",
+                loss_fn=request.loss_fn,
+                labels=batch.labels,
+                keeps_outputs=request.returns_outputs,
+                only_loss=request.loss_fn is outputs_as_loss and not request.returns_outputs,
+                recompute_grain=batch.grain,
             ),
+            self._model_now(first),
+            MemoryPlan(
+                saved_layers=saved_layers([*passes, *later]),
+                spilled_layers=planned.spilled,
+                resident_layers=self.memory.resident_layers(planned, rounds),
+                slot_limit=self.memory.slot_limit(planned),
+                measured=planned.measured,
+                is_timed=planned.is_timed,
+            ),
+            RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
+            Kept(),
         )
+        for microbatch, boundary in enumerate(batch.boundaries):
+            call.post_input(0, microbatch, boundary)
         return call, later
+
+    def _model_now(self, first_trained: int) -> ModelThen:
+        steps = self._host.steps
+        return ModelThen(
+            num_layers=len(self._store.layers),
+            first_trained=first_trained,
+            weights=WeightsVersion(steps.version, steps.num_loads),
+            modes=Modes.of(self._structure),
+            ambient=AmbientState.of_caller({d.torch_device.type for d in self._pool.devices}),
+        )
+
+    def _call(
+        self,
+        passes: Passes,
+        asked: Asked,
+        model: ModelThen,
+        memory: MemoryPlan,
+        streams: RandomStreams,
+        kept: Kept,
+    ) -> Call:
+        schedule = round_robin(
+            passes,
+            num_devices=len(self._pool.devices),
+            num_microbatches=asked.num_microbatches,
+            first_device=self._pool.next_device,
+            spilled=memory.spilled_layers,
+        )
+        self._pool.next_device = schedule.next_device
+        return Call(
+            asked=asked,
+            model=model,
+            memory=memory,
+            schedule=schedule,
+            streams=streams,
+            condition=self._host.condition,
+            kept=kept,
+        )
+
+    def _start(self, call: Call) -> Callable[[], None]:
+        return lambda: self._pool.start(call, self.executors)
 
     def _plan(self, batch: Batch, request: Request) -> Planned:
         inputs = [boundary.leaves for boundary in batch.boundaries]
@@ -310,23 +311,16 @@ class BatchRunner:
         self._host.begin("backward()", self._structure)
         self._host.steps.refuse_other_than(made_at)
         forward.streams.take_over()
-        call = self.pipeline.prepare(
-            passes,
-            forward.settings,
-            forward.streams,
-            posts={
-                ("g", forward.settings.num_layers, m): _of_all_leaves(given, carries[m])
-                for m, given in enumerate(gradients)
-            },
-            resident_layers=forward.resident_layers,
-            kept=forward.kept,
+        call = self._call(
+            passes, forward.asked, forward.model, forward.memory, forward.streams, forward.kept
         )
+        for microbatch, given in enumerate(gradients):
+            of_all = _of_all_leaves(given, carries[microbatch])
+            call.post_gradient(forward.model.num_layers, microbatch, of_all)
         gradients.clear()
         with (
             self._host.device_states.noting_failures(),
-            call.awaited(
-                lambda: self.pipeline.start(call), lambda: self._commit(call), advance=False
-            ),
+            call.awaited(self._start(call), lambda: self._commit(call), advance=False),
         ):
             call.wait_finished()
         return input_gradients(call, targets)

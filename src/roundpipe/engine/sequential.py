@@ -18,9 +18,10 @@ from ..runtime.autograd import when_pass_ends
 from ..runtime.call import LossFn
 from .base import Engine, call_site, check_model
 from .batches import Batch, GivenMicrobatches, outputs_as_loss
+from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
-from .runner import BatchRunner, OwnMemory, Request
+from .runner import BatchRunner, Request
 from .state import Host, HostSettings
 
 _UNSET = RoundPipeRunConfig()
