@@ -23,7 +23,7 @@ from hf.trainers import (
     weights,
 )
 from injection import INJECTION, HookedBackward, reach_in
-from roundpipe.engine import runner as engine_model
+from roundpipe.engine import out_of_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 

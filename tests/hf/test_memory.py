@@ -26,7 +26,7 @@ from hf.trainers import (
 )
 from injection import INJECTION, HookedDevice, reach_in
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.engine import runner as engine_model
+from roundpipe.engine import out_of_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
 from roundpipe_hf import RoundPipeTrainer

@@ -1,23 +1,26 @@
 """From what a call is given to its microbatches, and from what these give to what the caller
 gets."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import log2
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import Microbatches, merge, refuse_packed, split
 from ..microbatch.packed import RoundPipePackedData
+from ..microbatch.split import Inputs
 from ..plan.costs import Grain
 from ..runtime.call import Call
-from ..transfer.boundaries import Boundary, delivered, user_boundary
+from ..transfer.boundaries import Boundary, delivered
 
 GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
+CutMicrobatches = Callable[[int], GivenMicrobatches]
 Destinations = Sequence[Sequence[torch.device | None]]
 
 
@@ -29,12 +32,15 @@ class Batch:
     effect that outlives its failure.
     """
 
-    def __init__(self, parts: Microbatches, config: RoundPipeRunConfig) -> None:
+    def __init__(
+        self, parts: Microbatches, config: RoundPipeRunConfig, cut: CutMicrobatches | None = None
+    ) -> None:
         self.config = config
         self.labels = parts.labels
-        self.boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        self.boundaries = [_boundary(inputs) for inputs in parts.inputs]
         self.is_spent = False
         self._rows = parts.rows
+        self._cut = cut
         self._writes = [_writes(tensor) for tensor in self._tensors()]
 
     @classmethod
@@ -62,8 +68,13 @@ class Batch:
         return cls(parts, config)
 
     @classmethod
-    def _given(cls, microbatches: GivenMicrobatches, config: RoundPipeRunConfig) -> Self:
-        """Cut by the caller.
+    def _given(
+        cls,
+        microbatches: GivenMicrobatches,
+        config: RoundPipeRunConfig,
+        cut: CutMicrobatches | None = None,
+    ) -> Self:
+        """Cut by the caller, who may also have said how to ``cut`` it otherwise.
 
         Raises:
             ConfigError: there are none, or one is not of three parts.
@@ -94,7 +105,7 @@ class Batch:
             rows=tuple(part.rows[0] for part in parts),
             batch_size=sum(part.batch_size for part in parts),
         )
-        return cls(together, config)
+        return cls(together, config, cut)
 
     @classmethod
     def of(
@@ -102,11 +113,11 @@ class Batch:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
-        microbatches: GivenMicrobatches | None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None,
         count: int,
         config: RoundPipeRunConfig,
     ) -> Self:
-        """A whole batch, or one that the caller has cut.
+        """A whole batch, or one that the caller has cut or cuts.
 
         Raises:
             ConfigError: both were given, or one is not as it has to be.
@@ -117,7 +128,23 @@ class Batch:
             raise ConfigError(
                 "give either input_args, input_kwargs and label, or microbatches, not both"
             )
+        if callable(microbatches):
+            given = microbatches(config.num_microbatch or count)
+            return cls._given(given, config, microbatches)
         return cls._given(microbatches, config)
+
+    def in_at_least(self, count: int) -> Self | None:
+        """The same batch in that many microbatches; None if it has as many, or nobody may cut it
+        finer."""
+        if self._cut is None or self.num_microbatches >= count:
+            return None
+        finer = self._given(self._cut(count), self.config, self._cut)
+        return finer if finer.num_microbatches > self.num_microbatches else None
+
+    def recompute_by_layer(self) -> None:
+        """Unless the caller has said what is recomputed at once."""
+        if self.config.recompute_grain is None:
+            self.config = replace(self.config, recompute_grain="layer")
 
     @property
     def num_microbatches(self) -> int:
@@ -195,6 +222,13 @@ class Batch:
             ready = [output.ready for output in outputs if output.ready is not None]
             return RoundPipePackedData(values, self._rows, ready)
         return merge(values, self._rows, self.config.merge_output)
+
+
+def _boundary(inputs: Inputs) -> Boundary:
+    """The first layer's input. Whether a gradient is wanted is what the caller's tensors say."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return Boundary(tuple(leaves), spec, carries, None, None)
 
 
 def _writes(tensor: torch.Tensor) -> int | None:
@@ -288,31 +322,3 @@ def outputs_as_loss(outputs: Any, _: Any) -> Any:
     """The loss where no ``loss_fn`` is given: the outputs, or what they carry as Hugging Face
     models' do."""
     return getattr(outputs, "loss", outputs)
-
-
-def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
-    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a
-    quarter of an octave.
-
-    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few
-    plans.
-    """
-    return round(4 * log2(max(elements_of(microbatches), 1)))
-
-
-def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
-    tensors = (
-        [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches
-    )
-    return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
-
-
-def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids,
-    where there are."""
-    tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return max(
-        (tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)),
-        default=0,
-    )

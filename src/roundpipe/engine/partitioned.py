@@ -37,7 +37,7 @@ from .device_memory import KeptInputs, SharedMemory
 from .forwarding import SignedByModel
 from .parts.backward_pass import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
-from .parts.find import Part, layers_of
+from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.shell import Shell, make_shell
 from .runner import BatchRunner, refuse_hooks
@@ -61,7 +61,7 @@ class AutoRoundPipe(Engine):
     def __init__(
         self,
         model: nn.Module,
-        parts: Sequence[Part],
+        parts: Sequence[ModelPart],
         *,
         name: str,
         model_run_config: RoundPipeRunConfig = _UNSET,
@@ -74,7 +74,9 @@ class AutoRoundPipe(Engine):
         own_loss = LossFunction(base) if has_loss_function(base) else None
         parts = list(parts)
         if own_loss is not None:
-            parts.append(Part(path="loss_function", module=own_loss, config=own_loss.run_config()))
+            parts.append(
+                ModelPart(path="loss_function", module=own_loss, config=own_loss.run_config())
+            )
         layers = [layer for part in parts for layer in layers_of(part.module)]
         host = Host(
             name, layers, settings.choose_devices(), settings, on_host=list(model.parameters())
@@ -98,7 +100,7 @@ class AutoRoundPipe(Engine):
         self._runners += self._parts.values()
         self.set_original_model(model)
 
-    def _make_runner(self, part: Part, kept: KeptInputs) -> BatchRunner:
+    def _make_runner(self, part: ModelPart, kept: KeptInputs) -> BatchRunner:
         host, layers, backwards = self._host, layers_of(part.module), self._backwards
         first = sum(len(runner.layers) for runner in self._parts.values())
         store = host.store.part(range(first, first + len(layers)))

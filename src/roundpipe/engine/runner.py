@@ -1,20 +1,10 @@
-"""From a batch to its results: a plan, a call of the pipeline, and what the caller gets of it.
+"""From a batch to its results: a plan, a call of the pipeline, and what the caller gets of it."""
 
-[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is
-made again: the planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan,
-or keeps more inputs on the host. Backward stage runs that run on after their call has returned, and
-backward passes of the caller's own graph, cannot be made again, nor can calls that have gone beyond
-the engine: whose layers have written to their input where the caller has it, or whose loss has
-given parameters of the caller's own their gradients. What fails there is raised.
-"""
-
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..autoplan.cost_model import first_trained
@@ -24,6 +14,7 @@ from ..errors import ConfigError
 from ..layers.replica import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
+from ..microbatch.sizes import elements_of, size_class, tokens_of
 from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
@@ -39,18 +30,13 @@ from .batches import (
     Batch,
     Destinations,
     backward_into,
-    elements_of,
     input_gradients,
     outputs_as_loss,
-    size_class,
     sum_losses,
-    tokens_of,
 )
 from .device_memory import DeviceMemory
+from .out_of_memory import OutOfMemoryBackoff
 from .state import Host
-
-_log = logging.getLogger("roundpipe")
-_MADE_AGAIN = 3  # times at most, see [Note: out of memory]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +92,7 @@ class BatchRunner:
         self._commit = commit
         self._structure = Structure(layers)
         self._pool = host.worker_pool
+        self.backoff = OutOfMemoryBackoff(name, planner, self._pool.devices)
         self._layer_names = list(map(str, range(len(layers))))
         self.executors = self._pool.executors(
             layers, store, host.rules, buffers, host.steps.is_written_back, self._layer_names
@@ -130,25 +117,8 @@ class BatchRunner:
         self._pool.free(self.executors)
 
     def run(self, batch: Batch, request: Request) -> Results:
-        """Makes one call, once more where that helps: see [Note: out of memory]."""
-        left = _MADE_AGAIN
-        while True:
-            shortages = self.planner.shortages
-            try:
-                return self._run(batch, request)
-            except torch.OutOfMemoryError as error:
-                is_ours = (
-                    self.planner.shortages > shortages
-                )  # else it is not a device of this engine's that is full
-                if not left or not is_ours or not batch.can_run_again(self._pool.devices):
-                    raise
-                left -= 1
-                _log.warning(
-                    "%s: %s is made again with less on its devices, because of: %s",
-                    self.name,
-                    request.what,
-                    error,
-                )
+        """Makes one call, or more where that helps: see [Note: out of memory]."""
+        return self.backoff.run(request.what, batch, lambda batch: self._run(batch, request))
 
     def _run(self, batch: Batch, request: Request) -> Results:
         call, later = self._prepare(batch, request)

@@ -17,7 +17,7 @@ from ..plan.execute_plan import ModelExecutePlan, RunType
 from ..runtime.autograd import when_pass_ends
 from ..runtime.call import LossFn
 from .base import Engine, call_site, check_model
-from .batches import Batch, GivenMicrobatches, outputs_as_loss
+from .batches import Batch, CutMicrobatches, GivenMicrobatches, outputs_as_loss
 from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
@@ -143,13 +143,15 @@ class RoundPipe(Engine):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = _UNSET,
         *,
-        microbatches: GivenMicrobatches | None = None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None = None,
     ) -> Any:
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
         Args:
             input_args, input_kwargs: what the first layer is called with, whole; or
-            microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
+            microbatches: ``(args, kwargs, label)`` for each microbatch, already split; or a
+                function that gives them for a number of microbatches. It is asked for more where
+                a device runs out of memory, so it says that the sum of losses stays the same.
             loss_fn: called once per microbatch on a worker thread; default: the outputs are the
                 loss. Once more if the call is made again because a device was out of memory.
 
@@ -178,7 +180,7 @@ class RoundPipe(Engine):
         loss_fn: LossFn | None = None,
         run_config: RoundPipeRunConfig = _UNSET,
         *,
-        microbatches: GivenMicrobatches | None = None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None = None,
     ) -> Any:
         """The losses of ``forward_backward`` without its backward, at the newest weights: for
         evaluation.
@@ -203,7 +205,7 @@ class RoundPipe(Engine):
         kwargs: Mapping[str, Any] | None,
         label: Any,
         run_config: RoundPipeRunConfig,
-        microbatches: GivenMicrobatches | None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None,
     ) -> Batch:
         config = run_config.over(self._config)
         return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)

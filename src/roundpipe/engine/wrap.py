@@ -13,7 +13,7 @@ from ..presets.adapters import base_of
 from ..presets.preset import cut
 from .base import call_site, check_model
 from .partitioned import AutoRoundPipe
-from .parts.find import Part, default_upper_threshold, find_parts, whole
+from .parts.find import ModelPart, default_upper_threshold, find_parts, whole
 from .sequential import RoundPipe
 from .state import HostSettings
 
@@ -130,7 +130,7 @@ def _check_modules(model: nn.Module, given: Sequence[nn.Module], option: str) ->
 
 
 def _check_overrides(
-    overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[Part]
+    overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[ModelPart]
 ) -> None:
     known = {id(part.module) for part in parts}
     for module in overrides:

@@ -1,4 +1,4 @@
-"""Joins what the microbatches gave. See [Note: marks]."""
+"""Joins what the microbatches gave. See [Note: choices]."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -25,8 +25,8 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
         outputs: one tree per microbatch.
         rows: the rows of each, as ``split`` gave them.
         how: a function ``(outputs, rows) -> merged``, called for a single microbatch too, so that
-            the form of the result does not depend on the batch; or a spec ([Note: marks]); None or
-            True for the rule.
+            the form of the result does not depend on the batch; or a spec ([Note: choices]); None
+            or True for the rule.
 
     Raises:
         ConfigError: a leaf neither concatenates, averages nor agrees, or the structures differ;
@@ -56,14 +56,14 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
 
 def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
     """``leaves``: the same leaf of every microbatch."""
-    values, mark = [leaf.value for leaf in leaves], leaves[0].mark
-    if mark != REPLICATE and all(isinstance(value, torch.Tensor) for value in values):
-        if mark is None and all(value.ndim == 0 for value in values):
+    values, chosen = [leaf.value for leaf in leaves], leaves[0].chosen
+    if chosen != REPLICATE and all(isinstance(value, torch.Tensor) for value in values):
+        if chosen is None and all(value.ndim == 0 for value in values):
             if values[0].is_floating_point() or values[0].is_complex():
                 return _mean(values, rows)
         else:
-            dim = mark or 0
-            fits = isinstance(mark, int) or all(
+            dim = chosen or 0
+            fits = isinstance(chosen, int) or all(
                 value.ndim > 0 and value.size(0) == n for value, n in zip(values, rows, strict=True)
             )
             if fits and len({_shape_without(value, dim) for value in values}) == 1:

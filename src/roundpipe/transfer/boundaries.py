@@ -48,13 +48,6 @@ def boundary_of(
     )
 
 
-def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
-    """The first layer's input. Whether a gradient is wanted is what the caller's tensors say."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-    return Boundary(tuple(leaves), spec, carries, None, None)
-
-
 def num_bytes(leaves: Iterable[Any]) -> int:
     """Of the tensors among them. What sparse ones hold is not counted."""
     return sum(
