@@ -49,8 +49,7 @@ def check_model(model: Any) -> None:
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
         "computes with the weights it was compiled with; wrap the module that was given to "
-        "torch.compile, and pass "
-        "compile=True"
+        "torch.compile, and pass compile=True"
     ),
     "torch.jit._script.RecursiveScriptModule": (
         "computes with the weights it was scripted with; wrap the module that was given to "
@@ -179,8 +178,7 @@ class Engine(ForwardingModule):
         if self._masters.are_ahead:
             raise ConfigError(
                 "an update was still to be written back when the parameters were changed; call "
-                "synchronize() before "
-                "changing them, then reload_parameters()"
+                "synchronize() before changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
         self._steps.note_load()

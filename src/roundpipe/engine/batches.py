@@ -300,8 +300,7 @@ def sum_losses(call: Call) -> Any:
         if totals and len(parts) != len(totals):
             raise ConfigError(
                 f"loss_fn returned {len(totals)} losses for the first microbatches and "
-                f"{len(parts)} for microbatch "
-                f"{m}; they are added up, so return as many each time"
+                f"{len(parts)} for microbatch {m}; they are added up, so return as many each time"
             )
         totals = (
             [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts

@@ -116,8 +116,7 @@ def load_checkpoint(
         if file.metadata() != _FORMAT:
             raise ConfigError(
                 f"{path} has metadata {file.metadata()}, not {_FORMAT}: it was not written by this "
-                "version's "
-                "save_checkpoint(); its weights can be loaded with load_state_dict()"
+                "version's save_checkpoint(); its weights can be loaded with load_state_dict()"
             )
         weights = _model_tensors(model)
         with OptimizerCtx():
@@ -199,8 +198,7 @@ def _refuse_other_names(path: str, whose: str, saved: set[str], wanted: Any) -> 
     if missing or unexpected:
         raise ConfigError(
             f"{path} does not fit {whose}: it lacks {len(missing)} ({_some(missing)}) and has "
-            f"{len(unexpected)} "
-            f"unexpected ({_some(unexpected)})"
+            f"{len(unexpected)} unexpected ({_some(unexpected)})"
         )
 
 
@@ -263,8 +261,7 @@ def _check_optimizers(
     if [each["class"] for each in saved] != [type(each).__name__ for each in optimizers]:
         raise ConfigError(
             f"{path} has the state of {_some([each['class'] for each in saved])}, to be loaded "
-            "into "
-            f"{_some([type(each).__name__ for each in optimizers])}"
+            f"into {_some([type(each).__name__ for each in optimizers])}"
         )
     for described, optimizer in zip(saved, optimizers, strict=True):
         groups = [names for _, names in _groups(optimizer, masters)]
@@ -358,8 +355,7 @@ def _packed(rest: dict[str, Any]) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         raise ConfigError(
             "the optimizer's param groups or state, or the model's extra state, hold something "
-            "that could not be "
-            f"loaded again: {error}"
+            f"that could not be loaded again: {error}"
         ) from error
     return packed
 
@@ -372,9 +368,8 @@ def _unpacked(packed: torch.Tensor) -> dict[str, Any]:
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the file can be written from its memory."""
     dense = tensor.detach().cpu().contiguous()
-    return (
-        dense.clone() if dense.numel() == 1 else dense
-    )  # because counters may be shared, which safetensors refuses
+    # Because counters may be shared, which safetensors refuses.
+    return dense.clone() if dense.numel() == 1 else dense
 
 
 def _replace(target: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -122,9 +122,8 @@ class AutoRoundPipe(Engine):
     ) -> Callable[..., Any]:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
-        settings = (
-            self._call_settings
-        )  # not self, because an engine that holds itself would outlive its last user
+        # Not self, because an engine that holds itself would outlive its last user.
+        settings = self._call_settings
 
         def call(*args: Any, **kwargs: Any) -> Any:
             _refuse_cache(runner, (args, kwargs))
@@ -170,9 +169,8 @@ class AutoRoundPipe(Engine):
         with_grad = config.builds_graph
         if with_grad:
             refuse_hooks(self._store)
-            self._steps.wait_written_back(
-                self._store.layers[-1].layer
-            )  # which is written back last
+            last = self._store.layers[-1]  # also to be written back
+            self._steps.wait_written_back(last.layer)
         else:
             self._steps.flush()
         _refuse_what_blocks_collect(self.model, kwargs)
@@ -268,8 +266,7 @@ def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> No
         if getattr(config, name) is not None:
             raise ConfigError(
                 f"{whose} sets {name}, but this model has several engines with inputs and layers "
-                "of their own; give "
-                "it in override_config for the module it is meant for"
+                "of their own; give it in override_config for the module it is meant for"
             )
 
 

@@ -310,6 +310,5 @@ def refuse_hooks(store: ParameterStore) -> None:
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
                 f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
-                "gradients are "
-                "complete only in step_fn; change master.grad there"
+                "gradients are complete only in step_fn; change master.grad there"
             )

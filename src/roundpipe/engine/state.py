@@ -60,8 +60,7 @@ class HostSettings:
         if process_group is not None:
             raise ConfigError(
                 "process_group: training over several processes is not supported; leave it out and "
-                "give this one "
-                "process all its devices (devices=None takes every visible one)"
+                "give this one process all its devices (devices=None takes every visible one)"
             )
         return cls(**settings)
 

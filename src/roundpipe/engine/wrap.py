@@ -74,8 +74,7 @@ def wrap_model_to_roundpipe(
         if skip_modules or override_config:
             raise ConfigError(
                 "skip_modules and override_config are for models that are wrapped part by part, "
-                "but "
-                f"{architecture} runs by its preset; leave them out, or pass "
+                f"but {architecture} runs by its preset; leave them out, or pass "
                 "use_sequential_preset=False"
             )
         logger.info(
@@ -138,6 +137,5 @@ def _check_overrides(
             found = ", ".join(part.path or "the whole model" for part in parts)
             raise ConfigError(
                 f"override_config names a {type(module).__name__} that gets no engine of its own; "
-                "the parts that do: "
-                f"{found}"
+                f"the parts that do: {found}"
             )

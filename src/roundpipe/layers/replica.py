@@ -87,9 +87,8 @@ class Modes:
     @classmethod
     def of(cls, structure: Structure) -> "Modes":
         modules = structure.modules
-        has_hooks = any(
-            chain.from_iterable(map(hook_tables, modules))
-        )  # asked first, because it hardly ever is
+        # Asked first, because it hardly ever is.
+        has_hooks = any(chain.from_iterable(map(hook_tables, modules)))
         return cls(
             training=dict(zip(map(id, modules), map(_training, modules), strict=True)),
             trains=frozenset(
@@ -230,9 +229,8 @@ class Replica:
 
     def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
         """A stage run begins with a replica that was emptied."""
-        filled: dict[int, torch.Tensor] = dict(
-            parameters
-        )  # because what modules share their replicas share
+        # Because what modules share their replicas share.
+        filled: dict[int, torch.Tensor] = dict(parameters)
         for tensors, name, original, key in self._sockets:
             if key not in filled:
                 filled[key] = place(original)
@@ -305,9 +303,8 @@ class _Replication:
                     (key, rebound(hook, self._counterpart)) for key, hook in then.items()
                 )
         state["training"] = self._modes.training.get(id(module), module.training)
-        object.__setattr__(
-            replica, "__dict__", state
-        )  # because a module's own looks at what it is given
+        # Because a module's own looks at what it is given.
+        object.__setattr__(replica, "__dict__", state)
         return replica
 
     def _tensor(self, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -32,9 +32,8 @@ from .replica import STRUCTURE, Modes, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
 
 _NOTHING = object()
-_OF_ALL_MODULES = frozenset(
-    vars(nn.Module())
-)  # a set of names among them, which no forward looks at
+# A set of names among them, which no forward looks at.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 

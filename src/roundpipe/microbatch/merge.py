@@ -45,9 +45,8 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
             paths = zip_longest(*([leaf.path for leaf in columns[k]] for k in (0, i)))
             where = next((a or b for a, b in paths if a != b), "output")
             raise ConfigError(
-                f"microbatches 0 and {i} returned different structures, first at {where}; "
-                "give merge_output a function (outputs, rows) -> merged, or False to get them "
-                "unmerged"
+                f"microbatches 0 and {i} returned different structures, first at {where}; give "
+                "merge_output a function (outputs, rows) -> merged, or False to get them unmerged"
             )
     return tree_unflatten(
         [_merge_leaf(leaves, rows) for leaves in zip(*columns, strict=True)], structure
@@ -73,11 +72,9 @@ def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
         return values[0]
     raise ConfigError(
         f"cannot merge {leaves[0].path}: {show(values[0])} in microbatch 0 and "
-        f"{show(values[other])} in microbatch "
-        f"{other} neither agree nor concatenate over rows {list(rows)}. Give merge_output a spec "
-        "such as "
-        "TensorChunkSpec(dim), a function (outputs, rows) -> merged, or False to get the "
-        "microbatches unmerged"
+        f"{show(values[other])} in microbatch {other} neither agree nor concatenate over rows "
+        f"{list(rows)}. Give merge_output a spec such as TensorChunkSpec(dim), a function "
+        "(outputs, rows) -> merged, or False to get the microbatches unmerged"
     )
 
 
@@ -104,6 +101,5 @@ def _agree(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
     same = a == b
-    return (
-        bool(same.all()) if hasattr(same, "all") else bool(same)
-    )  # NumPy arrays compare element by element.
+    # NumPy arrays compare element by element.
+    return bool(same.all()) if hasattr(same, "all") else bool(same)

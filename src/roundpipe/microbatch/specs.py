@@ -90,8 +90,7 @@ def _choice(spec: Any, path: str, option: str) -> Choice:
         return REPLICATE
     raise ConfigError(
         f"{option} has {spec!r} for {path}; use TensorChunkSpec(dim) or _Replicate() of "
-        "torch.distributed.pipelining, "
-        "None for the usual rule, or a function"
+        "torch.distributed.pipelining, None for the usual rule, or a function"
     )
 
 
@@ -107,9 +106,8 @@ def pair_of_specs(spec: Any) -> tuple[Any, Any]:
 
 
 def is_function(override: Any) -> bool:
-    return callable(override) and not isinstance(
-        override, type
-    )  # The class _Replicate is a marker too.
+    # The class _Replicate is a marker too.
+    return callable(override) and not isinstance(override, type)
 
 
 def has_dim(value: Any, dim: int) -> bool:

@@ -73,8 +73,7 @@ def split(
         refuse_packed(
             (args, kwargs),
             "it is cut already, but split_input is a function that cuts; merge the outputs of the "
-            "first engine, or "
-            "give its values to forward_backward(microbatches=...)",
+            "first engine, or give its values to forward_backward(microbatches=...)",
         )
         inputs = _call_split_input(split_input, args, kwargs, num_microbatch)
         rows = tuple(batch_size_of(*one) or 0 for one in inputs)

@@ -25,9 +25,8 @@ class ModuleChanges:
         self._store = store
         self._buffers = buffers
         self._told: set[tuple[type, str]] = set()
-        self._compared: set[int] = (
-            set()
-        )  # frozen parameters, by id, that a forward has written at least once
+        # Frozen parameters, by id, that a forward has written at least once.
+        self._compared: set[int] = set()
 
     def note(self, call: Call, stage: Stage) -> None:
         """A stage run's forwards are over; ``call`` gets what they have changed."""
@@ -120,9 +119,8 @@ class ModuleChanges:
             self._told.add(key)
             warnings.warn(
                 f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the "
-                "next call will not see: "
-                "tensors stay on the device that made them. Register it with register_buffer if it "
-                "is to be kept.",
+                "next call will not see: tensors stay on the device that made them. Register it "
+                "with register_buffer if it is to be kept.",
                 stacklevel=2,
             )
 
@@ -145,8 +143,7 @@ def refuse_shared_buffers(call: Call) -> None:
                 )
             raise ConfigError(
                 f"a {type(owner).__name__} is used in more than one layer and writes its buffer "
-                f"{name!r}; give each "
-                "layer a module of its own"
+                f"{name!r}; give each layer a module of its own"
             )
         seen.add((id(owner), name))
 

@@ -110,9 +110,8 @@ class Executor:
                         )
                     )
                     if isinstance(error, torch.OutOfMemoryError):
-                        clear_frames(
-                            error
-                        )  # because a notebook keeps it, and the next call needs the memory
+                        # Because a notebook keeps it, and the next call needs the memory.
+                        clear_frames(error)
                         call.memory.measured.record_shortage()
                     call.fail(error)
                     break
@@ -243,9 +242,8 @@ class Executor:
             call.streams.undisturbed(self.device, differentiated, run.microbatch),
             stage.timer.backward(differentiated, run.microbatch),
         ):
-            ends = [
-                leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)
-            ]  # before losses write to them
+            # Taken before losses write to them.
+            ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]
             losses, known = self._loss(run, output)
             call.reaches_out |= not call.asked.only_loss and reaches_leaves_beside(losses, ends)
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)

@@ -149,10 +149,9 @@ class LayerRunner:
             if any(map(tracked, inside.values())):
                 raise ConfigError(
                     f"layer {self.current} returned a {type(leaf).__name__} with tensors in it, "
-                    "whose gradients cannot "
-                    "be followed from stage to stage; return tensors in tuples, lists or "
-                    "dictionaries, or register the "
-                    "class with torch.utils._pytree.register_dataclass or register_pytree_node"
+                    "whose gradients cannot be followed from stage to stage; return tensors in "
+                    "tuples, lists or dictionaries, or register the class with "
+                    "torch.utils._pytree.register_dataclass or register_pytree_node"
                 )
 
     def run_with_grad(

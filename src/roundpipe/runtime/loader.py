@@ -50,9 +50,8 @@ class StageLoader:
         self.residency.want(wanted)
         if self.slots.num_bytes <= room:
             return
-        sizes = [
-            max(layer.num_bytes, 1) for layer in self._store.layers
-        ]  # because without weights it has a slot too
+        # At least 1, because a layer without weights has a slot too.
+        sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]
         passing = (
             0 if index in wanted or index in self._store.device_states else size
             for index, size in enumerate(sizes)

@@ -58,9 +58,8 @@ class Stage:
         self.uploaded: dict[int, UploadedLayer] = {}
         self.replicas: dict[int, Replica] = {}
         self.residents: dict[int, ReplicaParameters] = {}
-        self.untouched: set[int] = (
-            set()
-        )  # layers whose forwards are over and have set nothing on their modules
+        # Layers whose forwards are over and have set nothing on their modules.
+        self.untouched: set[int] = set()
         self.watches: dict[int, LayerWatch] = {}
         self.departures: dict[int, Departure] = {}
         self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
