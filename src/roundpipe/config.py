@@ -59,7 +59,7 @@ class RoundPipeRunConfig:
 
     @property
     def builds_graph(self) -> bool:
-        """Whether a forward is to be a part of the caller's graph."""
+        """True where a forward is to be a part of the caller's graph."""
         return torch.is_grad_enabled() if self.requires_grad is None else self.requires_grad
 
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":

@@ -42,7 +42,8 @@ class OutOfMemoryBackoff:
         self._num_microbatches: dict[str, int] = {}
 
     def run(self, what: str, batch: Batch, attempt: Callable[[Batch], T]) -> T:
-        """What ``attempt`` makes of the batch. Raises its last error if nothing is left to try."""
+        """Returns what ``attempt`` makes of the batch. Raises its last error if nothing is left to
+        try."""
         left, finer = _MADE_AGAIN, batch.in_at_least(self._num_microbatches.get(what, 0))
         batch = finer or batch
         if what in self._by_layer:

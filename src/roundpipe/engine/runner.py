@@ -11,7 +11,7 @@ from ..autoplan.cost_model import first_trained
 from ..autoplan.planner import Planned, Planner
 from ..config import RoundPipeRunConfig
 from ..errors import ConfigError
-from ..layers.replica import Modes
+from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
 from ..microbatch.sizes import elements_of, size_class, tokens_of
@@ -41,7 +41,7 @@ from .state import Host
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a batch is run for.
+    """Says what a batch is run for.
 
     Args:
         what: the engine's method, for messages.

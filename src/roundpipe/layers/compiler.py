@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..device import Device
-from .replica import Modes, hook_tables
+from .modes import Modes, hook_tables
 
 _log = logging.getLogger("roundpipe")
 

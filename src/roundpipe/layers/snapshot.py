@@ -28,7 +28,8 @@ from ..device import Device, Event
 from ..transfer.boundaries import bring, copied
 from .buffers import BufferCache, BufferValue
 from .contents import Contents, has_tensors, is_container
-from .replica import STRUCTURE, Modes, attributes_of, attributes_set, is_plain
+from .modes import Modes
+from .replica import STRUCTURE, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
 
 _NOTHING = object()

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..autoplan.measurements import ShapeMeasurements
 from ..device import Device, Event
-from ..layers.replica import Modes
+from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..params.gradients import OffloadedLayer
 from ..plan.actions import StageRun
@@ -57,7 +57,7 @@ class AttributeUpdate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the caller wants of a call.
+    """Says what the caller wants of a call.
 
     ``labels``: one per microbatch. ``only_loss``: of outputs nobody reads more than their loss.
     """
@@ -87,7 +87,7 @@ class ModelThen:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What a call keeps where, and who is told what that turned out to take.
+    """Says what a call keeps where, and who is told what that turned out to take.
 
     ``saved_layers``: whose inputs a forward keeps; ``spilled_layers``: of those, the ones whose
     wait on the host; ``resident_layers``: what stays on the devices when stage runs are over;
