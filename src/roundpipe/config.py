@@ -67,6 +67,11 @@ class RoundPipeRunConfig:
                 f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan"
             )
 
+    @property
+    def builds_graph(self) -> bool:
+        """True where a forward is to be a part of the caller's graph."""
+        return torch.is_grad_enabled() if self.requires_grad is None else self.requires_grad
+
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
         """Returns this config where it is set, and ``base`` where it is not."""
         own = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}

@@ -20,8 +20,8 @@ from roundpipe.autoplan.measurements import (
 )
 from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
-from roundpipe.engine.batches import size_class, tokens_of
 from roundpipe.memory.pinning import HostMemory
+from roundpipe.microbatch.sizes import size_class, tokens_of
 from roundpipe.params.working import ParameterStore
 from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
 from roundpipe.plan.schedule import group_of

@@ -16,7 +16,7 @@ from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.memory.slots import Slot, SlotPool
 from roundpipe.plan.costs import LayerCosts
 from roundpipe.plan.execute_plan import plan_for
-from roundpipe.runtime.pipeline import Pipeline
+from roundpipe.runtime.worker_pool import WorkerPool
 from tests.support.device_sets import ONE, TWO
 from tests.support.engines import Engines, engine_gradients, run_batch
 from tests.support.models import MLP_WIDTH, Batch, make_mlp, mlp_batch
@@ -207,7 +207,7 @@ def test_only_the_first_call_of_a_shape_waits_for_its_plan(
         return lambda *args, **kwargs: (happened.append(name), function(*args, **kwargs))[1]
 
     monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", noted("plan", plan_for))
-    monkeypatch.setattr(Pipeline, "start", noted("start", Pipeline.start))
+    monkeypatch.setattr(WorkerPool, "start", noted("start", WorkerPool.start))
     engine = engines(
         make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES)
     )

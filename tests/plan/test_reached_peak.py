@@ -240,7 +240,7 @@ def test_slots_that_stay_are_counted(engines: Engines) -> None:
     (passes,) = plan.rounds("fused")
     costs, workload = engine.planner.problem("fused", MICROBATCHES)
     planned = engine.planner.plan("fused", MICROBATCHES, plan)
-    resident = engine._free_memory.resident_layers(planned, [passes])
+    resident = engine._runner.memory.resident_layers(planned, [passes])
     assert resident
     expected = predicted_peak(passes, StageSums(costs), workload, resident=resident)
     assert expected.slots == engine.statistics()["slot_bytes"]["virtual:0"]

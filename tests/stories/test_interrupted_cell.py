@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from roundpipe import RoundPipe
-from roundpipe.threads.mailbox import Mailbox
+from roundpipe.runtime.call import Call
 from tests.support import ROOT
 from tests.support.injection import Interruption
 from tests.support.models import make_mlp, mlp_batch, squared_error_over
@@ -63,13 +63,13 @@ CELL = compile(
 @contextmanager
 def told() -> Iterator[threading.Event]:
     """Set once a call knows that it is over."""
-    event, fail = threading.Event(), Mailbox.fail
+    event, fail = threading.Event(), Call.fail
 
-    def noted(mailbox: Mailbox, error: BaseException) -> None:
-        fail(mailbox, error)
+    def noted(call: Call, error: BaseException) -> None:
+        fail(call, error)
         event.set()
 
-    with mock.patch.object(Mailbox, "fail", noted):
+    with mock.patch.object(Call, "fail", noted):
         yield event
 
 

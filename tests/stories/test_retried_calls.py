@@ -11,7 +11,7 @@ another one, which names it, was followed for ever.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -151,3 +151,64 @@ def test_errors_that_name_each_other_are_cleared_once(begin_at: int) -> None:
     assert None not in [reference() for reference in held]
     clear_frames(errors[begin_at])
     assert [reference() for reference in held] == [None, None]
+
+
+class Counting(nn.Module):
+    """Counts runs where a recompute, which sees modules as they were, does not take them back."""
+
+    runs: ClassVar[list[None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counting.runs.append(None)
+        return x
+
+
+@pytest.mark.parametrize("grain", [None, "stage"])
+def test_the_last_try_recomputes_one_layer_at_a_time(grain: Any) -> None:
+    """And so do calls after it, unless the caller has said otherwise."""
+    plan = ModelExecutePlan([range(3)], [range(3, 4), range(3)])
+    layers = Counting(), nn.Linear(WIDTH, WIDTH), OutOfMemory(0, 1, 2), nn.Linear(WIDTH, WIDTH)
+    config = RoundPipeRunConfig(num_microbatch=1, execute_plan=plan, recompute_grain=grain)
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    with RoundPipe(
+        nn.Sequential(*layers), devices=[VirtualDevice(0)], model_run_config=config
+    ) as engine:
+        for _ in range(2):
+            Counting.runs.clear()
+            engine.forward_backward((x,), loss_fn=squared)
+            engine.synchronize()
+        assert len(Counting.runs) == (
+            3 if grain is None else 2
+        )  # a forward, and once or twice again
+
+
+def cuts_of(x: Tensor, asked: list[int]) -> Callable[[int], list[Any]]:
+    def cut(count: int) -> list[Any]:
+        asked.append(count)
+        return [((part,), {}, None) for part in x.chunk(count)]
+
+    return cut
+
+
+@pytest.mark.parametrize("call", ["forward_backward", "forward_loss"])
+def test_a_batch_that_the_engine_may_cut_is_cut_finer(call: str) -> None:
+    """What it came to is kept for later calls. The model's size of microbatch does not matter."""
+    x, asked = torch.randn(8, WIDTH), list[int]()
+    first = nn.Linear(WIDTH, WIDTH)
+    expected = squared(first(x), None)
+    with engine_of(first, OutOfMemory(*range(4))) as engine:
+        for _ in range(2):
+            cut = cuts_of(x, asked)
+            loss = getattr(engine, call)(microbatches=cut, loss_fn=squared)
+            torch.testing.assert_close(loss, expected.detach())
+    assert asked == [2, 4, 2, 4]
+
+
+def test_a_batch_is_cut_no_finer_than_it_can_be() -> None:
+    x, asked = torch.randn(3, WIDTH), list[int]()
+    with (
+        engine_of(nn.Linear(WIDTH, WIDTH), OutOfMemory(*range(1000))) as engine,
+        pytest.raises(torch.OutOfMemoryError, match="too much"),
+    ):
+        engine.forward_backward(microbatches=cuts_of(x, asked), loss_fn=squared)
+    assert asked == [2, 4, 6]

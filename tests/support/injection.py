@@ -366,7 +366,7 @@ def held(engine: RoundPipe) -> Held:
     """
     engine._host.worker_pool.blocks.clear()
     engine._host.buffers.clear()
-    for executor in engine._pipeline._executors:
+    for executor in engine._runner.executors:
         executor._replicas.buffers.clear()
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]

@@ -154,7 +154,7 @@ def know_graphs(engine: RoundPipe) -> None:
     come too early for."""
     engine.synchronize()
     for _ in range(2):
-        engine._planner.reconsider()
+        engine.planner.reconsider()
 
 
 def run(
@@ -164,7 +164,7 @@ def run(
     time."""
     engine = engines(make_model(tied), model_run_config=RoundPipeRunConfig(num_microbatch=3))
     if room is not None and FreeMemory.left_bytes is SPARE_BYTES:
-        engine._free_memory.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
+        engine._runner.memory.free.left_bytes = lambda _: room  # type: ignore[method-assign, assignment]
     return Run(engine, **settings)
 
 

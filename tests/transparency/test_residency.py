@@ -220,10 +220,13 @@ def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
     assert (
-        engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
+        engine._runner.memory.resident_layers(engine.planner.plan("fused", 2, None), rounds)
+        == set()
     )
     engine.model[0].requires_grad_(requires_grad=False)
-    assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
+    assert engine._runner.memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {
+        0
+    }
 
 
 def test_one_stage_run_keeps_what_is_partly_frozen() -> None:

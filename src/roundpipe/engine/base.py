@@ -1,7 +1,5 @@
-"""What every engine is to its user, whatever runs inside: weights, steps, and the end. Knows
-nothing of forwards."""
+"""What every engine is to its user, whatever runs inside: weights, steps, and the end."""
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +7,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..errors import ClosedError, ConfigError
+from ..errors import ConfigError
 from ..layers.structure import Structure
 from ..step import context
 from ..step.handle import StepHandle
@@ -17,6 +15,7 @@ from ..step.hyperparameters import know_master
 from ..step.thread import StepThread
 from ..threads.worker import Worker
 from .forwarding import ForwardingModule
+from .runner import BatchRunner
 from .state import Host
 
 
@@ -50,8 +49,7 @@ def check_model(model: Any) -> None:
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
         "computes with the weights it was compiled with; wrap the module that was given to "
-        "torch.compile, and pass "
-        "compile=True"
+        "torch.compile, and pass compile=True"
     ),
     "torch.jit._script.RecursiveScriptModule": (
         "computes with the weights it was scripted with; wrap the module that was given to "
@@ -73,43 +71,37 @@ def _full_name(kind: type) -> str:
 class Engine(ForwardingModule):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
-    ``_take`` comes first and ``_seal`` last in a subclass's ``__init__``.
+    Whoever makes one adds its ``_runners`` and last calls ``set_original_model``.
     """
 
-    def _take(self, name: str, host: Host) -> None:
-        """Owns ``host`` from here on."""
-        self._own = frozenset[str]()  # while it is empty, attributes set are the engine's own
-        self._name = name
+    def __init__(self, host: Host) -> None:
+        super().__init__()
         self._host = host
         self._store = host.store
         self._masters = host.masters
         self._steps = host.steps
-        self._steps.name = self._steps.name or name  # the whole's, which comes before its parts
-        self._is_closed = False
-        self._process = os.getpid()
+        self._runners: list[BatchRunner] = []
         # The finalizer only signals: it may run on any thread, also on one of those it would have
         # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
 
-    def _seal(self) -> None:
-        """From here on attributes set go to the original model."""
-        self._own = frozenset(self.__dict__)
-
-    def _look_at(self, model: nn.Module) -> None:
-        """``model`` is the original: parameters are named as there, and what changes its structure
-        is noticed.
+    def set_original_model(self, model: nn.Module) -> None:
+        """Names parameters as in ``model`` and forwards attributes to it, also those that are set
+        from here on; its parameters must be the layers' own.
 
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
+
+        Example:
+            >>> layers = nn.Sequential(model.embeddings, *model.blocks, model.head)
+            >>> engine = RoundPipe(layers)
+            >>> engine.set_original_model(model)  # state_dict() has the model's own names
         """
-        self._hold(original=model)
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in self._store.uses:
-                raise ConfigError(
-                    f"parameter {name!r} of the original model is in no layer of the pipeline"
-                )
-            self._store.names[id(parameter)] = name
+        self._host.follow(model)
+        for runner in self._runners:
+            runner.name_layers(model)
         self._structure = Structure([model])
+        self._original = model
 
     # Weights: masters, working copies, gradients.
 
@@ -230,8 +222,7 @@ class Engine(ForwardingModule):
         if self._masters.are_ahead:
             raise ConfigError(
                 "an update was still to be written back when the parameters were changed; call "
-                "synchronize() before "
-                "changing them, then reload_parameters()"
+                "synchronize() before changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
         self._steps.note_load()
@@ -294,34 +285,12 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
-        self._note_step(is_async)
+        for runner in self._runners:
+            runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
 
-    def _note_step(self, is_async: bool) -> None:
-        """Tells planners how rounds follow each other."""
-        raise NotImplementedError
-
     def _begin(self, what: str) -> None:
-        """The checks at the door of every engine call; raises what failed behind the caller's back
-        since the last."""
-        context.refuse_inside(what)
-        if self._is_closed:
-            raise ClosedError(f"{self._name}: {what} was called after close()")
-        if os.getpid() != self._process:
-            raise ConfigError(
-                f"{self._name}: {what} was called in a forked process, which has none of the "
-                "engine's threads; call it "
-                "in the process that made the engine"
-            )
-        self._steps.take_turn()
-        self._steps.raise_late_error()
-        self._host.begin_call()
-        if self._structure.has_changed():
-            raise ConfigError(
-                f"{self._name}: modules or parameters were added, removed, replaced or cast since "
-                "it was wrapped; "
-                "close() this engine and wrap the model again"
-            )
+        self._host.begin(what, self._structure)
 
     def rest(self) -> None:
         """Says that no call is likely for a while, as when training has ended: what is alive once
@@ -357,7 +326,7 @@ class Engine(ForwardingModule):
     @property
     def is_closed(self) -> bool:
         """True once `close` was called, after which the model is an ordinary one again."""
-        return self._is_closed
+        return self._host.is_closed
 
     def close(self) -> None:
         """Flushes, joins the threads and frees the devices. Parameters stay valid.
@@ -365,20 +334,17 @@ class Engine(ForwardingModule):
         Leaving a ``with`` block closes too. Closing twice does nothing the second time. An update
         or a late backward that failed is raised here, when everything is closed.
         """
-        if self._is_closed:
+        if self.is_closed:
             return
         context.refuse_inside("close()")
         try:
             self._steps.flush()
         finally:
-            self._is_closed = True
-            self._free_devices()
+            self._host.is_closed = True
+            for runner in self._runners:
+                runner.free_devices()
             self._host.close()
             self._finalizer.detach()  # only now, so that threads end in any case
-
-    def _free_devices(self) -> None:
-        """Submits to the workers whatever frees what the engine holds on devices."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

@@ -44,21 +44,14 @@ class _Signed:
 
 
 class ForwardingModule(nn.Module):
-    """Reads fall through to the original model; so do writes and deletes once ``_own`` is set.
+    """Reads fall through to the original model, once there is one; so do writes and deletes of what
+    the engine has not.
 
     Methods of the original see every update: ``_flush`` runs before them.
     """
 
-    _own: frozenset[str]
-
     def _flush(self, what: str) -> None:
         raise NotImplementedError
-
-    def _hold(self, **modules: nn.Module) -> None:
-        """Keeps modules without registering them: their names and keys must stay those of the
-        user's model."""
-        for name, module in modules.items():
-            self.__dict__[f"_{name}"] = module
 
     @property
     def model(self) -> nn.Module:
@@ -76,13 +69,14 @@ class ForwardingModule(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__.get("_own")
+        own = self.__dict__
         if name == "forward":
             raise ConfigError(
                 "assigning an engine's forward would bypass it; change the model and wrap again"
             )
-        if not own or name in own or isinstance(getattr(type(self), name, None), property):
-            object.__setattr__(self, name, value)
+        is_property = isinstance(getattr(type(self), name, None), property)
+        if "_original" not in own or name in own or is_property:
+            object.__setattr__(self, name, value)  # not registering what is a module
         else:
             setattr(self.model, name, value)
 

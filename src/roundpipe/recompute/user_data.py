@@ -40,10 +40,8 @@ class LayerRun:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ConfigError(
                     f"save_for_recompute got a tensor of shape {tuple(leaf.shape)} that requires "
-                    "grad, which the "
-                    "recompute would cut off from its graph; save what it was chosen by (indices, "
-                    "a mask), or its "
-                    "detach()"
+                    "grad, which the recompute would cut off from its graph; save what it was "
+                    "chosen by (indices, a mask), or its detach()"
                 )
         self._has_saved = True
         if self._is_kept:

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.engine import sequential as engine_model
+from roundpipe.engine import out_of_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
 from roundpipe_hf import RoundPipeTrainer
