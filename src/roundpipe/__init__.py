@@ -16,6 +16,8 @@ from .recompute.user_data import doing_recompute, get_recompute_data, save_for_r
 from .step.handle import StepHandle
 from .trace.profile import profile
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AutoRoundPipe",
     "ClosedError",

@@ -1,5 +1,6 @@
 """Settings of a run: what a call says beats what the model says, which beats the built-in value."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -52,12 +53,15 @@ class RoundPipeRunConfig:
     execute_plan: ModelExecutePlan | None = None
 
     def __post_init__(self) -> None:
-        if self.num_microbatch is not None and not (
-            isinstance(self.num_microbatch, int) and self.num_microbatch >= 1
-        ):
-            raise ConfigError(
-                f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1"
-            )
+        if self.num_microbatch is not None:
+            count = _whole_number(self.num_microbatch)
+            if count is None or count < 1:
+                raise ConfigError(
+                    f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1"
+                )
+            object.__setattr__(self, "num_microbatch", count)
+        if self.output_device is not None:
+            _check_is_there(torch.device(self.output_device))
         if self.recompute_grain not in (None, "stage", "layer"):
             raise ConfigError(
                 f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'"
@@ -76,3 +80,22 @@ class RoundPipeRunConfig:
         """Returns this config where it is set, and ``base`` where it is not."""
         own = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return replace(base, **own)
+
+
+def _whole_number(value: Any) -> int | None:
+    """NumPy's included."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _check_is_there(device: torch.device) -> None:
+    if device.type in ("cpu", "meta"):
+        return
+    count = torch.get_device_module(device).device_count()
+    if (device.index or 0) >= count:
+        raise ConfigError(
+            f"output_device is {str(device)!r}, and this machine has {count} {device.type} "
+            "devices; name one that is there, or leave it out for the host"
+        )

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -68,6 +68,20 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+T = TypeVar("T")
+
+
+class Listed(list[T]):
+    """A list that may be read with `next` as well, as torch's ``parameters()`` are."""
+
+    _rest: Iterator[T] | None = None
+
+    def __next__(self) -> T:
+        if self._rest is None:
+            self._rest = iter(self)
+        return next(self._rest)
+
+
 class Engine(ForwardingModule):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
@@ -121,7 +135,7 @@ class Engine(ForwardingModule):
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
-    ) -> list[tuple[str, nn.Parameter]]:
+    ) -> "Listed[tuple[str, nn.Parameter]]":
         """Lists names, as in the original model, and masters of all trainable parameters.
 
         A master has its weight's shape, lies on the host in ``optim_dtype``, and exists from this
@@ -139,16 +153,16 @@ class Engine(ForwardingModule):
                 master = self._masters.of(parameter)
                 know_master(master)
                 named.append((name, master))
-        return named
+        return Listed(named)
 
-    def optim_parameters(self) -> list[nn.Parameter]:
+    def optim_parameters(self) -> "Listed[nn.Parameter]":
         """Lists the masters of all trainable parameters, each once. Construct optimizers over
         these.
 
         Example:
             >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
         """
-        return [master for _, master in self.optim_named_parameters()]
+        return Listed(master for _, master in self.optim_named_parameters())
 
     def synchronize(self) -> None:
         """Waits for everything, writes back the newest weights, and puts copies of the accumulated

@@ -1,6 +1,7 @@
 """What RoundPipeTrainer does not do, said before anything is built: the option, the reason, what to
 use instead."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,8 @@ _WHY_NOT = {
     ),
     "bnb": "it keeps its state on a GPU, and the optimizer runs in host memory",
 }
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -149,7 +152,10 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "logits either; set "
             "liger_kernel_config={'fused_linear_cross_entropy': False}"
         )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
+    dispatches = getattr(args.accelerator_config, "dispatch_batches", None)
+    if dispatches and args.world_size == 1:
+        logger.info("dispatch_batches: no effect in one process")
+    elif dispatches:
         yield "dispatch_batches: batches stay in host memory until a stage needs them; leave it out"
     checkpointing: Any = args.gradient_checkpointing_kwargs or {}
     if getattr(args, "activation_offloading", False) or checkpointing.get("offload"):

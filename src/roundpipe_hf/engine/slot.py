@@ -8,6 +8,7 @@ resized, `model_init` makes a new one for every run.
 import logging
 import operator
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,6 +58,22 @@ class Layout(NamedTuple):
             for a, b in zip(self.parameters, now.parameters, strict=True)
         )
 
+    def first_change(self, now: "Layout", names: Sequence[str]) -> str:
+        """The first thing that differs, in words. ``names`` are those of the parameters here."""
+        for name, a, b in zip(names, self.parameters, now.parameters, strict=False):
+            if a.shape != b.shape:
+                return f"parameter {name!r} had the shape {tuple(a.shape)} and has {tuple(b.shape)}"
+            if a.dtype is not b.dtype:
+                return f"parameter {name!r} was {a.dtype} and is {b.dtype}"
+            if a.parameter is not b.parameter:
+                return f"parameter {name!r} was replaced by another"
+            if a.is_trained != b.is_trained:
+                return f"parameter {name!r} was {'un' * b.is_trained}frozen"
+        counts = len(self.parameters), len(now.parameters)
+        if counts[0] != counts[1]:
+            return f"it had {counts[0]} parameters and has {counts[1]}"
+        return f"it had {len(self.modules)} modules and has {len(now.modules)}, or others"
+
 
 class EngineSlot:
     """Holds at most one engine. Used by the user's thread only."""
@@ -66,6 +83,8 @@ class EngineSlot:
         self._owns_engine = engine is None
         self._seen = None if engine is None else Layout.of(engine.model)
         self._versions = [] if engine is None else _versions(engine.model)
+        self._names: list[str] = []
+        self._change = ""
         self.build_seconds = 0.0
 
     @property
@@ -104,7 +123,8 @@ class EngineSlot:
         if self.is_given or self._fits(model, trains=False):
             self.current.synchronize()
         elif is_in_run:
-            raise changed_in_run()
+            self._note_change(model)
+            raise self.changed_in_run()
         else:
             self.current.close()
 
@@ -148,6 +168,7 @@ class EngineSlot:
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
+        self._note_change(model)
         if self.current is not None and self._owns_engine:
             self.current.close()  # first, because its pinned memory is what the next one needs
         self._engine = None
@@ -156,7 +177,20 @@ class EngineSlot:
         self._owns_engine = True
         self.build_seconds = time.perf_counter() - started
         self._seen = Layout.of(model)
+        self._names = [name for name, _ in model.named_parameters()]
         self._versions = _versions(model)
+
+    def _note_change(self, model: nn.Module) -> None:
+        if self._seen is not None:
+            self._change = self._seen.first_change(Layout.of(model), self._names)
+
+    def changed_in_run(self) -> ConfigError:
+        """The error for a model that is not what its engine and its optimizer were made for."""
+        return ConfigError(
+            "modules or parameters of the model were added, removed, replaced, cast, frozen or "
+            "unfrozen during train(), which the optimizer cannot follow; do it before, or between "
+            f"two calls of train(). The first change: {self._change}"
+        )
 
 
 def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
@@ -173,14 +207,6 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
     )
     # Or an AutoRoundPipe, which is the same to a trainer but for the calls in in_parts.py.
     return cast(RoundPipe, engine)
-
-
-def changed_in_run() -> ConfigError:
-    return ConfigError(
-        "modules or parameters of the model were added, removed, replaced, cast, frozen or "
-        "unfrozen during train(), "
-        "which the optimizer cannot follow; do it before, or between two calls of train()"
-    )
 
 
 def _versions(model: nn.Module) -> list[int]:

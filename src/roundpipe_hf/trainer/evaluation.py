@@ -169,6 +169,9 @@ class EvaluationMixin(_Base):
         """Runs Trainer's loop on the newest weights. A batch that is too large for a device raises
         an error that says what to lower."""
         self.synchronize()
+        if hasattr(self, "model_preparation_time"):
+            # Because Trainer subtracts it from every evaluation's time, and it was one's alone.
+            self.model_preparation_time = 0.0
         given = self.args.bf16_full_eval, self.args.fp16_full_eval
         if not self.is_in_train:
             self._full_eval = full_eval_of(self.args)

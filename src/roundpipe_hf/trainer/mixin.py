@@ -24,7 +24,7 @@ from .. import compat
 from ..arguments import HOST, engine_settings_in, losses_on, pipeline_of
 from ..engine.optimizer import SAME_BUT_FASTER, PendingNorm, PipelineOptimizer, adopted, unwrapped
 from ..engine.refusals import refuse_arguments, refuse_model, refuse_optimizer
-from ..engine.slot import EngineSlot, changed_in_run, stop_checkpointing
+from ..engine.slot import EngineSlot, stop_checkpointing
 from ..loading import model_for_trainer
 from ..loss.round import StashedBatch
 from ..processes import Processes
@@ -253,7 +253,7 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _run_window(self) -> list[torch.Tensor]:
         engine = self._engine()
         if self.is_in_loop and unwrapped(self.optimizer).engine is not engine:
-            raise changed_in_run()
+            raise self._slot.changed_in_run()
         if self.is_in_loop and not self._window.has_run:
             self._slot.follow_writes(self.model)
         engine.train()

@@ -60,6 +60,15 @@ class _RolloutMixin(TRLMixin):
             self._current_train_step_time = 0.0
         return loss
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """On the host's weights; TRL wants the tokens on its own device."""
+        device, inner = self.accelerator.device, self.model.generate
+        self.model.generate = lambda *given, **named: inner(*given, **named).to(device)
+        try:
+            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
+        finally:
+            del self.model.generate
+
     def _head(self, fields: tuple[str, ...]) -> Head:
         to_fp32 = getattr(self.args, "cast_lm_head_to_fp32", False)
         return Head(fields=fields, temperature=self.temperature, cast_lm_head_to_fp32=to_fp32)

@@ -31,7 +31,6 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
             {"torch_compile": True, "torch_compile_mode": "max-autotune"},
             "torch_compile_mode='max-autotune'",
         ),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
         ({"trace_dir": "traces"}, "trace_dir"),
     ],

@@ -228,3 +228,12 @@ def test_a_custom_loss_sees_the_whole_batch_in_evaluation() -> None:
     assert_same_metrics(
         make_both(MODELS["full"], ROWS, eval_dataset=ROWS, compute_loss_func=spread)
     )
+
+
+def test_the_engines_making_counts_in_one_evaluation_only() -> None:
+    """It was subtracted from every later one's time, which became negative."""
+    trainer = make_both(MODELS["full"], token_rows(6), eval_dataset=token_rows(4)).ours
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_model_preparation_time"] > 0.0
+    assert second["eval_model_preparation_time"] == 0.0
+    assert second["eval_runtime"] > 0.0

@@ -244,10 +244,23 @@ class Replaces(TrainerCallback):
         model.model.layers[0].mlp.act_fn = nn.Tanh()
 
 
-@pytest.mark.parametrize("changes", [Freezes, Replaces])
-def test_changes_of_the_model_during_a_run_are_told(changes: type) -> None:
+class Resizes(TrainerCallback):
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        model.resize_token_embeddings(72)
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        (Freezes, "parameter 'lm_head.weight' was frozen"),
+        (Replaces, "modules"),
+        (Resizes, "parameter 'model.embed_tokens.weight' had the shape .64, .*and has .72"),
+    ],
+)
+def test_changes_of_the_model_during_a_run_are_told(changes: type, first: str) -> None:
+    """And the first of them by its name."""
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[changes()])
-    with pytest.raises(ConfigError, match="frozen or unfrozen during train"):
+    with pytest.raises(ConfigError, match=f"frozen or unfrozen during train.*change: .*{first}"):
         run(trainer)
     trainer.remove_callback(changes)
     run(trainer)

@@ -20,6 +20,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from roundpipe.errors import ConfigError
+from roundpipe_hf.trl import by_name
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
 from tests.support.example_data import save_tokenizer, sentences
 from tests.support.trainers import Pair, assert_same, assert_same_logs, logged, run
@@ -280,3 +281,31 @@ def test_what_cannot_work_is_refused_with_a_reason(tokenizer: PreTrainedTokenize
         )
     with pytest.raises(ConfigError, match="activation offloading"):
         make_trainer(RoundPipeSFTTrainer, tokenizer, activation_offloading=True)
+
+
+def test_the_tokenizer_of_the_revision_that_the_model_has(
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was that of the newest, whose ids are others. And the log says which dtype was loaded,
+    where TRL would load another."""
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    asked: dict[str, Any] = {}
+
+    def from_pretrained(name: str, **kwargs: Any) -> Any:
+        asked.update(kwargs, name=name)
+        return tokenizer
+
+    monkeypatch.setattr(by_name.AutoProcessor, "from_pretrained", from_pretrained)
+    trainer = make_trainer(
+        RoundPipeSFTTrainer,
+        None,
+        model=str(tmp_path),
+        model_init_kwargs={"revision": "old"},
+    )
+    assert asked["revision"] == "old"
+    assert asked["name"] == str(tmp_path)
+    assert trainer.processing_class is tokenizer
+    assert "is loaded in bfloat16" in caplog.text

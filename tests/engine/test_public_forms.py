@@ -1,0 +1,43 @@
+"""Forms that scripts use as they do with torch, and errors that name what is wrong with others."""
+
+import numpy as np
+import pytest
+import torch
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from roundpipe.errors import ConfigError
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines
+from tests.support.models import make_mlp
+
+
+def test_masters_are_read_as_torchs_parameters_are(engines: Engines) -> None:
+    """With `next`, which failed on a list; and several times, as no iterator can be."""
+    engine = engines(make_mlp(), ONE)
+    masters = engine.optim_parameters()
+    assert next(masters) is masters[0]
+    assert next(masters) is masters[1]
+    assert len(list(masters)) == len(masters)
+    name, master = next(engine.optim_named_parameters())
+    assert name == next(name for name, _ in engine.model.named_parameters())
+    assert master is masters[0]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert RoundPipeRunConfig(num_microbatch=np.int64(3)).num_microbatch == 3
+    for wrong in (np.int64(0), 2.0, "2"):
+        with pytest.raises(ConfigError, match="num_microbatch is .*; it must be an integer"):
+            RoundPipeRunConfig(num_microbatch=wrong)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+def test_an_output_device_that_is_not_there() -> None:
+    """It ended in a bare assertion, after the forward."""
+    with pytest.raises(ConfigError, match="output_device is 'cuda:0', and this machine has 0 cuda"):
+        RoundPipeRunConfig(output_device="cuda:0")
+    assert RoundPipeRunConfig(output_device="cpu").output_device == "cpu"
+
+
+def test_the_package_says_its_version() -> None:
+    assert roundpipe.__version__.count(".") == 2
