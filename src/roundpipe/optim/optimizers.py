@@ -13,7 +13,6 @@ from torch import Tensor
 from ..kernels.native import Formula
 from ..memory import huge_pages
 from ..params.masters import Master
-from ..step import context
 from ..step.updates import RuleUpdate, record, update_of
 from .state import SteadyState
 
@@ -29,7 +28,6 @@ class OnePass(SteadyState, torch.optim.Optimizer):
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **_fused_by_default(kwargs))
-        context.introduce(self)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         """What this step does to those masters of a group that have a gradient. Makes their state

@@ -126,6 +126,7 @@ class Masters:
         self._rules = rules
         self._device_states = device_states
         self._masters: dict[int, Master] = {}
+        self._ids: set[int] = set()  # of the masters themselves
         self._is_ahead: set[int] = set()
         self._writes: dict[
             int, int
@@ -138,9 +139,14 @@ class Masters:
             dtype = self._rules.master(parameter)
             master = Master(huge_pages.empty(parameter.shape, dtype).copy_(parameter.detach()))
             self._masters[id(parameter)] = master
+            self._ids.add(id(master))
             self._store.stepped.add(id(parameter))
             self._writes[id(parameter)] = parameter._version
         return master
+
+    def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether there are masters of this engine among them."""
+        return not self._ids.isdisjoint(map(id, tensors))
 
     def existing(self) -> Iterator[tuple[nn.Parameter, Master]]:
         """Pairs of working parameter and master."""

@@ -11,7 +11,7 @@ back by their own step; see [Note: two working copies].
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -159,14 +159,11 @@ class StepThread:
         """
         return self._write_back.is_written_back(layer, version)
 
-    def introduce(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learns an optimizer that has just been made, if it is over masters of this engine."""
-        masters = {id(master) for _, master in self._masters.existing()}
-        if any(
-            id(parameter) in masters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+    def introduce(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """Learns an optimizer if there are masters of this engine among its ``parameters``."""
+        if self._masters.has_any(parameters):
             self._learnt.learn(optimizer)
 
     def raise_late_error(self) -> None:
@@ -307,8 +304,6 @@ class StepThread:
         number = self.num_steps
         self.turns.tell_others()
         is_first = self._learnt.forget_gone()
-        if is_first:
-            self._learnt.find(master for _, master in self._masters.existing())
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         context.tell_called(optimizers, handle, is_async)
         self._submit(
@@ -317,8 +312,8 @@ class StepThread:
             )
         )
         if is_async and is_first:
-            # An optimizer made inside step_fn could not be found above: its hyper-parameters are
-            # read when it steps.
+            # An optimizer made inside step_fn is not known yet: its hyper-parameters are read when
+            # it steps.
             handle.wait_entered()
         if not is_async:
             self._flushed = number
