@@ -14,7 +14,7 @@ from models import Batch
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.memory import huge_pages
 from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
-from roundpipe.params.placement.pending import Held
+from roundpipe.params.placement.held import Held
 
 WIDTH = 1024  # 4 MiB of fp32, 2 of bf16
 BATCH = Batch(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from roundpipe.kernels import chunks, native
 from roundpipe.optim.optimizers import AdamRule, SGDRule
-from roundpipe.params.placement.pending import UpdateInto
+from roundpipe.params.placement.newest import UpdateInto
 from roundpipe.step import updates
 from roundpipe.step.updates import RuleUpdate
 

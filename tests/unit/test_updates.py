@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roundpipe.kernels import native
 from roundpipe.optim.optimizers import AdamRule
-from roundpipe.params.placement.pending import UpdateInto
+from roundpipe.params.placement.newest import UpdateInto
 from roundpipe.step import updates
 from roundpipe.step.updates import RuleUpdate
 

@@ -95,7 +95,7 @@ class Host:
         self.device_states = DeviceStates(
             store, devices[0] if len(devices) == 1 else None, self.memory
         )
-        self.masters = Masters(store, rules, self.device_states)
+        self.masters = Masters(store, rules)
         self._worker = Worker("roundpipe-optimizer")
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
         # for.
@@ -107,6 +107,7 @@ class Host:
             self.condition,
             store,
             self.masters,
+            self.device_states,
             lambda: GradientWindow(store, rules, buffers),
         )
         self.worker_pool = WorkerPool(

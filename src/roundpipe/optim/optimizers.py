@@ -23,7 +23,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
     """Steps by rules where it can, else as torch does. To be named before a class of
     ``torch.optim``.
 
-    ``step`` only decides; see [Note: pending updates] in params/pending.py.
+    ``step`` only decides; see [Note: newest values].
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:

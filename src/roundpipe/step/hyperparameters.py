@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 
 from ..errors import ConfigError
 from ..params.masters import Master
-from ..params.placement.pending import PendingUpdates
+from ..params.placement.newest import PendingUpdates
 from ..threads.weak_registry import WeakRegistry
 from . import context
 

@@ -4,8 +4,8 @@ weights written back.
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version
 ``max(t - 1, s)``, s being the last step before a flush. Step t's job first writes back W_(t-1),
 layer by layer, then runs ``step_fn``; it may write working copies because every call that read
-older ones was committed by a job queued before it. Layers with a second working copy are written
-back by their own step; see [Note: two working copies].
+older ones was committed by a job queued before it. Layers with an idle copy are written back by
+their own step; see [Note: newest values].
 """
 
 import logging
@@ -19,6 +19,7 @@ import torch
 
 from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
+from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
 from ..system.cores import usable_cores
@@ -86,17 +87,19 @@ class StepThread:
         condition: SteadyCondition,
         store: ParameterStore,
         masters: Masters,
+        device_states: DeviceStates,
         new_window: Callable[[], GradientWindow],
     ) -> None:
         self._worker = worker
         self._condition = condition
         self._store = store
         self._masters = masters
+        self._device_states = device_states
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers()
         self._late = late = LateError(condition)
-        self._write_back = WriteBack(condition, store, masters, late)
+        self._write_back = WriteBack(condition, store, masters, device_states, late)
         self._jobs_left = 0
         self._flushed = 0
         self.num_steps = 0
@@ -342,13 +345,12 @@ class StepThread:
         self._flushed = self.num_steps
 
     def leave_devices(self) -> None:
-        """See `Masters.leave_devices`. Calls go on to compute with the versions that they would
+        """See `WriteBack.leave_devices`. Calls go on to compute with the versions that they would
         have computed with."""
         self.wait_idle()
         self.raise_late_error()
         with deferred():  # because a layer that has left must be known to be behind
-            for layer in self._masters.leave_devices(self.version):
-                self._write_back.set_back(layer, self.version)
+            self._write_back.leave_devices(self.version)
 
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
@@ -377,7 +379,7 @@ class StepThread:
     # Jobs, on the optimizer thread.
 
     def _fail_late(self, error: BaseException) -> None:
-        self._masters.note_failure(error)
+        self._device_states.note_failure(error)
         if (
             error is not self._write_back.error
         ):  # which is late already, or a waiting call has raised it

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import native
 from ..kernels.chunks import chunks
 from ..params.masters import Master
-from ..params.placement.pending import PendingUpdates, UpdateInto, do_all
+from ..params.placement.newest import PendingUpdates, UpdateInto, do_all
 from . import context
 
 BLOCK = 256  # a chunk is a whole number of them, but for the last
