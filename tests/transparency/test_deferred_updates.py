@@ -23,7 +23,7 @@ from models import make_mlp, mlp_batch
 from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.planner import Planner
-from roundpipe.kernels import native
+from roundpipe.kernels import native, updates
 from roundpipe.params.placement.held import Held
 from roundpipe.step import write_back
 from roundpipe.step.write_back import WriteBack
@@ -412,9 +412,9 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
         pytest.skip("this machine has no C compiler")
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", together)
     jobs: list[int] = []
-    update = native.update
+    by_kernel = updates._by_kernel
     monkeypatch.setattr(
-        native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1]
+        updates, "_by_kernel", lambda some: (jobs.append(len(some)), by_kernel(some))[1]
     )
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)

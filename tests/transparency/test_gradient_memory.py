@@ -10,7 +10,7 @@ import roundpipe
 from device_sets import TWO
 from engines import Engines, run_batch, train_steps
 from models import make_mlp, mlp_batch
-from roundpipe.params import gradients
+from roundpipe.params import gradient_memory
 
 NUM_LINEARS = 4
 BATCHES = [
@@ -24,12 +24,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[set[torch.dtype]]:
     """The dtypes in each block of memory that was made for a layer's gradients."""
     blocks: list[set[torch.dtype]] = []
 
-    class Counted(gradients.GradientBuffer):
-        def __init__(self, layout: gradients.Layout, *others: Any) -> None:
+    class Counted(gradient_memory.GradientBuffer):
+        def __init__(self, layout: gradient_memory.Layout, *others: Any) -> None:
             super().__init__(layout, *others)
             blocks.append({dtype for _, _, dtype in layout})
 
-    monkeypatch.setattr(gradients, "GradientBuffer", Counted)
+    monkeypatch.setattr(gradient_memory, "GradientBuffer", Counted)
     return blocks
 
 

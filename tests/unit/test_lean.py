@@ -17,10 +17,10 @@ from models import Batch, make_mlp, mlp_batch
 from reference import Reference
 from roundpipe import ConfigError, RoundPipe, load_checkpoint, save_checkpoint
 from roundpipe.kernels import chunks
+from roundpipe.kernels.updates import BLOCK
 from roundpipe.optim import AdamW, LeanAdamW
 from roundpipe.optim.moments import BFloat16, Blocks8, Format, Noise, round_to_bf16
-from roundpipe.params.masters import Master
-from roundpipe.step.updates import BLOCK
+from roundpipe.params.window import Master
 
 SIGNED = Blocks8(dtype=torch.int8, power=2, least=0)
 POSITIVE = Blocks8(dtype=torch.uint8, power=4, least=1)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from optimizers import PATIENCE_S
-from roundpipe.params.masters import Master
+from roundpipe.kernels.updates import UpdateInto
 from roundpipe.params.placement import held, newest
 from roundpipe.params.placement.held import Held, holder_of
-from roundpipe.params.placement.newest import Hold, PendingUpdates, UpdateInto
+from roundpipe.params.placement.newest import Hold, PendingUpdates
+from roundpipe.params.window import Master
 
 
 class AddOne(NamedTuple):

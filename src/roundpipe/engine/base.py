@@ -250,7 +250,7 @@ class Engine(ForwardingModule):
                 "engine's threads; call it "
                 "in the process that made the engine"
             )
-        self._steps.take_turn()
+        self._steps.turns.take()
         self._steps.raise_late_error()
         self._host.begin_call()
         if self._structure.has_changed():

@@ -30,7 +30,7 @@ from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
-from ..params.gradients import GradientBuffers
+from ..params.gradient_memory import GradientBuffers
 from ..plan.actions import Passes
 from ..plan.execute_plan import RunType
 from ..plan.schedule import backward_passes, saved_layers

@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..layers.replica import Modes
 from ..layers.structure import Structure
 from ..memory.pinning import PinMode
-from ..params.gradients import GradientBuffers
+from ..params.gradient_memory import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.costs import LayerCosts, Workload

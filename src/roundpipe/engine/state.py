@@ -12,15 +12,16 @@ from ..device.choose import DeviceSpec, choose_devices
 from ..errors import ConfigError
 from ..layers.compiler import BlockCompiler
 from ..memory.pinning import HostMemory, PinMode
-from ..params.gradients import GradientBuffers, GradientRules
+from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
 from ..runtime.worker_pool import WorkerPool
 from ..step.hyperparameters import WorkingWeights
-from ..step.thread import StepThread, leave_cores_for
+from ..step.thread import StepThread
 from ..step.turns import make_way
+from ..system.cores import leave_cores_for
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker

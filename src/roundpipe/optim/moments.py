@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from ..kernels.updates import BLOCK
 from ..memory import huge_pages
 from ..memory.scratch import scratch
-from ..step.updates import BLOCK
 
 PIECE = (
     1 << 18

@@ -3,17 +3,17 @@ update in one pass."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.native import Formula
+from ..kernels.updates import Formula, Rule, RuleUpdate, UpdateInto, compute
 from ..memory import huge_pages
-from ..params.masters import Master
-from ..step.updates import RuleUpdate, record, update_of
+from ..params.window import Master
+from ..step import context
 from .state import SteadyState
 
 _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
@@ -49,7 +49,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.offloaded()]
             if masters:
-                record(self.updates(masters, group))
+                _record(self.updates(masters, group))
         return loss
 
     def _has_rules(self) -> bool:
@@ -60,6 +60,22 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             and set(map(operator.attrgetter("dtype"), group["params"])) <= {torch.float32}
             for group in self.param_groups
         )
+
+
+def update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
+    """The update of a master by the gradient that it has now."""
+    return RuleUpdate(
+        master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule
+    )
+
+
+def _record(updates: Sequence[RuleUpdate]) -> None:
+    """Leaves the updates to the optimizer thread's one pass."""
+    step = context.current_step()
+    if step is None:
+        compute([UpdateInto(update, None) for update in updates])
+    else:
+        step.updates.add(updates)
 
 
 @dataclass(frozen=True)
@@ -119,55 +135,60 @@ class AdamRule:
         )
 
 
-def adam_rule(step: float, group: dict[str, Any], amsgrad: bool, is_decoupled: bool) -> AdamRule:
-    """What a param group says, at one step."""
-    beta1, beta2 = group["betas"]
-    return AdamRule(
-        step=step,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        amsgrad=amsgrad,
-        maximize=group["maximize"],
-        is_decoupled=is_decoupled,
-    )
+class AdamFamily(OnePass):
+    """What optimizers have in common whose state counts steps and has moments."""
 
+    def new_moments(
+        self, master: Master, group: dict[str, Any]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Names and tensors of what a master's state begins with."""
+        names = _moment_names(amsgrad=group["amsgrad"])
+        return ((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
 
-def count_steps(states: Sequence[dict[str, Any]]) -> list[float]:
-    """Counts one more step in each state and returns the counts.
+    def decided(
+        self, masters: Sequence[Master], group: dict[str, Any], *, amsgrad: bool, is_decoupled: bool
+    ) -> Iterator[tuple[Master, dict[str, Any], AdamRule]]:
+        """Each master with its state, in which one more step is counted, and the rule of that step.
 
-    All in one call of torch's, because after each the interpreter has to be waited for again.
-    """
-    steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1)
-    counts: list[float] = torch.stack(steps).tolist()
-    return counts
-
-
-class _AdamFamily(OnePass):
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        names = (
-            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if group["amsgrad"]
-            else ("exp_avg", "exp_avg_sq")
-        )
+        They are counted in one call of torch's, because after each the interpreter has to be waited
+        for again.
+        """
         states = [self.state[master] for master in masters]
         for master, state in zip(masters, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
-        steps = count_steps(states)
+                state.update(self.new_moments(master, group))
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        steps: list[float] = torch.stack(counts).tolist()
+        beta1, beta2 = group["betas"]
         rules = {
-            step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"])
+            step: AdamRule(
+                step=step,
+                lr=float(group["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=amsgrad,
+                maximize=group["maximize"],
+                is_decoupled=is_decoupled,
+            )
             for step in set(steps)
         }
-        moments = map(operator.itemgetter(*names), states)
-        return [
-            update_of(*given)
-            for given in zip(masters, moments, map(rules.__getitem__, steps), strict=True)
-        ]
+        return zip(masters, states, map(rules.__getitem__, steps), strict=True)
+
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+        amsgrad = group["amsgrad"]
+        decided = self.decided(
+            masters, group, amsgrad=amsgrad, is_decoupled=group["decoupled_weight_decay"]
+        )
+        moments_of = operator.itemgetter(*_moment_names(amsgrad=amsgrad))
+        return [update_of(master, moments_of(state), rule) for master, state, rule in decided]
+
+
+def _moment_names(*, amsgrad: bool) -> tuple[str, ...]:
+    return "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())
 
 
 @dataclass(frozen=True)
@@ -246,11 +267,11 @@ class SGD(OnePass, torch.optim.SGD):
         return updates
 
 
-class Adam(_AdamFamily, torch.optim.Adam):
+class Adam(AdamFamily, torch.optim.Adam):
     """``torch.optim.Adam``, same arguments and state. Construct it over ``optim_parameters()``."""
 
 
-class AdamW(_AdamFamily, torch.optim.AdamW):
+class AdamW(AdamFamily, torch.optim.AdamW):
     """``torch.optim.AdamW``, same arguments and state. Construct it over ``optim_parameters()``."""
 
 

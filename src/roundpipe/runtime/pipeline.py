@@ -13,7 +13,7 @@ from ..errors import InternalError
 from ..layers.buffers import BufferCache, KnownBuffers
 from ..layers.saved import Kept
 from ..layers.snapshot import Writers
-from ..params.gradients import GradientBuffers, GradientRules
+from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.schedule import round_robin

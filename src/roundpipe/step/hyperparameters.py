@@ -23,8 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ConfigError
-from ..params.masters import Master
 from ..params.placement.newest import PendingUpdates
+from ..params.window import Master
 from ..threads.weak_registry import WeakRegistry
 from . import context
 

@@ -63,6 +63,12 @@ class WriteBack:
             raise self.error
         return False
 
+    def note_failure(self, error: BaseException) -> None:
+        """What has failed on the optimizer thread, here or elsewhere, is for the next call."""
+        self._device_states.note_failure(error)
+        if error is not self.error:  # which is late already, or a waiting call has raised it
+            self._late.keep(error)
+
     def advance(self, version: int) -> None:
         """After a failure nothing is written back, yet calls that wait for the version must go
         on."""

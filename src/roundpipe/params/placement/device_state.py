@@ -24,11 +24,12 @@ from typing import NamedTuple
 import torch
 
 from ...device import Device
+from ...kernels.updates import RuleUpdate
 from ...memory.copier import Pair, PinnedCopier
 from ...memory.pinning import HostMemory
 from ..working import LayerParameters, ParameterStore, ParameterUse, view_of
 from .held import free, holder_of
-from .newest import Hold, Update
+from .newest import Hold
 
 # Steps in a row between which somebody looked at a layer's state, after which it stays on the host.
 _PATIENCE = 3
@@ -137,10 +138,9 @@ class DeviceState:
         ]
 
         def is_held(index: int) -> bool:
+            # Else a signal's handler has looked, and perhaps written, meanwhile.
             held, own, _ = left[index]
-            return (
-                holder_of(own) is held
-            )  # else a signal's handler has looked, and perhaps written, meanwhile
+            return holder_of(own) is held
 
         self._copies.down(
             [pair for _, _, pair in left], is_held, lambda index: free(left[index][1])
@@ -198,11 +198,6 @@ def _stamps(layer: LayerParameters) -> _Stamps:
     return tuple((use.parameter.data_ptr(), use.parameter._version) for use in layer.uses)
 
 
-def _largest_state(store: ParameterStore) -> int:
-    """Bytes of the masters of one layer, of that which has most."""
-    return max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
-
-
 class DeviceStates:
     """All device states, on one device. The optimizer thread takes some, the caller gives them up
     while that is idle.
@@ -214,21 +209,19 @@ class DeviceStates:
 
     def __init__(self, store: ParameterStore, device: Device | None, memory: HostMemory) -> None:
         self._store = store
-        self._link = (
-            None
-            if device is None
-            else Link(device, PinnedCopier(device.compute, memory, _largest_state(store)))
-        )
+        self._link: Link | None = None
+        if device is not None:
+            most = max(
+                sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers
+            )
+            self._link = Link(device, PinnedCopier(device.compute, memory, most))
         self._lock = threading.RLock()
         self._refused: set[int] = set()
         self._most = float("inf")
         self._limit = 0.0
 
-    def of(self, layer: LayerParameters) -> DeviceState | None:
-        return self._store.device_states.get(layer.layer)
-
     def take(
-        self, layers: Sequence[LayerParameters], updates: Sequence[Update], gradient_bytes: int
+        self, layers: Sequence[LayerParameters], updates: Sequence[RuleUpdate], gradient_bytes: int
     ) -> DeviceState | None:
         """Device states for layers whose parameters all have an update to come, if there is room;
         shallow ones ask first.
@@ -244,24 +237,18 @@ class DeviceStates:
         refused = self._refused | self._store.written
         if self._link is None or any(layer.layer in refused for layer in layers):
             return None
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # because the updates are pending, and only looked at
-            can_move = all(update.can_move for update in updates)
-            state = [
-                tensor.nbytes for update in updates for tensor in (update.weight, *update.moments)
-            ]
+        with torch._C.DisableTorchFunctionSubclass():  # because pending updates are only looked at
+            if not all(update.can_move for update in updates):
+                return None
+            state = sum(t.nbytes for update in updates for t in (update.weight, *update.moments))
         num_bytes = [2 * layer.num_bytes for layer in layers]
-        num_bytes[0] += sum(state) + gradient_bytes
-        if not can_move:
-            return None
+        num_bytes[0] += state + gradient_bytes
         group = [
             DeviceState(layer, own_bytes, self._link, self._lock)
             for layer, own_bytes in zip(layers, num_bytes, strict=True)
         ]
-        with (
-            self._lock
-        ):  # because a call may be asking for this room: it finds it taken, or this finds it gone
+        # A call may be asking for this room: it finds it taken, or this finds it gone.
+        with self._lock:
             if self.num_bytes + sum(num_bytes) > self._limit:
                 return None
             try:
@@ -273,9 +260,7 @@ class DeviceStates:
                 return None
             for device_state in group:
                 device_state.group = group
-            self._store.device_states.update(
-                (device_state.layer.layer, device_state) for device_state in group
-            )
+                self._store.device_states[device_state.layer.layer] = device_state
         return group[0]
 
     @property
@@ -285,14 +270,12 @@ class DeviceStates:
     @property
     def num_bytes(self) -> int:
         """What they may take."""
-        return sum(
-            device_state.num_bytes for device_state in list(self._store.device_states.values())
-        )
+        return sum(each.num_bytes for each in list(self._store.device_states.values()))
 
     @property
     def held_bytes(self) -> int:
         """What they take. With no update under way."""
-        return sum(device_state.held_bytes for device_state in self._store.device_states.values())
+        return sum(each.held_bytes for each in self._store.device_states.values())
 
     # Called by the caller's thread.
 
@@ -328,9 +311,7 @@ class DeviceStates:
     @property
     def must_shrink(self) -> bool:
         with self._lock:
-            is_one_unwanted = any(
-                device_state.is_unwanted for device_state in self._store.device_states.values()
-            )
+            is_one_unwanted = any(each.is_unwanted for each in self._store.device_states.values())
             return is_one_unwanted or self.num_bytes > self._limit
 
     def leaving(self) -> Iterator[list[DeviceState]]:

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ...kernels.updates import RuleUpdate, UpdateInto, compute, do_all
 from .held import Held, free, hold, holder_of, reachable_otherwise, settle
 
 if TYPE_CHECKING:
@@ -155,33 +156,6 @@ class Whereabouts:
 # Masters and moments.
 
 
-class Update(Protocol):
-    """What is to be done to one master and its optimizer state. ``seen``: its gradient is in other
-    hands too."""
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-    @property
-    def moments(self) -> tuple[torch.Tensor, ...]: ...
-    @property
-    def seen(self) -> bool: ...
-    @property
-    def can_move(self) -> bool:
-        """Whether it can be computed on a device."""
-        ...
-
-    def moved(self, weight: torch.Tensor, moments: tuple[torch.Tensor, ...]) -> "Update":
-        """The same to other tensors, which are on a device."""
-        ...
-
-
-class UpdateInto(NamedTuple):
-    """An update, and the working copy that the same pass is to write, if any."""
-
-    update: Any
-    working: torch.Tensor | None
-
-
 class Hold:
     """Holds one master and its moments: by an update that is ``decided`` for them, by their values
     being ``there`` on a device, or both.
@@ -189,14 +163,14 @@ class Hold:
     Decided and computed on the optimizer thread; fetched by whoever looks.
     """
 
-    def __init__(self, update: Any, decided: "PendingUpdates") -> None:
-        self.update = update
+    def __init__(self, update: RuleUpdate, decided: "PendingUpdates") -> None:
+        self.update: Any = update
         self.decided: PendingUpdates | None = decided
         self.tensors: tuple[Any, ...] = (update.weight, *update.moments)
         self.device_state: DeviceState | None = None
         self.there: tuple[torch.Tensor, ...] = ()
 
-    def decide_again(self, update: Any, decided: "PendingUpdates") -> bool:
+    def decide_again(self, update: RuleUpdate, decided: "PendingUpdates") -> bool:
         """The values stay on the device until this update too is computed there. False if it is
         for other tensors, or another has been decided before, on which it builds.
 
@@ -243,7 +217,7 @@ class PendingUpdates:
         compute: computes updates; together, because many small ones share their threads.
     """
 
-    def __init__(self, compute: Callable[[Sequence[UpdateInto]], None]) -> None:
+    def __init__(self, compute: Callable[[Sequence[UpdateInto]], None] = compute) -> None:
         self._compute = compute
         self._thread = threading.get_ident()
         self._done = threading.Condition()
@@ -252,10 +226,11 @@ class PendingUpdates:
     def __contains__(self, master: torch.Tensor) -> bool:
         return id(master) in self._decided
 
-    def of(self, master: torch.Tensor) -> Any:
-        return self._decided[id(master)].update
+    def of(self, master: torch.Tensor) -> RuleUpdate:
+        update: RuleUpdate = self._decided[id(master)].update
+        return update
 
-    def add(self, updates: Sequence[Update]) -> None:
+    def add(self, updates: Sequence[RuleUpdate]) -> None:
         """Defers those that nobody can see; computes the others now."""
         others = [update for update in updates if update.seen or not self._decide_again(update)]
         written = [tensor for update in others for tensor in (update.weight, *update.moments)]
@@ -277,7 +252,7 @@ class PendingUpdates:
         if at_once:
             self._compute(at_once)
 
-    def _decide_again(self, update: Update) -> bool:
+    def _decide_again(self, update: RuleUpdate) -> bool:
         holder: Any = holder_of(update.weight)
         if holder is None or not holder.decide_again(update, self):
             return False
@@ -353,19 +328,3 @@ class PendingUpdates:
             return
         with self._done:
             self._done.wait_for(lambda: held.decided is not self)
-
-
-def do_all(jobs: Iterable[Callable[[], None]]) -> None:
-    """One that raises keeps none of the others from being done: the first error is raised when they
-    are."""
-    first_error: Exception | None = None
-    for job in jobs:
-        try:
-            job()
-        except Exception as error:
-            first_error = first_error or error
-    if first_error is not None:
-        try:
-            raise first_error
-        finally:
-            first_error = None  # because its traceback has this frame, which would keep it
