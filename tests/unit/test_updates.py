@@ -97,6 +97,15 @@ def test_without_memory_for_the_smallest_piece_it_says_so(monkeypatch: pytest.Mo
         foreach.update(make(1.0, 1))
 
 
+def test_on_a_device_a_rule_that_raises_keeps_no_other_from_being_done() -> None:
+    made, expected = make(0.3, 1), one_by_one(make(0.3, 1))
+    made[0] = made[0]._replace(update=made[0].update._replace(rule=replace(RULE, eps="none")))
+    with pytest.raises(TypeError):
+        foreach.update(made)
+    for tensor, wanted in zip(tensors_of(made)[4:], expected[4:], strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_one_that_raises_keeps_no_other_from_being_done(
     has_kernel: bool, monkeypatch: pytest.MonkeyPatch

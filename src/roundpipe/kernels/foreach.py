@@ -2,10 +2,13 @@
 one takes longer than most tensors do."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from ..errors import do_all
 
 if TYPE_CHECKING:
     from .updates import RuleUpdate, UpdateInto
@@ -45,9 +48,7 @@ def update(updates: "Sequence[UpdateInto]") -> None:
     for update, working in updates:
         pieces = _Piece(update, working, 0, update.weight.numel()).cut(_PIECE)
         batches.setdefault((id(update.rule), update.scale), []).extend(pieces)
-    for batch in batches.values():
-        for pieces in _portions(batch):
-            _together(pieces)
+    do_all(partial(_together, pieces) for batch in batches.values() for pieces in _portions(batch))
 
 
 def _portions(batch: Sequence[_Piece]) -> Iterator[list[_Piece]]:

@@ -8,13 +8,14 @@ import ctypes
 import math
 import operator
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..errors import do_all
 from . import foreach, native
 from .chunks import chunks
 
@@ -97,8 +98,8 @@ def compute(updates: Sequence[UpdateInto]) -> None:
     """Writes masters, state and the working copies given. Blocks; the interpreter is free
     meanwhile.
 
-    On the CPU one that raises keeps none of the others from being done: the first error is raised
-    when they are.
+    One that raises keeps none of the others from being done, but for what an accelerator does in
+    the same operation: the first error is raised when they are.
     """
     with torch.no_grad():
         if len(updates) == 1:
@@ -148,22 +149,6 @@ def _piece(moment: torch.Tensor, where: slice, count: int) -> torch.Tensor:
         if moment.numel() == count
         else moment[where.start // BLOCK : -(-where.stop // BLOCK)]
     )
-
-
-def do_all(jobs: Iterable[Callable[[], None]]) -> None:
-    """One that raises keeps none of the others from being done: the first error is raised when they
-    are."""
-    first_error: Exception | None = None
-    for job in jobs:
-        try:
-            job()
-        except Exception as error:
-            first_error = first_error or error
-    if first_error is not None:
-        try:
-            raise first_error
-        finally:
-            first_error = None  # because its traceback has this frame, which would keep it
 
 
 # The kernel.

@@ -61,9 +61,8 @@ class GradScaler:
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._lock = (
-            threading.Lock()
-        )  # because workers read the scale while the caller's thread replaces it
+        # Because workers read the scale while the caller's thread replaces it.
+        self._lock = threading.Lock()
         # Replaced and never written: the backward of a loss multiplied with it may still be
         # running.
         self._scale = torch.full((), init_scale, dtype=torch.float32, device="cpu")

@@ -155,9 +155,8 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         """Its own state to the bit; or that of ``torch.optim.AdamW``, rounded into this optimizer's
         formats."""
         formats = [group["moments"] for group in self.param_groups]
-        super().load_state_dict(
-            {**state_dict, "state": {}}
-        )  # because torch would cast codes to the master's dtype
+        # Without the state, because torch would cast codes to the master's dtype.
+        super().load_state_dict({**state_dict, "state": {}})
         for group, own in zip(self.param_groups, formats, strict=True):
             group.setdefault("moments", own)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]

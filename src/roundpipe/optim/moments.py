@@ -19,9 +19,8 @@ from ..kernels.updates import BLOCK
 from ..memory import huge_pages
 from ..memory.scratch import scratch
 
-PIECE = (
-    1 << 18
-)  # elements handled at a time, so that values in between stay in the cache; whole blocks
+# Elements handled at a time, so that values in between stay in the cache; whole blocks.
+PIECE = 1 << 18
 
 _KEEP_UPPER_HALF = -(1 << 16)
 

@@ -275,6 +275,19 @@ class AdamW(AdamFamily, torch.optim.AdamW):
     """``torch.optim.AdamW``, same arguments and state. Construct it over ``optim_parameters()``."""
 
 
+# torch's own, whose update is more than elementwise: they run as torch wrote them, on ``.grad``.
+
+
+class Adafactor(SteadyState, torch.optim.Adafactor):
+    """``torch.optim.Adafactor``, same arguments and state. Construct it over
+    ``optim_parameters()``."""
+
+
+class Muon(SteadyState, torch.optim.Muon):
+    """``torch.optim.Muon``, same arguments and state. Construct it over matrices among
+    ``optim_parameters()``."""
+
+
 def _fused_by_default(kwargs: dict[str, Any]) -> dict[str, Any]:
     chosen = any(kwargs.get(name) for name in ("foreach", "differentiable", "capturable"))
     return kwargs if chosen else {"fused": True, **kwargs}

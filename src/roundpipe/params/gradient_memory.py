@@ -98,9 +98,8 @@ class GradientBuffers:
     def __init__(self, memory: HostMemory, rules: GradientRules) -> None:
         self._memory = memory
         self._rules = rules
-        self._lock = (
-            threading.Lock()
-        )  # because workers take buffers and the optimizer thread gives them back
+        # Because workers take buffers and the optimizer thread gives them back.
+        self._lock = threading.Lock()
         self._offloaded: dict[int, list[GradientBuffer]] = {}
         self._summed: dict[int, list[GradientBuffer]] = {}
 

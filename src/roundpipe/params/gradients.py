@@ -198,9 +198,8 @@ def _together(sums: dict[int, torch.Tensor], dtype: torch.dtype) -> _Rounded:
     totals = list(sums.values())
     whole = torch.empty(sum(map(torch.Tensor.numel, totals)), dtype=dtype, device=totals[0].device)
     gradients = unpacked(whole, [total.shape for total in totals])
-    torch._foreach_copy_(
-        gradients, totals
-    )  # not one behind the other first, which in fp32 takes twice that memory
+    # Not one behind the other first, which in fp32 takes twice that memory.
+    torch._foreach_copy_(gradients, totals)
     return _Rounded(dict(zip(sums, gradients, strict=True)), _norms_of_all(gradients), whole)
 
 

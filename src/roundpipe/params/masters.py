@@ -26,9 +26,8 @@ class Masters:
         self._rules = rules
         self.by_parameter: dict[int, Master] = {}  # by the id of the working copy
         self._ids: set[int] = set()  # of the masters themselves
-        self._writes: dict[
-            int, int
-        ] = {}  # torch's counts of in-place writes to parameters, when masters last followed
+        # torch's counts of in-place writes to parameters, when masters last followed.
+        self._writes: dict[int, int] = {}
 
     def of(self, parameter: nn.Parameter) -> Master:
         """The master of a trainable parameter, made from its working copy on first use."""

@@ -85,9 +85,8 @@ class ParameterStore:
         self._of_whole = self.whereabouts  # by the layer numbers of uses
         # The ids of parameters that are behind their masters in every copy; [Note: newest values].
         self.ahead: set[int] = set()
-        self.written: set[int] = (
-            set()
-        )  # layers whose forward has written to a weight, which only a slot may hold then
+        # Layers whose forward has written to a weight, which only a slot may hold then.
+        self.written: set[int] = set()
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:

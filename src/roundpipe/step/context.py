@@ -111,9 +111,8 @@ def threads() -> "Iterator[StepThread]":
     return iter(_threads)
 
 
-if hasattr(
-    os, "register_at_fork"
-):  # because none of them runs there, so that whoever waited would wait forever
+# Because none of them runs there, so that whoever waited would wait forever.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)
 
 

@@ -29,8 +29,7 @@ from ..trace import spans
 from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
-from .jobs import Jobs
-from .late_error import LateError
+from .jobs import Jobs, LateError
 from .turns import Turns
 from .write_back import WriteBack
 

@@ -1,6 +1,7 @@
 """Writes the newest weights where calls read them: computes updates, layer by layer, and says which
 version each layer's copies hold. See [Note: versions] and [Note: newest values]."""
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -13,12 +14,12 @@ from ..params.working import LayerParameters, ParameterStore, ParameterUse
 from ..system.host_memory import free_host_bytes
 from ..threads.interrupts import SteadyCondition
 from ..trace import spans
-from .late_error import LateError
+from .jobs import LateError
 
 _SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
-_TOGETHER_BYTES = (
-    64 << 20
-)  # of working copies, which are written in one call: with adapters, those of many layers
+# Of working copies, which are written in one call: with adapters, those of many layers.
+_TOGETHER_BYTES = 64 << 20
+_written_back = operator.attrgetter("written_back")
 
 
 class WriteBack:
@@ -48,7 +49,8 @@ class WriteBack:
     @property
     def version(self) -> int:
         """What every layer holds at least."""
-        return min(whereabouts.written_back for whereabouts in self._store.whereabouts)
+        version: int = min(map(_written_back, self._store.whereabouts))
+        return version
 
     def is_written_back(self, layer: int, version: int) -> bool:
         """Whether the layer's working copies hold ``version``. Called by workers under the engine's
@@ -100,9 +102,8 @@ class WriteBack:
                         for layer in some:
                             self._store.whereabouts[layer.layer].bring_home(version)
                 if window is not None:
-                    window.release_layers(
-                        some
-                    )  # before a call that may offload there has all its weights
+                    # Before a call that may offload there has all its weights.
+                    window.release_layers(some)
                 self._mark(_numbers(some), version)
             self.error = None
         except BaseException as error:

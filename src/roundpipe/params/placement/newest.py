@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...kernels.updates import RuleUpdate, UpdateInto, compute, do_all
+from ...errors import do_all
+from ...kernels.updates import RuleUpdate, UpdateInto, compute
 from .held import Held, free, hold, holder_of, reachable_otherwise, settle
 
 if TYPE_CHECKING:
