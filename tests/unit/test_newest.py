@@ -43,7 +43,7 @@ class Layer:
         if copy is None:
             return None
         with torch.no_grad():
-            self.where.tensor(copy, self.use).fill_(version)
+            self.where.tensors(copy, [self.use])[0].data.fill_(version)
         self.where.wrote(copy, version)
         return copy.name
 

@@ -3,6 +3,7 @@ version each layer's copies hold. See [Note: versions] and [Note: newest values]
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 import torch
 
@@ -205,10 +206,8 @@ class WriteBack:
                 self._write_there(whereabouts, copy, ahead, updates)
                 whereabouts.wrote(copy, version)
             elif ahead:
-                for use in ahead:
-                    targets[id(use.parameter)] = (
-                        None if copy is None else whereabouts.tensor(copy, use)
-                    )
+                into = repeat(None) if copy is None else whereabouts.tensors(copy, ahead)
+                targets.update(zip((id(use.parameter) for use in ahead), into, strict=False))
                 if copy is not None:
                     turned.append((whereabouts, copy))
             if copy is not None or not ahead:
@@ -229,7 +228,7 @@ class WriteBack:
             if updates is not None and master in updates:
                 updated.append((master, target))
             elif target is not None:
-                target.copy_(master.data)
+                target.data.copy_(master.data)
         if updates is not None:
             updates.compute(updated)
         # Only now, as an interrupt may come before.
@@ -246,9 +245,8 @@ class WriteBack:
         device_state, updated = whereabouts.device_state, []
         assert device_state is not None
         with device_state.work(), torch.no_grad():
-            for use in ahead:
-                key = id(use.parameter)
-                master, target = self._masters.by_parameter[key], whereabouts.tensor(copy, use)
+            for use, target in zip(ahead, whereabouts.tensors(copy, ahead), strict=True):
+                master = self._masters.by_parameter[id(use.parameter)]
                 if updates is not None and master in updates:
                     updated.append((master, target))
                     continue

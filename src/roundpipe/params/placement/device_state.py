@@ -154,8 +154,8 @@ class DeviceState:
         """None if the user has written to his own parameters since it was written."""
         return self._images[index] if self._stamps[index] == _stamps(self.layer) else None
 
-    def in_image(self, index: int, use: ParameterUse) -> torch.Tensor:
-        return view_of(self._images[index], use)
+    def in_image(self, index: int, uses: Sequence[ParameterUse]) -> list[torch.Tensor]:
+        return [view_of(self._images[index], use) for use in uses]
 
     def has_image(self, index: int) -> bool:
         """Makes it if there is room."""

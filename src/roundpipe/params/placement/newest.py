@@ -116,15 +116,15 @@ class Whereabouts:
             return None
         return Copy.SECOND if newest is Copy.OWN else Copy.OWN
 
-    def tensor(self, copy: Copy, use: "ParameterUse") -> torch.Tensor:
-        """The parameter in that copy."""
+    def tensors(self, copy: Copy, uses: "Sequence[ParameterUse]") -> list[torch.Tensor]:
+        """The parameters in that copy."""
         if copy is Copy.OWN:
-            return use.parameter.data
+            return [use.parameter for use in uses]
         if copy is Copy.SECOND:
             assert self.second is not None
-            return self.second.tensors[use.place]
+            return [self.second.tensors[use.place] for use in uses]
         assert self.device_state is not None
-        return self.device_state.in_image(copy - Copy.IMAGE_0, use)
+        return self.device_state.in_image(copy - Copy.IMAGE_0, uses)
 
     def wrote(self, copy: Copy, version: int) -> None:
         """That copy holds ``version`` now, or will by the time its device has done what is
