@@ -6,15 +6,16 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest
 
-.PHONY: help quickstart notebooks test test-slow test-gpu lint format clean
+.PHONY: help quickstart notebooks test test-slow test-gpu lint shape format clean
 
 help:
 	@echo 'make quickstart   fine-tune a small language model (DEVICES=3 for three virtual devices)'
 	@echo 'make notebooks    run the notebooks and store what they print (NOTEBOOKS=... for some of them)'
-	@echo 'make test         the tests (TESTS=tests/unit for a part of them)'
+	@echo 'make test         the tests (TESTS=tests/plan for a part of them)'
 	@echo 'make test-slow    the tests that take minutes'
 	@echo 'make test-gpu     the tests that need an accelerator'
 	@echo 'make lint         ruff and mypy'
+	@echo 'make shape        how long, branched and wide the sources are, beside the targets'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make clean        remove .venv and caches'
 
@@ -37,6 +38,9 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+shape: $(INSTALLED)
+	$(RUN) tools/shape.py
 
 format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .

@@ -159,7 +159,7 @@ def main() -> None:
         "--points", type=int, default=4, help="held-out losses per curve (default: %(default)s)"
     )
     parser.add_argument(
-        "--devices", type=int, help="virtual CPU devices; default: every GPU, else one"
+        "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
     )
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the options to run, from 0")
     chosen = parser.parse_args()

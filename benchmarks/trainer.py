@@ -228,7 +228,7 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
-        "--devices", type=int, help="virtual CPU devices (default: every GPU, else one)"
+        "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
     )
     parser.add_argument(
         "--max-gpu-memory", type=float, metavar="GB", help="stay under this much on each GPU"

@@ -5,33 +5,27 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-# Pytest's importlib mode leaves sys.path alone, and the helpers next to this file belong to no
-# package.
-sys.path.insert(0, str(Path(__file__).parent))
-
-from device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
+from tests.support.device_sets import ACCELERATORS, ONE, THREE, TWO, DeviceSet
 
 if TYPE_CHECKING:
-    from engines import Engines
+    from tests.support.engines import Engines
 
-WATCHED_FOLDERS = ("transparency", "failures", "bugs", "gpu")
+WATCHED_FOLDERS = ("transparency", "failures", "stories", "gpu")
 LONGEST_S = 60
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an accelerator")
     config.addinivalue_line("markers", "slow: a long grid; left out with -m 'not slow'")
-    # One, where cases.md says two: on shared cores the two wait for each other at every small
-    # product, ten times the time for the same bits. RoundPipe carries the number into its workers;
-    # processes that tests start inherit it.
+    # One: on shared cores two wait for each other at every small product, ten times the time for
+    # the same bits. RoundPipe carries the number into its workers; processes that tests start
+    # inherit it.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Recurrent layers would compute in TF32 by default, far from what fp32 promises.
@@ -80,7 +74,7 @@ def devices(request: pytest.FixtureRequest) -> DeviceSet:
 @pytest.fixture
 def engines() -> Iterator[Engines]:
     # Imported here, so that tests of single parts run while the engine as a whole does not import.
-    from engines import Engines
+    from tests.support.engines import Engines
 
     made = Engines()
     yield made

@@ -14,7 +14,7 @@ RecomputeGrain = Literal["stage", "layer"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundPipeRunConfig:
-    """How one call runs. Every field defaults to None, meaning "not set".
+    """Says how one call runs. Every field defaults to None, meaning "not set".
 
     Args:
         requires_grad: build what backward needs; else ``torch.is_grad_enabled()``.
@@ -29,6 +29,16 @@ class RoundPipeRunConfig:
         merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches
             as they are, as `RoundPipePackedData`.
         execute_plan: the stages to use; else planned from the layers' sizes.
+
+    Raises:
+        ConfigError: a value that a field cannot have.
+
+    Example:
+        >>> time_first = RoundPipeRunConfig(
+        ...     num_microbatch=8,
+        ...     merge_output=lambda outputs, rows: torch.cat(outputs, dim=1),
+        ... )
+        >>> outputs = engine(x, roundpipe_run_config=time_first)
     """
 
     requires_grad: bool | None = None
@@ -57,7 +67,12 @@ class RoundPipeRunConfig:
                 f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan"
             )
 
+    @property
+    def builds_graph(self) -> bool:
+        """True where a forward is to be a part of the caller's graph."""
+        return torch.is_grad_enabled() if self.requires_grad is None else self.requires_grad
+
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":
-        """This config where it is set, ``base`` where it is not."""
+        """Returns this config where it is set, and ``base`` where it is not."""
         own = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
         return replace(base, **own)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 
 class RoundPipeError(Exception):
-    """Base of everything RoundPipe raises on its own account."""
+    """The base of everything that RoundPipe raises on its own account."""
 
 
 class ConfigError(RoundPipeError, ValueError):

@@ -3,6 +3,7 @@ nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
 from .loading import load_pretrained_mmap
+from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
 from .trainer.mixin import RoundPipeTrainerMixin
 
@@ -12,4 +13,5 @@ __all__ = [
     "RoundPipeTrainerMixin",
     "RoundPipeTrainingArguments",
     "load_pretrained_mmap",
+    "loss_reduction",
 ]

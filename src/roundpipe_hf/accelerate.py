@@ -30,6 +30,9 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
     loaded with the optimizer's copies of the weights. Updates are synchronous. Takes all arguments
     of `Accelerator` but those that place or cast models.
 
+    Raises:
+        ConfigError: mixed precision, or several processes.
+
     Example:
         >>> accelerator = RoundPipeAccelerator(gradient_accumulation_steps=2)
         >>> engine = wrap_model_to_roundpipe(model, optim_dtype=torch.float32)
@@ -60,13 +63,15 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         self._engines: list[Engine] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepares as Accelerate does; an engine and the optimizer over its parameters come in one
+        call."""
         self._engines += [
             given for given in args if isinstance(given, Engine) and given not in self._engines
         ]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """An engine stays as it is; any other model is prepared as ever."""
+        """Leaves an engine as it is, and prepares any other model as ever."""
         if not isinstance(model, Engine):
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
         if model not in self._models:
@@ -75,8 +80,12 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """An optimizer over an engine's copies of the weights is stepped by that engine from here
-        on."""
+        """Has an optimizer over an engine's copies of the weights stepped by that engine from here
+        on.
+
+        Raises:
+            ConfigError: there is an engine, and the optimizer is over other parameters.
+        """
         engine = next(
             (one for one in self._engines if is_over_masters(optimizer, _as_roundpipe(one))), None
         )
@@ -94,7 +103,12 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: int | float = 2) -> Any:
         """Clips the gradients of the next step. The norm, before clipping, is known after it:
-        ``.item()`` then."""
+        ``.item()`` then.
+
+        Raises:
+            ConfigError: a ``norm_type`` other than 2, or ``parameters`` that are some of an
+                engine's only.
+        """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self._optimizer_of(given)
         if optimizer is None:
@@ -107,6 +121,11 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         return PendingNorm(optimizer)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips each element as Accelerate does, of parameters that are no engine's.
+
+        Raises:
+            ConfigError: they are an engine's, whose gradients are on their way.
+        """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._optimizer_of(given) is not None:
             raise ConfigError(
@@ -153,7 +172,7 @@ class _AtOnce:
     """Steps when told to."""
 
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
-        return optimizer.submit()
+        return optimizer.submit({})
 
     def stepped(self, optimizer: PipelineOptimizer) -> None:
         optimizer.max_grad_norm = 0.0  # because it was asked for that step only

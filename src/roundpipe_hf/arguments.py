@@ -18,8 +18,10 @@ from roundpipe.system.sizes import bytes_of
 from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
+LossReduction = Literal["sum", "rows", "tokens"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
 HOST = torch.device("cpu")
+_OF_THE_TRAINER = ("async_optimizer", "loss_reduction")  # of the settings: no engine knows them
 _device_of_loss: ContextVar[torch.device | None] = ContextVar("device_of_loss", default=None)
 
 
@@ -36,8 +38,33 @@ def losses_on(device: torch.device | None) -> Iterator[None]:
 
 @dataclass
 class PipelineArguments:
-    """What the engine adds to any training arguments class; put it before that class among the
-    bases."""
+    """Adds the engine's settings to any training arguments class; put it before that class among
+    the bases.
+
+    Args:
+        async_optimizer: let the optimizer run behind the next step; gradients are then exactly one
+            step old.
+        devices: a number, of accelerators or where there are none of virtual CPU devices; or names
+            of devices, on the command line ``cuda:0,cuda:1``; None for every visible accelerator.
+        num_microbatch: microbatches per batch; None for the number of devices + 1.
+        recompute_grain: ``"stage"`` (default) or ``"layer"``, which recomputes one layer at a time.
+        pin_model: how host memory is page-locked, as in `RoundPipe`.
+        optim_dtype: dtype of the optimizer's own copies of the weights; ``"auto"`` keeps the
+            weights'.
+        max_gpu_memory: what the engine stays under on each device: ``"24GB"``, ``"900MiB"`` or a
+            number of GB, 10**9 bytes.
+        loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
+            where that is not known.
+        trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
+
+    Raises:
+        ConfigError: a value that a setting cannot have.
+
+    Example:
+        >>> @dataclass
+        ... class MyArguments(PipelineArguments, TrainingArguments):
+        ...     pass
+    """
 
     async_optimizer: bool = field(
         default=False,
@@ -76,6 +103,13 @@ class PipelineArguments:
         default=None,
         metadata={"help": "What the engine stays under on each device: 24GB, 900MiB, or GB."},
     )
+    loss_reduction: LossReduction | None = field(
+        default=None,
+        metadata={
+            "help": "How a loss of your own reduces a batch: 'sum', 'rows' or 'tokens' (means over "
+            "those). It then runs fused with the model, else on whole batches."
+        },
+    )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Write a timeline of what each device did here."}
     )
@@ -91,6 +125,8 @@ class PipelineArguments:
             bytes_of(self.max_gpu_memory, "max_gpu_memory")
         _check_choice("pin_model", self.pin_model, get_args(PinModel))
         _check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
+        if self.loss_reduction is not None:
+            _check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         self.run_config()  # because a bad value should be told here, not at the first training step
         inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
         if inherited is not None:
@@ -105,16 +141,22 @@ class PipelineArguments:
         return inherited
 
     def run_config(self) -> RoundPipeRunConfig:
+        """Returns those settings that calls of an engine take."""
         grain: Any = self.recompute_grain
         return RoundPipeRunConfig(num_microbatch=self.num_microbatch, recompute_grain=grain)
 
     def master_dtype(self) -> torch.dtype | None:
+        """Returns ``optim_dtype`` as torch's; None for ``"auto"``."""
         return None if self.optim_dtype == "auto" else getattr(torch, self.optim_dtype)
 
 
 @dataclass
 class RoundPipeTrainingArguments(PipelineArguments, TrainingArguments):
-    """`transformers.TrainingArguments` plus the engine's settings."""
+    """`transformers.TrainingArguments` plus the engine's settings, see `PipelineArguments`.
+
+    Example:
+        >>> args = RoundPipeTrainingArguments("out", bf16=True, max_gpu_memory="24GB")
+    """
 
 
 def pipeline_of(args: TrainingArguments) -> PipelineArguments:
@@ -124,7 +166,7 @@ def pipeline_of(args: TrainingArguments) -> PipelineArguments:
 
 def engine_settings_in(args: TrainingArguments) -> list[str]:
     """The names of the settings that shape an engine and are not at their defaults."""
-    names = [one.name for one in fields(PipelineArguments) if one.name != "async_optimizer"]
+    names = [one.name for one in fields(PipelineArguments) if one.name not in _OF_THE_TRAINER]
     given, defaults = pipeline_of(args), PipelineArguments()
     return [name for name in names if getattr(given, name) != getattr(defaults, name)]
 

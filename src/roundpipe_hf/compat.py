@@ -28,6 +28,7 @@ __all__ = [
     "OptimizerNames",
     "adapter_configs",
     "add_variant",
+    "adds_router_loss",
     "base_model",
     "book_loss",
     "clear_device_cache",
@@ -58,7 +59,8 @@ def adapter_configs(model: Any) -> Mapping[str, Any]:
 def use_one_gpu(args: TrainingArguments) -> None:
     """Keeps Trainer from multiplying the batch by the number of GPUs and from building
     `nn.DataParallel`."""
-    args.device  # noqa: B018  # because the property sets `_n_gpu` on its first read and would undo ours
+    # Because the property sets `_n_gpu` on its first read and would undo ours.
+    args.device  # noqa: B018
     args._n_gpu = min(args._n_gpu, 1)
 
 
@@ -67,15 +69,19 @@ def loss_adds_up(trainer: Trainer) -> bool:
     to add up.
 
     True for label smoothing, and for the models whose own loss is transformers' causal one.
-    Anything else has to be asked (see loss_rule.py). Mixture-of-experts routers add a mean to that
-    loss.
+    Mixture-of-experts routers add a mean to that loss.
     """
     if trainer.label_smoother is not None:
         return True
     assert isinstance(trainer.model, nn.Module)
     model = base_model(trainer.model)
-    routes = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return makes_causal_loss(model) and not routes
+    return makes_causal_loss(model) and not adds_router_loss(model)
+
+
+def adds_router_loss(model: nn.Module) -> bool:
+    """Whether the model's own loss has a part that is of all rows of a batch together."""
+    config = getattr(base_model(model), "config", None)
+    return bool(getattr(config, "output_router_logits", False))
 
 
 def makes_causal_loss(model: nn.Module) -> bool:

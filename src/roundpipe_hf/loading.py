@@ -62,8 +62,8 @@ def load_pretrained_mmap(
     Args:
         name_or_path: a folder, or the name of a model on the Hub.
         model_class: a model or auto class; default: the class named in the model's config.
-        kwargs: of ``from_pretrained``. ``dtype`` is that of the files unless given: another one
-            copies every weight.
+        kwargs: those of ``from_pretrained``. ``dtype`` is that of the files unless given: another
+            one copies every weight.
 
     Raises:
         ConfigError: an option that would move or change every weight.

@@ -9,6 +9,7 @@ import roundpipe
 import roundpipe.errors
 import roundpipe.optim
 import roundpipe_hf
+import roundpipe_hf.trl
 
 PUBLIC: dict[ModuleType, set[str]] = {
     roundpipe: {
@@ -55,6 +56,21 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "RoundPipeTrainerMixin",
         "RoundPipeTrainingArguments",
         "load_pretrained_mmap",
+        "loss_reduction",
+    },
+    roundpipe_hf.trl: {
+        "RoundPipeDPOConfig",
+        "RoundPipeDPOTrainer",
+        "RoundPipeGRPOConfig",
+        "RoundPipeGRPOTrainer",
+        "RoundPipeKTOConfig",
+        "RoundPipeKTOTrainer",
+        "RoundPipeRLOOConfig",
+        "RoundPipeRLOOTrainer",
+        "RoundPipeRewardConfig",
+        "RoundPipeRewardTrainer",
+        "RoundPipeSFTConfig",
+        "RoundPipeSFTTrainer",
     },
 }
 

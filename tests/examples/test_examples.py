@@ -22,10 +22,10 @@ from trl import SFTTrainer as PlainSFTTrainer
 import run_clm
 import run_image_classification
 import sft
-from examples.example_data import LLAMA, QUIET, save_images, save_tokenizer, sentences
 from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig
+from tests.support.example_data import LLAMA, QUIET, save_images, save_tokenizer, sentences
 
 VIT = [
     *("--model_type", "vit", "--image_size", "8", "--config_overrides"),

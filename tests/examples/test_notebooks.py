@@ -1,5 +1,5 @@
 """The notebooks are stored with the outputs of a run without errors, and a training cell that is
-interrupted can be run again (BC-18, BC-29): in a real kernel, with the interrupt that the ■ button
+interrupted can be run again: in a real kernel, with the interrupt that the ■ button
 sends."""
 
 import queue
@@ -11,15 +11,16 @@ import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
-TESTS = Path(__file__).parents[1]
+from tests.support import ROOT
+
+FOLDER = ROOT / "notebooks"
 PATIENCE_S = 90
 
 SETUP = f"""
 import signal, sys, threading
-sys.path.insert(0, {str(TESTS)!r})
-from hf.trainers import logged, make_trainer, token_rows
-from models import make_llama
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support.trainers import logged, make_trainer, token_rows
+from tests.support.models import make_llama
 from roundpipe_hf import RoundPipeTrainer
 
 arrived = threading.Event()
@@ -133,7 +134,6 @@ def test_an_interrupted_training_cell_can_be_run_again(kernel: Kernel) -> None:
     assert interrupted.error == "KeyboardInterrupt"
     assert kernel.last_line(CELL) == expected
     threads = kernel.last_line(THREADS)
-    assert (
-        kernel.last_line("arrived.clear()\n" + CELL) == expected
-    )  # BC-29: and again, without an interrupt
+    # And again, without an interrupt.
+    assert kernel.last_line("arrived.clear()\n" + CELL) == expected
     assert kernel.last_line(THREADS) == threads

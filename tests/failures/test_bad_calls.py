@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import TWO
-from engines import Engines
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines
 
 ROWS = torch.randn(1, 4, 4)  # the rows of its only row would make a batch too
 UNMERGED = RoundPipeRunConfig(merge_output=False)

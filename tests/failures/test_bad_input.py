@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import TWO
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, Batch, make_llama, make_mlp, mlp_batch
-from reference import weights_of
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import ConfigError, PlanError, RoundPipeError
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, Batch, make_llama, make_mlp, mlp_batch
+from tests.support.reference import weights_of
 
 BATCH = mlp_batch(rows=6)
 

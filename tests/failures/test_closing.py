@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from device_sets import THREE, TWO
-from engines import Engines, engine_weights, reference_steps, run_batch, train_steps
-from models import make_mlp, mlp_batch
-from optimizers import PATIENCE_S, PausingSGD, random_delays
-from reference import Reference, weights_of
 from roundpipe import RoundPipe
 from roundpipe.errors import ClosedError, ConfigError
+from tests.support.device_sets import THREE, TWO
+from tests.support.engines import Engines, engine_weights, reference_steps, run_batch, train_steps
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.optimizers import PATIENCE_S, PausingSGD, random_delays
+from tests.support.reference import Reference, weights_of
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 
@@ -44,9 +44,15 @@ def test_use_after_close_raises(use: str) -> None:
 
 
 def test_close_twice_is_harmless() -> None:
+    before = set(threading.enumerate())
     engine = trained_engine()
     engine.close()
+    settled = weights_of(engine.model)
     engine.close()
+    assert set(threading.enumerate()) == before
+    THREE.check(weights_of(engine.model), settled)
+    with pytest.raises(ClosedError):
+        engine.synchronize()
 
 
 def test_close_joins_every_thread() -> None:

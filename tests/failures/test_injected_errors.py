@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from device_sets import ONE
-from engines import Engines, engine_gradients, engine_weights
-from injection import (
+from roundpipe import RoundPipe
+from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
+from roundpipe.step.write_back import WriteBack
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, engine_weights
+from tests.support.injection import (
     INJECTION,
     LATE_SITES,
     SITES,
@@ -26,12 +30,8 @@ from injection import (
     make_hooked_model,
     raise_boom,
 )
-from optimizers import PATIENCE_S
-from reference import buffers_of
-from roundpipe import RoundPipe
-from roundpipe.params.working import LayerParameters
-from roundpipe.step import write_back
-from roundpipe.step.write_back import WriteBack
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import buffers_of
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 

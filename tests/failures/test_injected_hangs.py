@@ -6,9 +6,13 @@ import gc
 import pytest
 import torch
 
-from device_sets import ONE
-from engines import Engines, engine_gradients, engine_weights
-from injection import (
+from roundpipe import RoundPipe
+from roundpipe.params.masters import Masters
+from roundpipe.params.working import LayerParameters
+from roundpipe.step import write_back
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, engine_weights
+from tests.support.injection import (
     INJECTION,
     LATE_SITES,
     PLAN,
@@ -22,11 +26,7 @@ from injection import (
     held,
     make_hooked_model,
 )
-from reference import buffers_of
-from roundpipe import RoundPipe
-from roundpipe.params.masters import Masters
-from roundpipe.params.working import LayerParameters
-from roundpipe.step import write_back
+from tests.support.reference import buffers_of
 
 COUNTS = [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3]
 

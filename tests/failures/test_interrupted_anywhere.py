@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import roundpipe
-from device_sets import ONE
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from injection import Places
-from models import MLP_WIDTH, mlp_batch
-from reference import Tensors, buffers_of
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.step import write_back
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.injection import Places
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import Tensors, buffers_of
 
 BATCH = mlp_batch(rows=4)
 PLAN = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2, 4), range(2)])

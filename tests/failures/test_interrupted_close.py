@@ -4,12 +4,12 @@ import threading
 
 import pytest
 
-from engines import run_batch
-from models import make_mlp, mlp_batch
-from optimizers import PATIENCE_S
 from roundpipe import RoundPipe
 from roundpipe.errors import ClosedError
 from roundpipe.threads.worker import Worker
+from tests.support.engines import run_batch
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.optimizers import PATIENCE_S
 
 
 @pytest.mark.parametrize(

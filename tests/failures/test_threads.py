@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import TWO
-from engines import Engines
-from optimizers import PATIENCE_S
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.threads.worker import Job, Worker
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines
+from tests.support.optimizers import PATIENCE_S
 
 NUM_LAYERS, NUM_THREADS, NUM_CALLS = 4, 4, 25
 ONE_EACH = ModelExecutePlan(fwd_plan=[range(layer, layer + 1) for layer in range(NUM_LAYERS)])

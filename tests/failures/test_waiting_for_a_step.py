@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ONE
-from engines import Engines
-from optimizers import PATIENCE_S
 from roundpipe.step.hyperparameters import LearntOptimizers
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines
+from tests.support.optimizers import PATIENCE_S
 
 
 def make_optimizer() -> torch.optim.Optimizer:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ACCELERATORS, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP, Batch, make_mlp, mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device.accelerator import AcceleratorDevice
+from tests.support.device_sets import ACCELERATORS, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP, Batch, make_mlp, mlp_batch
+from tests.support.reference import plain_call
 
 pytestmark = [
     pytest.mark.gpu,

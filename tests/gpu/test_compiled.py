@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import compile_fx
 
-from device_sets import ACCELERATORS, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import Batch
-from reference import plain_call
+from tests.support.device_sets import ACCELERATORS, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import Batch
+from tests.support.reference import plain_call
 
 pytestmark = [
     pytest.mark.gpu,

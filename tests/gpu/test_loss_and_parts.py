@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from branching import branches_batch, make_branches, make_t5, t5_batch
-from device_sets import ACCELERATORS, DeviceSet
-from models import Batch
-from reference import plain_call
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.kernels.linear_cross_entropy import linear_cross_entropy
+from tests.support.branching import branches_batch, make_branches, make_t5, t5_batch
+from tests.support.device_sets import ACCELERATORS, DeviceSet
+from tests.support.models import Batch
+from tests.support.reference import plain_call
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ACCELERATORS
-from engines import Engines
 from roundpipe.memory import pinning
 from roundpipe.memory.pinning import HostArena
+from tests.support.device_sets import ACCELERATORS
+from tests.support.engines import Engines
 
 pytestmark = [
     pytest.mark.gpu,

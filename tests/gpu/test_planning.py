@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ACCELERATORS
-from engines import Engines, engine_gradients, run_batch
-from models import mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device import AcceleratorDevice
+from tests.support.device_sets import ACCELERATORS
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import mlp_batch
+from tests.support.reference import plain_call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +78,7 @@ def test_the_limit_is_the_least_of_what_is_free_allowed_and_asked_for(engines: E
     assert device.limit_bytes() == pytest.approx(free - taken.nbytes, abs=2**27)
     torch.cuda.set_per_process_memory_fraction(0.25, 0)
     assert device.limit_bytes() <= 0.25 * total - taken.nbytes
-    (limited,) = engines(make_sleepers(1), ACCELERATORS[0], max_gpu_memory=2**28).devices
+    (limited,) = engines(make_sleepers(1), ACCELERATORS[0], max_gpu_memory=f"{2**28}B").devices
     assert limited.limit_bytes() == 2**28
 
 

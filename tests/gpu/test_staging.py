@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from device_sets import ACCELERATORS, DeviceSet
-from engines import Engines
 from roundpipe.device.accelerator import AcceleratorDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.memory.ring import NUM_SLICES, SLICE_BYTES, Piece, PinnedRing
+from tests.support.device_sets import ACCELERATORS, DeviceSet
+from tests.support.engines import Engines
 
 pytestmark = pytest.mark.gpu
 WIDTH = 2048

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf.trainers import close_all
+from tests.support.trainers import close_all
 
 
 @pytest.fixture(autouse=True)

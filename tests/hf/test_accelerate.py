@@ -10,14 +10,14 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from device_sets import TWO
-from engines import Engines
-from models import LLAMA_VOCABULARY, make_llama, make_lora_llama
-from reference import weights_of
 from roundpipe import AutoRoundPipe, RoundPipe
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf.accelerate import RoundPipeAccelerator
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines
+from tests.support.models import LLAMA_VOCABULARY, make_llama, make_lora_llama
+from tests.support.reference import weights_of
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from device_sets import ACCELERATORS
-from hf.trainers import MODELS, assert_same, token_rows, train_both, weights
+from tests.support.device_sets import ACCELERATORS
+from tests.support.trainers import MODELS, assert_same, token_rows, train_both, weights
 
 pytestmark = [
     pytest.mark.gpu,

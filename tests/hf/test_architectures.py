@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import EvalPrediction
 
-from hf.trainers import assert_same, logged, token_rows, train_both
-from preset_models import VOCABULARY, images, make_model, make_vit
+from tests.support.preset_models import VOCABULARY, images, make_model, make_vit
+from tests.support.trainers import assert_same, logged, token_rows, train_both
 
 LANGUAGE = ["qwen2-window", "qwen3", "gpt2"]
 # 7 batches of 2 rows: windows of 3, 3 and 1.

@@ -1,5 +1,4 @@
-"""BC-17 through the trainer: the user's exception arrives with its own type, and the next `train()`
-works."""
+"""The user's exception arrives from the trainer with its own type, and the next `train()` works."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from hf.trainers import (
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.trainers import (
     MODELS,
     assert_same_logs,
     assert_same_weights,
@@ -19,7 +19,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from roundpipe_hf import RoundPipeTrainer
 
 ROWS = token_rows(9)
 

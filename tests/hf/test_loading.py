@@ -15,13 +15,21 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, Trainer
 
-from hf.trainers import assert_same_logs, differ, logged, make_trainer, run, token_rows, weights
-from mapped import private_bytes
-from models import make_llama
-from reference import weights_of
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMapping, FileMappings
 from roundpipe_hf import RoundPipeTrainer, load_pretrained_mmap
+from tests.support.mapped import private_bytes
+from tests.support.models import make_llama
+from tests.support.reference import weights_of
+from tests.support.trainers import (
+    assert_same_logs,
+    differ,
+    logged,
+    make_trainer,
+    run,
+    token_rows,
+    weights,
+)
 
 ROWS = token_rows(6)
 

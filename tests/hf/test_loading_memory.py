@@ -20,8 +20,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
+from tests.support import ROOT
 
-TESTS = Path(__file__).parents[1]
 DEVICE_GB = 90 / 1024
 
 
@@ -31,8 +31,7 @@ def test_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
     save(tmp_path / "tiny", num_hidden_layers=2)
     base_bytes = save(tmp_path / "large", num_hidden_layers=64)
     script = (
-        f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
-        "from hf.test_loading_memory import measure; measure()"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom {__name__} import measure; measure()"
     )
     process = subprocess.run(
         [sys.executable, "-c", script],

@@ -16,8 +16,13 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from examples.example_data import save_tokenizer
-from hf.trainers import (
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
+from roundpipe_hf.arguments import engine_devices
+from roundpipe_hf.processes import own_share
+from tests.support import ROOT
+from tests.support.example_data import save_tokenizer
+from tests.support.trainers import (
     MODELS,
     Pair,
     assert_same,
@@ -30,10 +35,6 @@ from hf.trainers import (
     trained,
     weights,
 )
-from roundpipe.errors import ConfigError
-from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
-from roundpipe_hf.arguments import engine_devices
-from roundpipe_hf.processes import own_share
 
 # Batches of 3 in two processes: 4 steps, in the last of which one process has 1 row and the other
 # none of its own.
@@ -46,10 +47,10 @@ def in_two_processes(check: str, folder: Path) -> None:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from hf import test_processes\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch; torch.set_num_threads(1)\n"
+        f"from {__name__} import {check}; {check}()"
     )
-    script += f"import torch; torch.set_num_threads(1); test_processes.{check}()"
     common = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
@@ -173,8 +174,8 @@ def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """TRL's loss gathers from all processes at every microbatch, which are computed on several
     threads."""
-    from hf.test_sft import make_trainer as make_sft_trainer
     from roundpipe_hf.trl.sft import RoundPipeSFTTrainer
+    from tests.hf.trl.test_sft import make_trainer as make_sft_trainer
 
     monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
     with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):

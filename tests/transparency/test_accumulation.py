@@ -7,12 +7,12 @@ import threading
 import pytest
 import torch
 
-from device_sets import TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import CASES, ModelCase, make_mlp, mlp_batch
-from optimizers import PATIENCE_S
-from reference import Reference, plain_call
 from roundpipe.optim import SGD, OptimizerCtx
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import CASES, ModelCase, make_mlp, mlp_batch
+from tests.support.optimizers import PATIENCE_S
+from tests.support.reference import Reference, plain_call
 
 
 def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from device_sets import ONE
-from engines import engine_gradients, engine_weights, run_batch
-from models import Batch
-from reference import Reference, Tensors
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE
+from tests.support.engines import engine_gradients, engine_weights, run_batch
+from tests.support.models import Batch
+from tests.support.reference import Reference, Tensors
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 12, 2, 8, 11
 NUM_LAYERS = 7  # embedding, blocks, head

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_weights, reference_steps, run_batch, train_steps
-from models import MLP, make_mlp, mlp_batch
-from optimizers import PATIENCE_S, Gate, PausingSGD, random_delays
-from reference import Reference
 from roundpipe import OptimizerCtx, RoundPipe
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, reference_steps, run_batch, train_steps
+from tests.support.models import MLP, make_mlp, mlp_batch
+from tests.support.optimizers import PATIENCE_S, Gate, PausingSGD, random_delays
+from tests.support.reference import Reference
 
 STEPS = 8
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(STEPS)]

@@ -18,8 +18,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import roundpipe
-from adversaries import Adversaries
-from branching import (
+from roundpipe import ConfigError, RoundPipeRunConfig
+from roundpipe.engine.partitioned import AutoRoundPipe
+from roundpipe.memory.blocks import HostBlocks
+from roundpipe.memory.slot_sizes import slot_bytes
+from tests.support.adversaries import Adversaries
+from tests.support.branching import (
     WIDTH,
     Branches,
     bert_batch,
@@ -31,14 +35,10 @@ from branching import (
     resnet_batch,
     t5_batch,
 )
-from device_sets import ONE, THREE, DeviceSet
-from models import Batch
-from optimizers import PATIENCE_S, PausingSGD, random_delays
-from reference import Reference, plain_call, weights_of
-from roundpipe import ConfigError, RoundPipeRunConfig
-from roundpipe.engine.partitioned import AutoRoundPipe
-from roundpipe.memory.blocks import HostBlocks
-from roundpipe.memory.slot_sizes import slot_bytes
+from tests.support.device_sets import ONE, THREE, DeviceSet
+from tests.support.models import Batch
+from tests.support.optimizers import PATIENCE_S, PausingSGD, random_delays
+from tests.support.reference import Reference, plain_call, weights_of
 
 
 class Case(NamedTuple):
@@ -101,8 +101,8 @@ def frozen_half(model: nn.Module) -> nn.Module:
 @one_and_three
 @pytest.mark.parametrize("prepare", [lambda model: model, frozen_half], ids=["all", "half frozen"])
 def test_loss_and_gradients(wrap: Wrap, devices: DeviceSet, case: Case, prepare: Any) -> None:
-    """BC-26: what trains gets its gradient wherever it is, above and below frozen parts; what is
-    frozen gets none."""
+    """What trains gets its gradient wherever it is, above and below frozen parts; what is frozen
+    gets none."""
     model, batch = prepare(case.make()), case.batch()
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)
     engine = wrap(model, devices, upper_threshold=case.upper_threshold)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from device_sets import THREE
 from roundpipe import AutoRoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from tests.support.device_sets import THREE
 
 ROWS = 4
 pytestmark = pytest.mark.slow

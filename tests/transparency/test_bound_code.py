@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from device_sets import TWO
-from engines import Engines, engine_gradients
-from preset_models import INPUTS, gradients_of, make_model, own_forward
 from roundpipe import (
     ConfigError,
     ModelExecutePlan,
@@ -21,6 +18,9 @@ from roundpipe import (
     RoundPipeRunConfig,
     wrap_model_to_roundpipe,
 )
+from tests.support.device_sets import TWO
+from tests.support.engines import Engines, engine_gradients
+from tests.support.preset_models import INPUTS, gradients_of, make_model, own_forward
 
 WIDTH = 8
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(1, 2), range(1)])
@@ -150,7 +150,7 @@ def test_models_compiled_in_place(engines: Engines, name: str, what: str) -> Non
     been called."""
     from transformers import Phi3Config
 
-    from preset_models import TINY
+    from tests.support.preset_models import TINY
 
     model = make_model(name, config=Phi3Config(**TINY) if name == "phi3" else None)
     theirs, expected = own_forward(copy.deepcopy(model), INPUTS["labels"]())

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.optim import SGD
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights
 
 ONE_EACH = ModelExecutePlan(fwd_plan=[range(1), range(1, 2)], bwd_plan=[range(1, 2), range(1)])
 

@@ -9,11 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, make_mlp, mlp_batch, squared_error_over
-from reference import Tensors, plain_call, weights_of
 from roundpipe import (
     ConfigError,
     ModelExecutePlan,
@@ -21,6 +16,11 @@ from roundpipe import (
     RoundPipePackedData,
     RoundPipeRunConfig,
 )
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, make_mlp, mlp_batch, squared_error_over
+from tests.support.reference import Tensors, plain_call, weights_of
 
 BATCH = mlp_batch(rows=6)
 HALVES = [slice(0, 3), slice(3, 7)]

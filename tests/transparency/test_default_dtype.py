@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE
-from engines import Engines, engine_weights
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_weights
 
 
 @contextmanager

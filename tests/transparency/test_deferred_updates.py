@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import roundpipe
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_weights, reference_steps, run_batch, train_steps
-from models import make_mlp, mlp_batch
-from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.planner import Planner
 from roundpipe.kernels import native, updates
 from roundpipe.params.placement.held import Held
 from roundpipe.step import write_back
 from roundpipe.step.write_back import WriteBack
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, reference_steps, run_batch, train_steps
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(6)]
 ONE_STAGE = ModelExecutePlan([], [range(7)])
@@ -365,8 +365,8 @@ def test_a_shape_does_not_force_the_update(engines: Engines) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """How many operations torch is asked for: after each, the interpreter has to be waited for
-    again."""
+    """Counts the operations that torch is asked for: after each, the interpreter has to be waited
+    for again."""
 
     count = 0
 

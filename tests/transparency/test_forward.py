@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import CASES, MLP_WIDTH, ModelCase, make_mlp, mlp_batch
-from reference import plain_call, weights_of
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeError, RoundPipeRunConfig
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import CASES, MLP_WIDTH, ModelCase, make_mlp, mlp_batch
+from tests.support.reference import plain_call, weights_of
 
 BATCH = mlp_batch(rows=12)
 

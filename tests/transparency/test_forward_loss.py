@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import CASES, ModelCase, make_mlp, mlp_batch
-from reference import Reference
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import CASES, ModelCase, make_mlp, mlp_batch
+from tests.support.reference import Reference
 
 BATCH = mlp_batch(rows=6)
 

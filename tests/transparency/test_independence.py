@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from device_sets import ONE, THREE, TWO, VIRTUAL, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch, train_steps
-from models import CASES, MLP_WIDTH, Batch, ModelCase, mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from tests.support.device_sets import ONE, THREE, TWO, VIRTUAL, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch, train_steps
+from tests.support.models import CASES, MLP_WIDTH, Batch, ModelCase, mlp_batch
+from tests.support.reference import plain_call
 
 GRAINS = ["stage", "layer"]
 MICROBATCHES = 4

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, make_mlp, mlp_batch, squared_error_over
-from reference import Microbatch, plain_call, split_rows
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, make_mlp, mlp_batch, squared_error_over
+from tests.support.reference import Microbatch, plain_call, split_rows
 
 
 def microbatches_of(count: int) -> RoundPipeRunConfig:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch, train_steps
-from models import MLP_WIDTH, Batch, make_llama, make_mlp, mlp_batch, token_mean_over
-from reference import Reference, buffers_of, plain_call, split_rows, weights_of
 from roundpipe import ModelExecutePlan, RoundPipe
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch, train_steps
+from tests.support.models import MLP_WIDTH, Batch, make_llama, make_mlp, mlp_batch, token_mean_over
+from tests.support.reference import Reference, buffers_of, plain_call, split_rows, weights_of
 
 ONE_LAYER_EACH = ModelExecutePlan(
     fwd_plan=[range(i, i + 1) for i in range(6)],

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, mlp_batch
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
 
 SINGLE_DRAWS: list[Callable[[], Tensor]] = [
     lambda: torch.rand(()),

@@ -12,11 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from models import MLP_WIDTH, mlp_batch
-from reference import plain_call
 from roundpipe import (
     ConfigError,
     ModelExecutePlan,
@@ -26,6 +21,11 @@ from roundpipe import (
     get_recompute_data,
     save_for_recompute,
 )
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.reference import plain_call
 
 EXPERTS = 4
 BATCH = mlp_batch(rows=6)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from adversaries import Adversaries
-from device_sets import ONE, THREE, TWO, DeviceSet
-from engines import Engines, engine_gradients, run_batch
-from late_work import LATE, make_pausing, open_gate
-from models import MLP_WIDTH, mlp_batch
-from optimizers import PATIENCE_S, Gate
-from reference import buffers_of, plain_call
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, doing_recompute
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, THREE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.late_work import LATE, make_pausing, open_gate
+from tests.support.models import MLP_WIDTH, mlp_batch
+from tests.support.optimizers import PATIENCE_S, Gate
+from tests.support.reference import buffers_of, plain_call
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(3)]
 PLANS = {

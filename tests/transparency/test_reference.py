@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from models import llama_batch, make_llama, make_mlp, mlp_batch
-from reference import Reference, plain_call, weights_of
+from tests.support.models import llama_batch, make_llama, make_mlp, mlp_batch
+from tests.support.reference import Reference, plain_call, weights_of
 
 STEPS = 6
 

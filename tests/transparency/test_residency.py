@@ -12,18 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from adversaries import Adversaries
-from device_sets import ONE, TWO, DeviceSet
-from engines import (
-    Engines,
-    engine_gradients,
-    engine_weights,
-    reference_steps,
-    run_batch,
-    train_steps,
-)
-from models import LORA_LLAMA, MLP, make_mlp, mlp_batch
-from reference import Reference, plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.planner import Planner
 from roundpipe.params.working import LayerParameters, ParameterUse
@@ -32,6 +20,18 @@ from roundpipe.plan.kept_layers import resident_layers
 from roundpipe.runtime.loader import StageLoader
 from roundpipe.runtime.stage import Stage
 from roundpipe.transfer.sender import DirectSender
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import (
+    Engines,
+    engine_gradients,
+    engine_weights,
+    reference_steps,
+    run_batch,
+    train_steps,
+)
+from tests.support.models import LORA_LLAMA, MLP, make_mlp, mlp_batch
+from tests.support.reference import Reference, plain_call
 
 ROOM_GB = 1.0
 THREE_STAGES = ModelExecutePlan([range(3), range(3, 5)], [range(5, 7), range(2, 5), range(2)])
@@ -40,7 +40,7 @@ BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(4)]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How many parameters of each layer went up."""
+    """Counts the parameters of each layer that went up."""
     counts: Counter[int] = Counter()
     send = DirectSender.send
 
@@ -220,10 +220,13 @@ def test_what_stays_depends_on_what_trains_now(engines: Engines) -> None:
     engine = engines(make_mlp(), max_gpu_memory=ROOM_GB)
     rounds = [[(Pass.FUSED, range(7))]]
     assert (
-        engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == set()
+        engine._runner.memory.resident_layers(engine.planner.plan("fused", 2, None), rounds)
+        == set()
     )
     engine.model[0].requires_grad_(requires_grad=False)
-    assert engine._free_memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {0}
+    assert engine._runner.memory.resident_layers(engine.planner.plan("fused", 2, None), rounds) == {
+        0
+    }
 
 
 def test_one_stage_run_keeps_what_is_partly_frozen() -> None:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from device_sets import ONE, VIRTUAL, DeviceSet
-from engines import Engines, engine_gradients, engine_weights, run_batch
-from models import MLP_WIDTH, Batch, make_mlp, mlp_batch
-from reference import Tensors, plain_call, weights_of
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.errors import ConfigError
+from tests.support.adversaries import Adversaries
+from tests.support.device_sets import ONE, VIRTUAL, DeviceSet
+from tests.support.engines import Engines, engine_gradients, engine_weights, run_batch
+from tests.support.models import MLP_WIDTH, Batch, make_mlp, mlp_batch
+from tests.support.reference import Tensors, plain_call, weights_of
 
 NUM_LAYERS, MICROBATCHES, ROWS = 7, 5, 15
 IN_TWO = ModelExecutePlan(

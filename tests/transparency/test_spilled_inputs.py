@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries, FullDevice
-from device_sets import ONE
-from engines import Engines, engine_gradients, run_batch
-from models import LLAMA, MLP_WIDTH, Batch, make_mlp, mlp_batch
-from reference import plain_call
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.testing.adversarial import AdversarialLane
+from tests.support.adversaries import Adversaries, FullDevice
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines, engine_gradients, run_batch
+from tests.support.models import LLAMA, MLP_WIDTH, Batch, make_mlp, mlp_batch
+from tests.support.reference import plain_call
 
 MICROBATCHES, ROWS = 4, 12
 PLAN = ModelExecutePlan([range(3), range(3, 5)], [range(5, 7), range(4, 5), range(2, 4), range(2)])

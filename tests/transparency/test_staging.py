@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adversaries import Adversaries
-from engines import Engines, engine_weights, reference_steps, run_batch, train_steps
-from models import LORA_LLAMA, MLP, TIED_LLAMA, ModelCase, make_mlp, mlp_batch
-from reference import Reference
 from roundpipe import RoundPipe
 from roundpipe.device import Event
 from roundpipe.memory import ring
 from roundpipe.memory.ring import PinnedRing
+from tests.support.adversaries import Adversaries
+from tests.support.engines import Engines, engine_weights, reference_steps, run_batch, train_steps
+from tests.support.models import LORA_LLAMA, MLP, TIED_LLAMA, ModelCase, make_mlp, mlp_batch
+from tests.support.reference import Reference
 
 NUM_MICROBATCH = 2
 

@@ -6,8 +6,8 @@ import copy
 import pytest
 import torch
 
-from device_sets import DeviceSet
-from engines import (
+from tests.support.device_sets import DeviceSet
+from tests.support.engines import (
     Engines,
     engine_gradients,
     engine_weights,
@@ -15,8 +15,8 @@ from engines import (
     run_batch,
     train_steps,
 )
-from models import CASES, ModelCase
-from reference import Reference, plain_call
+from tests.support.models import CASES, ModelCase
+from tests.support.reference import Reference, plain_call
 
 STEPS = 6
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import roundpipe
-from device_sets import ONE, TWO, DeviceSet
-from engines import Engines, engine_weights, reference_steps, train_steps
-from models import LORA_LLAMA, TIED_LLAMA, make_mlp, mlp_batch
-from reference import Reference
 from roundpipe import RoundPipe
 from roundpipe.step import write_back
+from tests.support.device_sets import ONE, TWO, DeviceSet
+from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
+from tests.support.models import LORA_LLAMA, TIED_LLAMA, make_mlp, mlp_batch
+from tests.support.reference import Reference
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(7)]
 MEMORY = {"one copy": 0, "two copies": 1 << 60}
@@ -26,7 +26,7 @@ MEMORY = {"one copy": 0, "two copies": 1 << 60}
 
 @pytest.fixture(params=MEMORY)
 def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How much memory the machine seems to have decides."""
+    """The memory that the machine seems to have decides."""
     monkeypatch.setattr(write_back, "free_host_bytes", lambda: MEMORY[request.param])
     return request.param
 
@@ -203,7 +203,7 @@ def test_nothing_is_taken_for_synchronous_training(copies: str, engines: Engines
 def test_an_adversarial_device_finds_no_copy_that_could_be_overwritten(
     copies: str, engines: Engines
 ) -> None:
-    from adversaries import Adversaries
+    from tests.support.adversaries import Adversaries
 
     expected_engine = engines(make_mlp(), TWO)
     train_steps(expected_engine, sgd(expected_engine.optim_parameters()), BATCHES, 2, is_async=True)

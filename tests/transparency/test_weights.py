@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from device_sets import TWO, DeviceSet
-from engines import (
+from tests.support.device_sets import TWO, DeviceSet
+from tests.support.engines import (
     Engines,
     engine_gradients,
     engine_weights,
@@ -16,8 +16,8 @@ from engines import (
     run_batch,
     train_steps,
 )
-from models import CASES, ModelCase, make_llama, make_mlp, mlp_batch
-from reference import Reference, weights_of
+from tests.support.models import CASES, ModelCase, make_llama, make_mlp, mlp_batch
+from tests.support.reference import Reference, weights_of
 
 BATCHES = [mlp_batch(rows=6, seed=seed) for seed in range(4)]
 

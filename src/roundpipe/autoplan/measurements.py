@@ -2,6 +2,7 @@
 shared between threads."""
 
 import threading
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
@@ -29,7 +30,8 @@ _TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6
 # An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and
 # two moments.
 _UPDATE_BYTES = 28
-_SETTLED = 4  # updates after which their time says something
+# Updates after which their time says something, and of which the shortest counts.
+_RECENT = 8
 
 
 class LayerSize(NamedTuple):
@@ -168,6 +170,7 @@ class Rates:
         self._copies: dict[Way, tuple[float, float]] = {}
         self._updates_seen = 0
         self._update_ms = 0.0
+        self._recent_updates_ms: deque[float] = deque(maxlen=_RECENT)
 
     @property
     def version(self) -> int:
@@ -193,12 +196,21 @@ class Rates:
         with self._lock:
             self._update_ms = ms if self._updates_seen < 2 else _smoothed(self._update_ms, ms)
             self._updates_seen += 1
+            self._recent_updates_ms.append(ms)
             self._changes.note("update", self._update_ms)
 
     @property
     def knows_update(self) -> bool:
-        """Whether updates were seen that allocated nothing any more."""
-        return self._updates_seen >= _SETTLED
+        """Whether so many updates were seen that some were neither the first ones, which allocate,
+        nor disturbed."""
+        return self._updates_seen >= _RECENT
+
+    @property
+    def least_update_ms(self) -> float:
+        """The shortest of the latest updates. What the machine does besides makes updates longer,
+        never shorter."""
+        with self._lock:
+            return min(self._recent_updates_ms, default=0.0)
 
     def update_ms(self, estimate: float) -> float:
         return self._update_ms if self._updates_seen else estimate

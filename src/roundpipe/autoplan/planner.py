@@ -29,6 +29,9 @@ from .memory_limit import MemoryLimit
 # A new plan has to be predicted this much faster, because measurements waver and a new plan starts
 # cold.
 _WORTH_CHANGING = 0.03
+# An update is believed to outlast its round from so many times its length on, because a round takes
+# some percent longer than its kernels and copies, which are what is predicted.
+_CLEARLY_LONGER = 1.1
 # What of that plans may fill after so many times that memory did not suffice, because what layers
 # need inside is not known. With nothing left it is one layer at a time.
 _AFTER_SHORTAGES = (1.0, 0.8, 0.5, 0.25, 0.0)
@@ -305,7 +308,11 @@ class Planner:
 
     def hides_update(self, planned: Planned) -> bool:
         """Whether updates on the host take no longer than the rounds beside which they run, as far
-        as is known."""
+        as is known.
+
+        Device states that are taken once are kept, at twice the memory, so no hiccup of the machine
+        may decide this: the shortest of some updates has to be clearly longer than a round.
+        """
         plan_key = planned.plan_key
         if not plan_key.overlaps or not planned.is_sure:
             return False
@@ -318,7 +325,7 @@ class Planner:
                 planned.plan, plan_key.run_type, costs, replace(workload, optimizer_ms=0.0)
             )
             in_use.round_ms = version, ms
-        return self.rates.update_ms(0.0) < in_use.round_ms[1]
+        return self.rates.least_update_ms < _CLEARLY_LONGER * in_use.round_ms[1]
 
     def _of(self, plan_key: PlanKey) -> _InUse:
         in_use, measured = self._in_use.get(plan_key), self._measured(plan_key)

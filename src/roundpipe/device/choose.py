@@ -15,7 +15,10 @@ DeviceSpec = int | Sequence[torch.device | str | Device] | None
 
 
 def virtual(num_devices: int) -> list[torch.device]:
-    """So many virtual CPU devices for ``devices=``, also on a machine that has accelerators.
+    """Makes virtual CPU devices for ``devices=``, also on a machine that has accelerators.
+
+    Args:
+        num_devices: how many; numbers do not depend on it with the same ``num_microbatch``.
 
     Raises:
         ConfigError: fewer than one.

@@ -59,15 +59,29 @@ class Device(Protocol):
     """A place that can hold a stage. Used by one worker thread at a time."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Shown in logs, traces and errors, and different for each device of an engine."""
+        ...
+
     @property
-    def torch_device(self) -> torch.device: ...
+    def torch_device(self) -> torch.device:
+        """Where torch puts tensors that are on this device."""
+        ...
+
     @property
-    def compute(self) -> Lane: ...
+    def compute(self) -> Lane:
+        """The lane that layers run on."""
+        ...
+
     @property
-    def up(self) -> Lane: ...
+    def up(self) -> Lane:
+        """The lane of copies from the host: weights, inputs."""
+        ...
+
     @property
-    def down(self) -> Lane: ...
+    def down(self) -> Lane:
+        """The lane of copies to the host: gradients, boundaries."""
+        ...
 
     def enter_thread(self) -> None:
         """Called once by a thread that will queue work on this device, before it queues any."""
@@ -79,24 +93,28 @@ class Device(Protocol):
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is on this device already, so that it needs no copy."""
+        """Returns True if ``tensor`` is on this device already, so that it needs no copy."""
         ...
 
     def rng_state(self) -> torch.Tensor:
         """State of the generator that random operations on this device draw from."""
         ...
 
-    def set_rng_state(self, state: torch.Tensor) -> None: ...
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Goes back to a ``state`` that ``rng_state`` returned."""
+        ...
 
     def rng_position(self) -> object:
         """Equal to an earlier one if nothing was drawn or set since. Cheaper than the state where
         that is possible."""
         ...
 
-    def seed(self, seed: int) -> None: ...
+    def seed(self, seed: int) -> None:
+        """Begins the generator anew, from ``seed``."""
+        ...
 
     def shares_generator(self) -> bool:
-        """Whether other devices and the caller's thread draw from the same generator."""
+        """Returns True if other devices and the caller's thread draw from the same generator."""
         ...
 
     def follow_caller(self) -> None:

@@ -1,7 +1,5 @@
-"""What every engine is to its user, whatever runs inside: weights, steps, and the end. Knows
-nothing of forwards."""
+"""What every engine is to its user, whatever runs inside: weights, steps, and the end."""
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +7,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from ..errors import ClosedError, ConfigError
+from ..errors import ConfigError
 from ..layers.structure import Structure
 from ..step import context
 from ..step.handle import StepHandle
@@ -17,6 +15,7 @@ from ..step.hyperparameters import know_master
 from ..step.thread import StepThread
 from ..threads.worker import Worker
 from .forwarding import ForwardingModule
+from .runner import BatchRunner
 from .state import Host
 
 
@@ -50,8 +49,7 @@ def check_model(model: Any) -> None:
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
         "computes with the weights it was compiled with; wrap the module that was given to "
-        "torch.compile, and pass "
-        "compile=True"
+        "torch.compile, and pass compile=True"
     ),
     "torch.jit._script.RecursiveScriptModule": (
         "computes with the weights it was scripted with; wrap the module that was given to "
@@ -73,50 +71,48 @@ def _full_name(kind: type) -> str:
 class Engine(ForwardingModule):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
-    ``_take`` comes first and ``_seal`` last in a subclass's ``__init__``.
+    Whoever makes one adds its ``_runners`` and last calls ``set_original_model``.
     """
 
-    def _take(self, name: str, host: Host) -> None:
-        """Owns ``host`` from here on."""
-        self._own = frozenset[str]()  # while it is empty, attributes set are the engine's own
-        self._name = name
+    def __init__(self, host: Host) -> None:
+        super().__init__()
         self._host = host
         self._store = host.store
         self._masters = host.masters
         self._steps = host.steps
-        self._steps.name = self._steps.name or name  # the whole's, which comes before its parts
-        self._is_closed = False
-        self._process = os.getpid()
+        self._runners: list[BatchRunner] = []
         # The finalizer only signals: it may run on any thread, also on one of those it would have
         # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
 
-    def _seal(self) -> None:
-        """From here on attributes set go to the original model."""
-        self._own = frozenset(self.__dict__)
-
-    def _look_at(self, model: nn.Module) -> None:
-        """``model`` is the original: parameters are named as there, and what changes its structure
-        is noticed.
+    def set_original_model(self, model: nn.Module) -> None:
+        """Names parameters as in ``model`` and forwards attributes to it, also those that are set
+        from here on; its parameters must be the layers' own.
 
         Raises:
             ConfigError: some parameter of ``model`` is in no layer.
+
+        Example:
+            >>> layers = nn.Sequential(model.embeddings, *model.blocks, model.head)
+            >>> engine = RoundPipe(layers)
+            >>> engine.set_original_model(model)  # state_dict() has the model's own names
         """
-        self._hold(original=model)
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in self._store.uses:
-                raise ConfigError(
-                    f"parameter {name!r} of the original model is in no layer of the pipeline"
-                )
-            self._store.names[id(parameter)] = name
+        self._host.follow(model)
+        for runner in self._runners:
+            runner.name_layers(model)
         self._structure = Structure([model])
+        self._original = model
 
     # Weights: masters, working copies, gradients.
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Names and working weights, up to date; in an optimizer context names and masters."""
+        """Yields names and working weights, up to date; in an optimizer context names and masters.
+
+        Waits for pending updates outside of an optimizer context. ``parameters()`` does the same
+        without names.
+        """
         if context.sees_masters():
             yield from self.optim_named_parameters(prefix, remove_duplicate)
             return
@@ -126,8 +122,15 @@ class Engine(ForwardingModule):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> list[tuple[str, nn.Parameter]]:
-        """Names (as in the original model) and masters of all trainable parameters; tied weights
-        once."""
+        """Lists names, as in the original model, and masters of all trainable parameters.
+
+        A master has its weight's shape, lies on the host in ``optim_dtype``, and exists from this
+        call on: 4 bytes per element in fp32. Its ``grad`` is there only inside ``step_fn``.
+
+        Args:
+            prefix: put before every name.
+            remove_duplicate: list a tied weight once, by its first name.
+        """
         named: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self.model.named_parameters(
             prefix, remove_duplicate=remove_duplicate
@@ -139,19 +142,32 @@ class Engine(ForwardingModule):
         return named
 
     def optim_parameters(self) -> list[nn.Parameter]:
-        """The masters of all trainable parameters, each once. Construct optimizers over these."""
+        """Lists the masters of all trainable parameters, each once. Construct optimizers over
+        these.
+
+        Example:
+            >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
+        """
         return [master for _, master in self.optim_named_parameters()]
 
     def synchronize(self) -> None:
-        """Waits for everything, writes back the newest weights, puts copies of accumulated
-        gradients into ``.grad``."""
+        """Waits for everything, writes back the newest weights, and puts copies of the accumulated
+        gradients into the model's ``.grad``, in the weights' dtype.
+
+        A weight without a gradient gets ``grad = None``. Changes of these copies have no effect on
+        training.
+        """
         self._flush("synchronize()")
         for parameter in self._store.parameters:
             gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The original model's state dict, every update in it."""
+        """Returns the original model's state dict, every update in it.
+
+        Takes what ``nn.Module.state_dict`` takes. Tensors are the model's own, not copies: the next
+        update that is written back shows in them.
+        """
         self._flush("state_dict()")
         return self.model.state_dict(*args, **kwargs)
 
@@ -159,7 +175,12 @@ class Engine(ForwardingModule):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads weights; masters of the loaded keys follow at the incoming precision. Drops
-        accumulated gradients.
+        accumulated gradients, keeps the optimizer's moments.
+
+        Args:
+            state_dict: tensors by the original model's names, in its shapes and any dtype.
+            strict: as torch's: names that are missing or unknown are an error.
+            assign: must be False.
 
         Raises:
             ConfigError: ``assign=True``, which would replace the memory that devices copy from.
@@ -182,7 +203,17 @@ class Engine(ForwardingModule):
     def reload_parameters(self) -> None:
         """Makes the masters follow the model's parameters after those were changed in place.
 
-        A master whose parameter is still what it written back keeps its own precision.
+        A master whose parameter is still what was written back from it keeps its own precision.
+        Drops accumulated gradients, keeps the optimizer's moments.
+
+        Raises:
+            ConfigError: an update had not been written back when the parameters were changed.
+
+        Example:
+            >>> engine.synchronize()
+            >>> with torch.no_grad():
+            ...     engine.model.head.weight.zero_()
+            >>> engine.reload_parameters()
         """
         self._begin("reload_parameters()")
         self._steps.wait_idle()
@@ -190,8 +221,7 @@ class Engine(ForwardingModule):
         if self._masters.are_ahead:
             raise ConfigError(
                 "an update was still to be written back when the parameters were changed; call "
-                "synchronize() before "
-                "changing them, then reload_parameters()"
+                "synchronize() before changing them, then reload_parameters()"
             )
         self._steps.zero_grad()
         self._steps.note_load()
@@ -199,7 +229,11 @@ class Engine(ForwardingModule):
             self._masters.follow_load(parameter, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them."""
+        """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
+
+        What a step that is under way works on is not touched. ``set_to_none`` is accepted as
+        torch's is, and ignored: gradients are always dropped.
+        """
         self._begin("zero_grad()")
         self._steps.zero_grad()
         for parameter in self._store.parameters:
@@ -217,13 +251,31 @@ class Engine(ForwardingModule):
         """Runs ``step_fn(*args, **kwargs)`` on the optimizer thread, which owns the accumulated
         gradients from here on.
 
+        Hyper-parameters of the optimizers are read at this call, so a scheduler may step right
+        after it. Gradients that ``step_fn`` leaves are there again in the next one, with what came
+        since added.
+
         Args:
+            step_fn: steps one or more optimizers over ``optim_parameters()``, clips before that if
+                it likes, and may call ``zero_grad``. Engine calls are refused inside.
             is_async: return at once, the update being one step stale (gradient t is taken at
                 W_(t-2)); else the update is visible to everything after this call.
+            args, kwargs: what ``step_fn`` is called with.
+
+        Returns:
+            A handle, to wait for the update or for what ``step_fn`` returned.
 
         Raises:
             What ``step_fn`` raised, here if sync, else at the next engine call.
-            ConfigError: ``step_fn`` is no function.
+            ConfigError: ``step_fn`` is no function, or this is called inside one.
+
+        Example:
+            >>> def update(max_norm):
+            ...     norm = roundpipe.clip_grad_norm_(optimizer, max_norm)
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            ...     return norm
+            >>> norm = engine.step(update, True, 1.0).result()
         """
         self._begin("step()")
         if not callable(step_fn):
@@ -231,34 +283,12 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
-        self._note_step(is_async)
+        for runner in self._runners:
+            runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
 
-    def _note_step(self, is_async: bool) -> None:
-        """Tells planners how rounds follow each other."""
-        raise NotImplementedError
-
     def _begin(self, what: str) -> None:
-        """The checks at the door of every engine call; raises what failed behind the caller's back
-        since the last."""
-        context.refuse_inside(what)
-        if self._is_closed:
-            raise ClosedError(f"{self._name}: {what} was called after close()")
-        if os.getpid() != self._process:
-            raise ConfigError(
-                f"{self._name}: {what} was called in a forked process, which has none of the "
-                "engine's threads; call it "
-                "in the process that made the engine"
-            )
-        self._steps.turns.take()
-        self._steps.raise_late_error()
-        self._host.begin_call()
-        if self._structure.has_changed():
-            raise ConfigError(
-                f"{self._name}: modules or parameters were added, removed, replaced or cast since "
-                "it was wrapped; "
-                "close() this engine and wrap the model again"
-            )
+        self._host.begin(what, self._structure)
 
     def rest(self) -> None:
         """Says that no call is likely for a while, as when training has ended: what is alive once
@@ -270,13 +300,13 @@ class Engine(ForwardingModule):
     # What is going on.
 
     def statistics(self) -> dict[str, Any]:
-        """What the engine does and holds at this moment, without waiting for anything.
+        """Says what the engine does and holds at this moment, without waiting for anything.
 
         ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``:
         the step whose weights a call made now would use; ``working_bytes``: of the user's own
         parameters; ``masters`` and ``master_bytes``: number and bytes of the optimizer's copies;
-        ``slot_bytes``: of weights on each device; ``second_buffer_bytes``: of second working
-        copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
+        ``slot_bytes``: of weights on each device, by its name; ``second_buffer_bytes``: of second
+        working copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.
         """
         return {
@@ -293,26 +323,26 @@ class Engine(ForwardingModule):
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called, after which the model is an ordinary one again."""
-        return self._is_closed
+        """True once `close` was called, after which the model is an ordinary one again."""
+        return self._host.is_closed
 
     def close(self) -> None:
-        """Flushes, joins the threads and frees the devices. Parameters stay valid. Raises what
-        failed last."""
-        if self._is_closed:
+        """Flushes, joins the threads and frees the devices. Parameters stay valid.
+
+        Leaving a ``with`` block closes too. Closing twice does nothing the second time. An update
+        or a late backward that failed is raised here, when everything is closed.
+        """
+        if self.is_closed:
             return
         context.refuse_inside("close()")
         try:
             self._steps.flush()
         finally:
-            self._is_closed = True
-            self._free_devices()
+            self._host.is_closed = True
+            for runner in self._runners:
+                runner.free_devices()
             self._host.close()
             self._finalizer.detach()  # only now, so that threads end in any case
-
-    def _free_devices(self) -> None:
-        """Submits to the workers whatever frees what the engine holds on devices."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

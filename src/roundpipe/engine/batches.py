@@ -1,24 +1,27 @@
 """From what a call is given to its microbatches, and from what these give to what the caller
 gets."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import log2
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import Microbatches, merge, refuse_packed, split
 from ..microbatch.packed import RoundPipePackedData
+from ..microbatch.split import Inputs
 from ..plan.costs import Grain
 from ..runtime.call import Call
-from ..runtime.pipeline import deliver
-from ..transfer.boundaries import Boundary, user_boundary
+from ..transfer.boundaries import Boundary, delivered
 
 GivenMicrobatches = Sequence[tuple[Sequence[Any], Mapping[str, Any], Any]]
+CutMicrobatches = Callable[[int], GivenMicrobatches]
+Destinations = Sequence[Sequence[torch.device | None]]
 
 
 class Batch:
@@ -29,12 +32,15 @@ class Batch:
     effect that outlives its failure.
     """
 
-    def __init__(self, parts: Microbatches, config: RoundPipeRunConfig) -> None:
+    def __init__(
+        self, parts: Microbatches, config: RoundPipeRunConfig, cut: CutMicrobatches | None = None
+    ) -> None:
         self.config = config
         self.labels = parts.labels
-        self.boundaries = [user_boundary(*inputs) for inputs in parts.inputs]
+        self.boundaries = [_boundary(inputs) for inputs in parts.inputs]
         self.is_spent = False
         self._rows = parts.rows
+        self._cut = cut
         self._writes = [_writes(tensor) for tensor in self._tensors()]
 
     @classmethod
@@ -62,8 +68,13 @@ class Batch:
         return cls(parts, config)
 
     @classmethod
-    def _given(cls, microbatches: GivenMicrobatches, config: RoundPipeRunConfig) -> Self:
-        """Cut by the caller.
+    def _given(
+        cls,
+        microbatches: GivenMicrobatches,
+        config: RoundPipeRunConfig,
+        cut: CutMicrobatches | None = None,
+    ) -> Self:
+        """Cut by the caller, who may also have said how to ``cut`` it otherwise.
 
         Raises:
             ConfigError: there are none, or one is not of three parts.
@@ -94,7 +105,7 @@ class Batch:
             rows=tuple(part.rows[0] for part in parts),
             batch_size=sum(part.batch_size for part in parts),
         )
-        return cls(together, config)
+        return cls(together, config, cut)
 
     @classmethod
     def of(
@@ -102,11 +113,11 @@ class Batch:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
-        microbatches: GivenMicrobatches | None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None,
         count: int,
         config: RoundPipeRunConfig,
     ) -> Self:
-        """A whole batch, or one that the caller has cut.
+        """A whole batch, or one that the caller has cut or cuts.
 
         Raises:
             ConfigError: both were given, or one is not as it has to be.
@@ -117,7 +128,23 @@ class Batch:
             raise ConfigError(
                 "give either input_args, input_kwargs and label, or microbatches, not both"
             )
+        if callable(microbatches):
+            given = microbatches(config.num_microbatch or count)
+            return cls._given(given, config, microbatches)
         return cls._given(microbatches, config)
+
+    def in_at_least(self, count: int) -> Self | None:
+        """The same batch in that many microbatches; None if it has as many, or nobody may cut it
+        finer."""
+        if self._cut is None or self.num_microbatches >= count:
+            return None
+        finer = self._given(self._cut(count), self.config, self._cut)
+        return finer if finer.num_microbatches > self.num_microbatches else None
+
+    def recompute_by_layer(self) -> None:
+        """Unless the caller has said what is recomputed at once."""
+        if self.config.recompute_grain is None:
+            self.config = replace(self.config, recompute_grain="layer")
 
     @property
     def num_microbatches(self) -> int:
@@ -132,6 +159,28 @@ class Batch:
     def wants_gradients(self) -> bool:
         """Whether the caller does, for something that goes in."""
         return any(any(boundary.carries) for boundary in self.boundaries)
+
+    @property
+    def wanted(self) -> list[torch.Tensor]:
+        """The caller's tensors that want a gradient, microbatch by microbatch."""
+        return [
+            leaf
+            for b in self.boundaries
+            for leaf, carried in zip(b.leaves, b.carries, strict=True)
+            if carried
+        ]
+
+    @property
+    def destinations(self) -> Destinations:
+        """Per microbatch and leaf the device that its gradient goes to; None where none is
+        wanted."""
+        return [
+            [
+                leaf.device if carried else None
+                for leaf, carried in zip(b.leaves, b.carries, strict=True)
+            ]
+            for b in self.boundaries
+        ]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         return (
@@ -164,10 +213,8 @@ class Batch:
         if self.config.output_device is not None:
             target = torch.device(self.config.output_device)
         # A call with losses may have late stage runs, which go on with whatever they hold.
-        shared = call.kept.memory() if call.settings.loss_fn is None else None
-        return [
-            deliver(call.outputs[m], target, shared) for m in range(call.settings.num_microbatches)
-        ]
+        shared = call.kept.memory() if call.asked.loss_fn is None else None
+        return [delivered(call.outputs[m], target, shared) for m in range(self.num_microbatches)]
 
     def joined(self, values: list[Any], outputs: list[Boundary]) -> Any:
         """``values``, which are those of ``outputs``, as one value; or packed."""
@@ -175,6 +222,13 @@ class Batch:
             ready = [output.ready for output in outputs if output.ready is not None]
             return RoundPipePackedData(values, self._rows, ready)
         return merge(values, self._rows, self.config.merge_output)
+
+
+def _boundary(inputs: Inputs) -> Boundary:
+    """The first layer's input. Whether a gradient is wanted is what the caller's tensors say."""
+    leaves, spec = pytree.tree_flatten(inputs)
+    carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
+    return Boundary(tuple(leaves), spec, carries, None, None)
 
 
 def _writes(tensor: torch.Tensor) -> int | None:
@@ -201,35 +255,69 @@ def _named(kwargs: Any, what: str) -> dict[str, Any]:
     return dict(kwargs or {})
 
 
+def input_gradients(call: Call, targets: Destinations) -> list[torch.Tensor | None]:
+    """Gradients for `Batch.wanted`, each on its tensor's device. The call lets go of them,
+    because it lives until its gradients are committed, and they are on devices."""
+    gradients: list[torch.Tensor | None] = []
+    for m, devices in enumerate(targets):
+        received = call.input_gradients.pop(m, None)
+        if not any(devices):
+            continue
+        leaves = received.leaves if received is not None else (None,) * len(devices)
+        if received is not None and received.ready is not None:
+            received.ready.wait()
+        for device, gradient in zip(devices, leaves, strict=True):
+            if (
+                device is not None
+                and gradient is not None
+                and received is not None
+                and received.source is not None
+            ):
+                received.source.lend_to_caller(gradient)
+                gradient = gradient.to(device)
+            if device is not None:
+                gradients.append(gradient)
+    return gradients
+
+
+def backward_into(tensors: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    flowing = [
+        (tensor, gradient)
+        for tensor, gradient in zip(tensors, gradients, strict=True)
+        if gradient is not None
+    ]
+    torch.autograd.backward(
+        [tensor for tensor, _ in flowing], [gradient for _, gradient in flowing]
+    )
+
+
+def sum_losses(call: Call) -> Any:
+    totals: list[torch.Tensor] = []
+    for m in range(call.asked.num_microbatches):
+        # A copy, because the caller may write to its loss while the backward that made it still
+        # runs.
+        parts = [part.to("cpu", copy=True) for part in call.losses[m].parts]
+        if totals and len(parts) != len(totals):
+            raise ConfigError(
+                f"loss_fn returned {len(totals)} losses for the first microbatches and "
+                f"{len(parts)} for microbatch {m}; they are added up, so return as many each time"
+            )
+        totals = (
+            [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
+        )
+    for total in totals:
+        # Because a tensor without a graph would only say that it has none.
+        setattr(total, "backward", _already_run)  # noqa: B010
+    return totals if call.losses[0].is_sequence else totals[0]
+
+
+def _already_run(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "backward was already run by forward_backward(); use forward() to call backward() yourself"
+    )
+
+
 def outputs_as_loss(outputs: Any, _: Any) -> Any:
     """The loss where no ``loss_fn`` is given: the outputs, or what they carry as Hugging Face
     models' do."""
     return getattr(outputs, "loss", outputs)
-
-
-def size_class(microbatches: Iterable[Sequence[Any]]) -> int:
-    """What ``shapes`` may be: a number for the largest microbatch's elements, the same within a
-    quarter of an octave.
-
-    Takes the leaves of each microbatch's inputs. Coarse, so that batches of any length need few
-    plans.
-    """
-    return round(4 * log2(max(elements_of(microbatches), 1)))
-
-
-def elements_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """Of all tensors of the largest microbatch; takes the leaves of each one's inputs."""
-    tensors = (
-        [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in microbatches
-    )
-    return max((sum(tensor.numel() for tensor in leaves) for leaves in tensors), default=0)
-
-
-def tokens_of(microbatches: Iterable[Sequence[Any]]) -> int:
-    """The largest tensor of whole numbers among the leaves of each microbatch's inputs: token ids,
-    where there are."""
-    tensors = (leaf for leaves in microbatches for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return max(
-        (tensor.numel() for tensor in tensors if tensor.dtype in (torch.int64, torch.int32)),
-        default=0,
-    )

@@ -21,7 +21,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -31,14 +31,19 @@ from safetensors.torch import save_file
 
 from ..device.generators import state_of
 from ..errors import ConfigError
-from ..memory import huge_pages
 from ..optim import GradScaler, OptimizerCtx
-from ..optim.state import KERNEL_CHOICES
 from .base import Engine
+from .optimizer_files import (
+    Optimizers,
+    as_sequence,
+    check_optimizers,
+    describe,
+    refuse_other_names,
+    restore,
+)
 
 _FORMAT = {"format": "roundpipe", "version": "1"}
 _REST = "rest"
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 def save_checkpoint(
@@ -55,7 +60,9 @@ def save_checkpoint(
 
     Args:
         path: the file; one of the same name is replaced at the end.
+        model: the engine, whose weights and persistent buffers are saved by the original names.
         optimizer: over the engine's masters; or several.
+        scaler: the loss scale, where fp16 needs one.
 
     Raises:
         ConfigError: ``path`` is a folder, or an optimizer is over other parameters; nothing was
@@ -85,8 +92,8 @@ def save_checkpoint(
             "optimizers": [],
             "scaler": scaler.state_dict() if _is_on(scaler) else None,
         }
-        for each in _as_sequence(optimizer):
-            described, state = _describe(each, masters)
+        for each in as_sequence(optimizer):
+            described, state = describe(each, masters)
             rest["optimizers"].append(described)
             tensors |= state
         generators, rest["rng"] = _random_state(model)
@@ -107,6 +114,7 @@ def load_checkpoint(
     save.
 
     Args:
+        path: the file.
         model, optimizer, scaler: made as for the run that saved; what they hold is overwritten.
 
     Raises:
@@ -116,17 +124,16 @@ def load_checkpoint(
         if file.metadata() != _FORMAT:
             raise ConfigError(
                 f"{path} has metadata {file.metadata()}, not {_FORMAT}: it was not written by this "
-                "version's "
-                "save_checkpoint(); its weights can be loaded with load_state_dict()"
+                "version's save_checkpoint(); its weights can be loaded with load_state_dict()"
             )
         weights = _model_tensors(model)
         with OptimizerCtx():
             masters = dict(model.optim_named_parameters())
-        optimizers = _as_sequence(optimizer)
+        optimizers = as_sequence(optimizer)
         rest = _unpacked(file.get_tensor(_REST))
         keys = set(file.keys())
         _check_weights(f"{path}", file, keys, weights)
-        _check_optimizers(f"{path}", rest["optimizers"], optimizers, masters)
+        check_optimizers(f"{path}", rest["optimizers"], optimizers, masters)
         if (rest["scaler"] is not None) != _is_on(scaler):
             saved = "without" if rest["scaler"] is None else "with"
             raise ConfigError(
@@ -149,7 +156,7 @@ def load_checkpoint(
                         key.removeprefix("optimizer/").rpartition("/")[0], []
                     ).append(key)
             for each, described in zip(optimizers, rest["optimizers"], strict=True):
-                _restore(each, described, masters, file, by_name)
+                restore(each, described, masters, file, by_name)
         if _is_on(scaler):
             scaler.load_state_dict(rest["scaler"])
         _set_random_state(
@@ -185,133 +192,13 @@ def _check_weights(
     path: str, file: Any, keys: set[str], weights: Mapping[str, torch.Tensor]
 ) -> None:
     saved = {key.removeprefix("model/") for key in keys if key.startswith("model/")}
-    _refuse_other_names(path, "the model", saved, weights.keys())
+    refuse_other_names(path, "the model", saved, weights.keys())
     for name, tensor in weights.items():
         shape = tuple(file.get_slice(f"model/{name}").get_shape())
         if shape != tuple(tensor.shape):
             raise ConfigError(
                 f"{path} has {name!r} in shape {shape}, the model in shape {tuple(tensor.shape)}"
             )
-
-
-def _refuse_other_names(path: str, whose: str, saved: set[str], wanted: Any) -> None:
-    missing, unexpected = sorted(set(wanted) - saved), sorted(saved - set(wanted))
-    if missing or unexpected:
-        raise ConfigError(
-            f"{path} does not fit {whose}: it lacks {len(missing)} ({_some(missing)}) and has "
-            f"{len(unexpected)} "
-            f"unexpected ({_some(unexpected)})"
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
-
-
-# Optimizers.
-
-
-def _as_sequence(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _groups(
-    optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Each param group with the names of its parameters."""
-    names = {id(master): name for name, master in masters.items()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ConfigError(
-                    f"this {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not "
-                    "one of the engine's; make it over RoundPipe.optim_parameters()"
-                )
-        yield group, [names[id(parameter)] for parameter in group["params"]]
-
-
-def _describe(
-    optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What is no tensor of a parameter, and what is."""
-    groups, values = [], {}
-    tensors: dict[str, torch.Tensor] = {}
-    for group, names in _groups(optimizer, masters):
-        groups.append(
-            {**{key: value for key, value in group.items() if key != "params"}, "names": names}
-        )
-        for name in names:
-            state = optimizer.state.get(masters[name], {})
-            values[name] = {
-                key: value for key, value in state.items() if not isinstance(value, torch.Tensor)
-            }
-            tensors |= {
-                f"optimizer/{name}/{key}": v
-                for key, v in state.items()
-                if isinstance(v, torch.Tensor)
-            }
-    return {"class": type(optimizer).__name__, "groups": groups, "values": values}, tensors
-
-
-def _check_optimizers(
-    path: str,
-    saved: Sequence[dict[str, Any]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    masters: Mapping[str, torch.Tensor],
-) -> None:
-    if [each["class"] for each in saved] != [type(each).__name__ for each in optimizers]:
-        raise ConfigError(
-            f"{path} has the state of {_some([each['class'] for each in saved])}, to be loaded "
-            "into "
-            f"{_some([type(each).__name__ for each in optimizers])}"
-        )
-    for described, optimizer in zip(saved, optimizers, strict=True):
-        groups = [names for _, names in _groups(optimizer, masters)]
-        if len(groups) != len(described["groups"]):
-            raise ConfigError(
-                f"{path} has {len(described['groups'])} param groups, this "
-                f"{type(optimizer).__name__} has {len(groups)}"
-            )
-        for index, (names, group) in enumerate(zip(groups, described["groups"], strict=True)):
-            _refuse_other_names(
-                path,
-                f"param group {index} of {type(optimizer).__name__}",
-                set(group["names"]),
-                names,
-            )
-
-
-def _restore(
-    optimizer: torch.optim.Optimizer,
-    described: dict[str, Any],
-    masters: Mapping[str, torch.Tensor],
-    file: Any,
-    keys: Mapping[str, list[str]],
-) -> None:
-    """Not through torch's ``load_state_dict``, which casts moments to the parameter's dtype.
-
-    Args:
-        keys: those of the file, by the parameter's name.
-    """
-    for group, saved in zip(optimizer.param_groups, described["groups"], strict=True):
-        group.update(
-            {key: value for key, value in saved.items() if key not in KERNEL_CHOICES | {"names"}}
-        )
-    for name, values in described["values"].items():
-        tensors = {key.rpartition("/")[2]: file.get_tensor(key) for key in keys.get(name, ())}
-        old = optimizer.state.pop(masters[name], {})
-        state = {key: _into(old.get(key), tensor) for key, tensor in tensors.items()} | values
-        if state:
-            optimizer.state[masters[name]] = state
-
-
-def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
-    """In the memory that is there already, if it fits; else in new memory, as ``saved`` is the
-    file's."""
-    if isinstance(old, torch.Tensor) and (old.dtype, old.shape) == (saved.dtype, saved.shape):
-        return old.copy_(saved)
-    return huge_pages.empty(saved.shape, saved.dtype).copy_(saved)
 
 
 # Random numbers.
@@ -358,8 +245,7 @@ def _packed(rest: dict[str, Any]) -> torch.Tensor:
     except pickle.UnpicklingError as error:
         raise ConfigError(
             "the optimizer's param groups or state, or the model's extra state, hold something "
-            "that could not be "
-            f"loaded again: {error}"
+            f"that could not be loaded again: {error}"
         ) from error
     return packed
 
@@ -372,9 +258,8 @@ def _unpacked(packed: torch.Tensor) -> dict[str, Any]:
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the file can be written from its memory."""
     dense = tensor.detach().cpu().contiguous()
-    return (
-        dense.clone() if dense.numel() == 1 else dense
-    )  # because counters may be shared, which safetensors refuses
+    # Because counters may be shared, which safetensors refuses.
+    return dense.clone() if dense.numel() == 1 else dense
 
 
 def _replace(target: Path, tensors: dict[str, torch.Tensor]) -> None:

@@ -44,21 +44,14 @@ class _Signed:
 
 
 class ForwardingModule(nn.Module):
-    """Reads fall through to the original model; so do writes and deletes once ``_own`` is set.
+    """Reads fall through to the original model, once there is one; so do writes and deletes of what
+    the engine has not.
 
     Methods of the original see every update: ``_flush`` runs before them.
     """
 
-    _own: frozenset[str]
-
     def _flush(self, what: str) -> None:
         raise NotImplementedError
-
-    def _hold(self, **modules: nn.Module) -> None:
-        """Keeps modules without registering them: their names and keys must stay those of the
-        user's model."""
-        for name, module in modules.items():
-            self.__dict__[f"_{name}"] = module
 
     @property
     def model(self) -> nn.Module:
@@ -76,13 +69,14 @@ class ForwardingModule(nn.Module):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = self.__dict__.get("_own")
+        own = self.__dict__
         if name == "forward":
             raise ConfigError(
                 "assigning an engine's forward would bypass it; change the model and wrap again"
             )
-        if not own or name in own or isinstance(getattr(type(self), name, None), property):
-            object.__setattr__(self, name, value)
+        is_property = isinstance(getattr(type(self), name, None), property)
+        if "_original" not in own or name in own or is_property:
+            object.__setattr__(self, name, value)  # not registering what is a module
         else:
             setattr(self.model, name, value)
 
@@ -99,6 +93,7 @@ class ForwardingModule(nn.Module):
 
     @property
     def training(self) -> bool:
+        """True while the original model is in training mode, which `train` and ``eval`` set."""
         return self.model.training if "_original" in self.__dict__ else True
 
     @training.setter
@@ -107,17 +102,21 @@ class ForwardingModule(nn.Module):
             self.model.training = mode
 
     def train(self, mode: bool = True) -> "ForwardingModule":
+        """Puts the original model into training (``mode`` True) or evaluation mode."""
         self.__dict__["_sequence"].train(mode)
         self.model.train(mode)
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the original model's modules with their names there."""
         yield from self.model.named_modules(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yields the original model's children with their names there."""
         yield from self.model.named_children()
 
     def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns the weight of that name in the original model, every update in it."""
         self._flush("get_parameter()")
         return self.model.get_parameter(target)
 
@@ -125,34 +124,50 @@ class ForwardingModule(nn.Module):
     # none.
 
     def get_submodule(self, target: str) -> nn.Module:
+        """Returns the module of that name in the original model."""
         return self.model.get_submodule(target)
 
     def get_buffer(self, target: str) -> torch.Tensor:
+        """Returns the buffer of that name in the original model."""
         return self.model.get_buffer(target)
 
     def set_submodule(self, target: str, module: nn.Module, strict: bool = False) -> None:
+        """Replaces a module of the original model. The next call then asks to wrap it again."""
         self.model.set_submodule(target, module, strict)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Adds a module to the original model. The next call then asks to wrap it again."""
         self.model.add_module(name, module)
 
     def register_module(self, name: str, module: nn.Module | None) -> None:
+        """Does what `add_module` does."""
         self.model.add_module(name, module)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Adds a weight to the original model. The next call then asks to wrap it again."""
         self.model.register_parameter(name, param)
 
     def register_buffer(
         self, name: str, tensor: torch.Tensor | None, persistent: bool = True
     ) -> None:
+        """Adds a buffer to the original model."""
         self.model.register_buffer(name, tensor, persistent)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "ForwardingModule":
+        """Calls ``fn`` on every module of the original model, once every update is in it.
+
+        Call `Engine.reload_parameters` after a ``fn`` that changes weights.
+        """
         self._flush("apply()")
         self.model.apply(fn)
         return self
 
     def compile(self, *_: Any, **__: Any) -> None:
+        """Refuses: layers are compiled one by one, when the model is wrapped.
+
+        Raises:
+            ConfigError: always; pass ``compile=True`` to `RoundPipe` instead.
+        """
         raise ConfigError(
             "an engine is not compiled as a whole; pass compile=True when the model is wrapped"
         )

@@ -24,28 +24,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..autoplan.planner import Planned
+from ..autoplan.free_memory import FreeMemory
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
 from ..params.gradient_memory import GradientBuffers
-from ..plan.actions import Passes
-from ..plan.execute_plan import RunType
-from ..plan.schedule import backward_passes, saved_layers
 from ..presets.adapters import base_of
-from ..runtime.call import Call
 from .base import Engine
-from .batches import Batch
+from .device_memory import KeptInputs, SharedMemory
 from .forwarding import SignedByModel
 from .parts.backward_pass import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
-from .parts.find import Part, layers_of
-from .parts.kept_inputs import KeptInputs
+from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.shell import Shell, make_shell
-from .sequential import RoundPipe, refuse_hooks
+from .runner import BatchRunner, refuse_hooks
 from .state import Host, HostSettings
 
 _UNSET = RoundPipeRunConfig()
@@ -59,67 +54,90 @@ class AutoRoundPipe(Engine):
     Parameters outside of parts are trained on the CPU by the same steps.
 
     Args:
+        model: the whole model, on the CPU.
         parts: the modules that run on devices, from `parts.find`.
+        name: shown in logs, traces and errors.
+        model_run_config: settings of every call of every part, below what a call sets itself.
         overrides: run configs by the module they are for.
+        settings: devices, dtypes and limits, as `RoundPipe` takes them.
+
+    Example:
+        >>> engine = wrap_model_to_roundpipe(unet)
+        >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters())
+        >>> loss = nn.functional.mse_loss(engine(images), targets)
+        >>> loss.backward()
+        >>> engine.step(optimizer.step)
     """
 
     def __init__(
         self,
         model: nn.Module,
-        parts: Sequence[Part],
+        parts: Sequence[ModelPart],
         *,
         name: str,
         model_run_config: RoundPipeRunConfig = _UNSET,
         overrides: Mapping[nn.Module, RoundPipeRunConfig] | None = None,
         settings: HostSettings | None = None,
     ) -> None:
-        super().__init__()
         _refuse_what_is_for_one_engine(model_run_config, "model_run_config")
         settings = settings or HostSettings()
-        losses = [LossFunction(base_of(model))] if has_loss_function(base_of(model)) else []
-        modules = [*(part.module for part in parts), *losses]
-        layers = [layer for module in modules for layer in layers_of(module)]
-        host = Host(layers, settings.choose_devices(), settings, on_host=list(model.parameters()))
-        self._take(name, host)
-        self._hold(sequence=model)
+        base = base_of(model)
+        own_loss = LossFunction(base) if has_loss_function(base) else None
+        parts = list(parts)
+        if own_loss is not None:
+            parts.append(
+                ModelPart(path="loss_function", module=own_loss, config=own_loss.run_config())
+            )
+        layers = [layer for part in parts for layer in layers_of(part.module)]
+        host = Host(
+            name, layers, settings.choose_devices(), settings, on_host=list(model.parameters())
+        )
+        super().__init__(host)
+        self._sequence = model
         self._config = model_run_config
         self._call_settings = _CallSettings(_for_parts(model_run_config))
-        self._loss = losses[0] if losses else None
+        self._loss = own_loss
         self._backwards = BackwardPasses(host)
-        self._room = KeptInputs()
-        self._engines: dict[str, _PartEngine] = {}
+        self._parts: dict[str, BatchRunner] = {}
         self._calls: dict[int, Callable[..., Any]] = {}
-        first = 0
+        kept = KeptInputs()
         for part in parts:
             override = (overrides or {}).get(part.module, _UNSET)
-            self._add(part, range(first, first + len(layers_of(part.module))), override)
-            first += len(layers_of(part.module))
-        if self._loss is not None:
-            loss = Part(path="loss_function", module=self._loss, config=self._loss.run_config())
-            self._add(loss, range(first, first + 1), _UNSET)
+            runner = self._parts[part.path] = self._make_runner(part, kept)
+            # What a user has said of this very part beats the rules.
+            said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
+            rules = replace(part.config, **said)
+            self._calls[id(part.module)] = self._caller_of(runner, rules, override)
+        self._runners += self._parts.values()
         self.set_original_model(model)
-        self._seal()
 
-    def _add(self, part: Part, layers: range, override: RoundPipeRunConfig) -> None:
-        name = f"{self._name}:{part.path}"
-        engine = _PartEngine(name, self._host, layers, part.module, self._backwards, self._room)
-        # What a user has said of this very part beats the rules.
-        said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
-        rules = replace(part.config, **said)
-        self._engines[part.path] = engine
-        self._calls[id(part.module)] = self._caller_of(engine, rules, override)
+    def _make_runner(self, part: ModelPart, kept: KeptInputs) -> BatchRunner:
+        host, layers, backwards = self._host, layers_of(part.module), self._backwards
+        first = sum(len(runner.layers) for runner in self._parts.values())
+        store = host.store.part(range(first, first + len(layers)))
+        planner = host.planner(store, layers, keeps_layers=False)
+        return BatchRunner(
+            f"{host.name}:{part.path}",
+            host,
+            layers,
+            store,
+            # Of its own, because gradients of another part have another layout.
+            GradientBuffers(host.memory, host.rules),
+            planner,
+            SharedMemory(part.path, FreeMemory(planner, store, host.device_states), kept),
+            lambda call: backwards.current().add_call(call, store),
+        )
 
     def _caller_of(
-        self, engine: "_PartEngine", rules: RoundPipeRunConfig, override: RoundPipeRunConfig
+        self, runner: BatchRunner, rules: RoundPipeRunConfig, override: RoundPipeRunConfig
     ) -> Callable[..., Any]:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
-        settings = (
-            self._call_settings
-        )  # not self, because an engine that holds itself would outlive its last user
+        # Not self, because an engine that holds itself would outlive its last user.
+        settings = self._call_settings
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            _refuse_cache(engine, (args, kwargs))
+            _refuse_cache(runner, (args, kwargs))
             args, kwargs = packed_again((args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
             if (
@@ -128,29 +146,18 @@ class AutoRoundPipe(Engine):
                 and not settings.are_rows(args, kwargs)
             ):
                 config = replace(config, num_microbatch=1)
-            output = engine(*args, roundpipe_run_config=config, **kwargs)
+            output = runner.forward(args, kwargs, config)
             is_deferred = rules.merge_output is False and isinstance(output, RoundPipePackedData)
             return defer(output) if is_deferred else output
 
         return call
 
-    def set_original_model(self, model: nn.Module) -> None:
-        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be
-        this engine's.
-
-        Raises:
-            ConfigError: some parameter of ``model`` is not.
-        """
-        self._look_at(model)
-        for engine in self._engines.values():
-            engine._name_layers(model)
-
     def __repr__(self) -> str:
-        if self._is_closed:
-            return f"AutoRoundPipe({self._name}, closed)"
+        if self.is_closed:
+            return f"AutoRoundPipe({self._host.name}, closed)"
         devices = ", ".join(device.name for device in self.devices)
         return (
-            f"AutoRoundPipe({self._name}, {len(self._engines)} engines on {devices}, "
+            f"AutoRoundPipe({self._host.name}, {len(self._parts)} engines on {devices}, "
             f"{self._steps!r})"
         )
 
@@ -166,19 +173,28 @@ class AutoRoundPipe(Engine):
         Without grad, pending updates are flushed first. With grad the outputs support
         ``backward()``; that raises RuntimeError if ``step`` ran in between. Each part cuts the
         batch by itself.
+
+        Args:
+            args, kwargs: what the model takes; tensors may be anywhere.
+            roundpipe_run_config: settings of this call, for every part. Those that describe the
+                inputs or layers of one part belong into ``override_config`` of
+                `wrap_model_to_roundpipe`.
+
+        Returns:
+            What the model returns, on the CPU or on ``output_device``.
+
+        Raises:
+            ConfigError: such a setting, a key-value cache, or outputs that transformers collects
+                from inside of blocks.
         """
         self._begin("forward()")
         _refuse_what_is_for_one_engine(roundpipe_run_config, "roundpipe_run_config")
         config = roundpipe_run_config.over(self._config)
-        with_grad = (
-            torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
-        )
-        self._backwards.drop_failed()
+        with_grad = config.builds_graph
         if with_grad:
             refuse_hooks(self._store)
-            self._steps.wait_written_back(
-                self._store.layers[-1].layer
-            )  # which is written back last
+            last = self._store.layers[-1]  # also to be written back
+            self._steps.wait_written_back(last.layer)
         else:
             self._steps.flush()
         _refuse_what_blocks_collect(self.model, kwargs)
@@ -208,23 +224,22 @@ class AutoRoundPipe(Engine):
         )
 
     def forward_backward(self, *_: Any, **__: Any) -> Any:
-        """Not there: what comes between the parts is the model's own code, which cannot be run
-        stage by stage.
+        """Refuses: what comes between the parts is the model's own code, which cannot be run stage
+        by stage.
 
         Raises:
             ConfigError: always.
         """
         raise ConfigError(
-            f"{self._name}: a model that is no sequence has no forward_backward(); call loss = "
-            "engine(...) and "
-            "loss.backward(), then step()"
+            f"{self._host.name}: a model that is no sequence has no forward_backward(); call "
+            "loss = engine(...) and loss.backward(), then step()"
         )
 
     # What is going on.
 
     @property
     def devices(self) -> list[Device]:
-        """The devices that parts stage run."""
+        """The devices that parts run on."""
         return list(self._host.worker_pool.devices)
 
     @property
@@ -233,31 +248,19 @@ class AutoRoundPipe(Engine):
         return self._config.num_microbatch or len(self.devices) + 1
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, the layers of each part by its name in the model, and bytes of what
-        is in no part."""
-        inside = {id(p) for engine in self._engines.values() for p in engine.model.parameters()}
+        """Gives `Engine.statistics`, the number of layers of each part by its name in the model
+        (``engines``), and bytes of the weights that are in no part (``cpu_bytes``)."""
+        layers = [layer for runner in self._runners for layer in runner.layers]
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         outside = [parameter for parameter in self._store.parameters if id(parameter) not in inside]
         staged = self._store.layers[: -len(self._store.on_host)]
         return {
             **super().statistics(),
-            "engines": {
-                path: len(layers_of(engine.model)) for path, engine in self._engines.items()
-            },
+            "engines": {path: len(runner.layers) for path, runner in self._parts.items()},
             "layers": len(staged),
             "cpu_bytes": sum(parameter.nbytes for parameter in outside),
             "layer_bytes": [layer.num_bytes for layer in staged],
         }
-
-    # What `Engine` asks for.
-
-    def _note_step(self, is_async: bool) -> None:
-        self._backwards.drop_failed()
-        for engine in self._engines.values():
-            engine._note_step(is_async)
-
-    def _free_devices(self) -> None:
-        for engine in self._engines.values():
-            engine._free_devices()
 
 
 @dataclass
@@ -281,63 +284,13 @@ class _CallSettings:
         return is_cut or self.rows is None or batch_size_of(args, kwargs) in (None, self.rows)
 
 
-class _PartEngine(RoundPipe):
-    """The engine of one part. Its host, and with it steps and weights, belong to the whole."""
-
-    def __init__(
-        self,
-        name: str,
-        host: Host,
-        layers: range,
-        module: nn.Module,
-        backwards: BackwardPasses,
-        room: KeptInputs,
-    ) -> None:
-        Engine.__init__(self)
-        self._take(name, host)
-        self._finalizer.detach()  # because the whole ends the threads
-        self._store = host.store.part(layers)
-        self._backwards = backwards
-        self._room = room
-        buffers = GradientBuffers(
-            host.memory, host.rules
-        )  # because those of another part have another layout
-        self._set_up(module, _UNSET, buffers, keeps_layers=False)
-        self._seal()
-
-    def _use_newest_weights(self) -> None:
-        """The whole has done so; a part that runs without grad inside a forward with grad must not
-        move ahead."""
-
-    def _commit(self, call: Call) -> None:
-        """Together with all other gradients of the backward pass."""
-        self._backwards.current().add_call(call, self._store)
-
-    def _plan(self, run_type: RunType, batch: Batch, *, returns: bool = False) -> Planned:
-        """Other parts run between this one's forward and its backward: without room for all, kept
-        inputs wait on the host."""
-        planned = super()._plan(run_type, batch, returns=returns)
-        if run_type == "infer" or self._room.suffices(self._name, planned.needs):
-            return planned
-        backward = backward_passes(planned.plan.bwd_plan, self._first_trained(batch))
-        return planned._replace(spilled=saved_layers(backward))
-
-    def _make_room(self, planned: Planned) -> None:
-        """No device states, for the same reason as no residents."""
-
-    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
-        """None, because each part's planner believes that the devices' spare memory is its own."""
-        return frozenset()
-
-
 def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:
     """Raises ConfigError for settings that describe inputs or layers of one engine."""
     for name in ("split_input", "split_label", "merge_output", "execute_plan"):
         if getattr(config, name) is not None:
             raise ConfigError(
                 f"{whose} sets {name}, but this model has several engines with inputs and layers "
-                "of their own; give "
-                "it in override_config for the module it is meant for"
+                "of their own; give it in override_config for the module it is meant for"
             )
 
 
@@ -384,7 +337,7 @@ def _takes_use_cache(model: nn.Module) -> bool:
     return any("use_cache" in inspect.signature(kind.forward).parameters for kind in kinds)
 
 
-def _refuse_cache(engine: Engine, inputs: Any) -> None:
+def _refuse_cache(runner: BatchRunner, inputs: Any) -> None:
     """Raises ConfigError for a key-value cache that the model's own code has made for its
     blocks."""
     cache_utils: Any = sys.modules.get("transformers.cache_utils")
@@ -396,7 +349,6 @@ def _refuse_cache(engine: Engine, inputs: Any) -> None:
         for leaf in pytree.tree_leaves(inputs, lambda value: isinstance(value, kind))
     ):
         raise ConfigError(
-            f"{engine!r} was given a key-value cache, to which all microbatches would write; the "
-            "model's forward asks "
-            "for it: have it say use_cache=False"
+            f"{runner.name} was given a key-value cache, to which all microbatches would write; "
+            "the model's forward asks for it: have it say use_cache=False"
         )

@@ -1,64 +1,30 @@
-"""What users touch: a model whose state lives on the host and whose layers run on devices in turn.
+"""What users touch: a model whose state lives on the host, and whose layers run on devices."""
 
-[Note: out of memory] A call that fails has no effect, so one that ran out of a device's memory is
-made again: the planner has learnt from it (see `ShapeMeasurements.shortages`) and has another plan,
-or keeps more inputs on the host. Backward stage runs that run on after their call has returned, and
-backward passes of the caller's own graph, cannot be made again, nor can calls that have gone beyond
-the engine: whose layers have written to their input where the caller has it, or whose loss has
-given parameters of the caller's own their gradients. What fails there is raised.
-"""
-
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..autoplan.cost_model import first_trained
 from ..autoplan.free_memory import FreeMemory
-from ..autoplan.planner import Planned, Planner
+from ..autoplan.planner import Planner
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..device.choose import DeviceSpec
-from ..errors import ConfigError
-from ..layers.replica import Modes
-from ..layers.structure import Structure
 from ..memory.pinning import PinMode
-from ..params.gradient_memory import GradientBuffers
-from ..params.working import ParameterStore
-from ..plan.actions import Passes
 from ..plan.costs import LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
-from ..plan.schedule import backward_passes, forward_passes, fused_passes, saved_layers
-from ..recompute.random_streams import AmbientState
-from ..runtime.autograd import attach, commits_held, when_pass_ends
-from ..runtime.call import Call, CallSettings, LossFn
-from ..runtime.pipeline import Pipeline
-from ..runtime.results import (
-    backward_into,
-    destinations,
-    input_gradients,
-    refuse_shared_buffers,
-    sum_losses,
-    wanted,
-    write_buffers,
-)
-from ..transfer.boundaries import Boundary, bytes_with_caller, num_bytes
-from ..transfer.residency import WeightsVersion
-from .backward_call import BackwardCall
+from ..runtime.autograd import when_pass_ends
+from ..runtime.call import LossFn
 from .base import Engine, call_site, check_model
-from .batches import Batch, GivenMicrobatches, elements_of, outputs_as_loss, size_class, tokens_of
+from .batches import Batch, CutMicrobatches, GivenMicrobatches, outputs_as_loss
+from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
+from .runner import BatchRunner, Request
 from .state import Host, HostSettings
 
-_log = logging.getLogger("roundpipe")
 _UNSET = RoundPipeRunConfig()
-_MADE_AGAIN = 3  # times at most, see [Note: out of memory]
-
-T = TypeVar("T")
 
 
 class RoundPipe(Engine):
@@ -113,7 +79,6 @@ class RoundPipe(Engine):
         max_gpu_memory: str | float | None = None,
         process_group: Any = None,
     ) -> None:
-        super().__init__()
         check_model(model)
         settings = HostSettings.of(
             process_group=process_group,
@@ -124,69 +89,31 @@ class RoundPipe(Engine):
             grad_dtype=grad_dtype,
             max_gpu_memory=max_gpu_memory,
         )
-        host = Host(layers_of(model), settings.choose_devices(), settings)
-        self._take(name if name is not None else call_site(), host)
-        self._set_up(model, model_run_config, host.buffers)
-        self._seal()
-
-    def _set_up(
-        self,
-        model: nn.Module,
-        config: RoundPipeRunConfig,
-        buffers: GradientBuffers,
-        *,
-        keeps_layers: bool = True,
-    ) -> None:
-        """Readies the pipeline for the layers of ``model``, which are those of ``_store``.
-        ``keeps_layers``: see `Planner`."""
-        self._config = config
-        self._hold(sequence=model)
-        layers, host = layers_of(model), self._host
-        self._layer_structure = Structure(layers)
-        self._pipeline = Pipeline(
+        layers, name = layers_of(model), name if name is not None else call_site()
+        host = Host(name, layers, settings.choose_devices(), settings)
+        super().__init__(host)
+        self._sequence = model
+        self._config = model_run_config
+        steps, planner = host.steps, host.planner(host.store, layers, keeps_layers=True)
+        self._runner = BatchRunner(
+            name,
+            host,
             layers,
-            host.worker_pool,
-            self._store,
-            host.rules,
-            buffers,
-            host.condition,
-            self._steps.is_written_back,
+            host.store,
+            host.buffers,
+            planner,
+            OwnMemory(FreeMemory(planner, host.store, host.device_states), host),
+            lambda call: when_pass_ends(lambda: steps.commit(call)),
         )
-        self._planner = Planner(
-            self._store,
-            host.worker_pool.devices,
-            layers=layers,
-            rules=host.rules,
-            held_bytes=host.device_bytes,
-            keeps_layers=keeps_layers,
-        )
-        self._free_memory = FreeMemory(self._planner, self._store, host.device_states)
-        host.steps.update_listeners.append(self._planner.rates.record_update)
+        self._runners.append(self._runner)
         self.set_original_model(model)
 
-    def set_original_model(self, model: nn.Module) -> None:
-        """Names parameters as in ``model`` and forwards attributes to it; its parameters must be
-        the layers' own.
-
-        Raises:
-            ConfigError: some parameter of ``model`` is in no layer.
-        """
-        self._look_at(model)
-        self._name_layers(model)
-
-    def _name_layers(self, model: nn.Module) -> None:
-        """Errors name layers as in ``model``."""
-        names = {id(module): name for name, module in model.named_modules()}
-        for index, layer in enumerate(layers_of(self.__dict__["_sequence"])):
-            found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
-            self._pipeline.layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
-
     def __repr__(self) -> str:
-        if self._is_closed:
-            return f"RoundPipe({self._name}, closed)"
-        devices = ", ".join(device.name for device in self._pipeline.devices)
+        if self.is_closed:
+            return f"RoundPipe({self._host.name}, closed)"
+        devices = ", ".join(device.name for device in self.devices)
         return (
-            f"RoundPipe({self._name}, {len(self._store.layers)} layers on {devices}, "
+            f"RoundPipe({self._host.name}, {len(self._store.layers)} layers on {devices}, "
             f"{self._steps!r})"
         )
 
@@ -200,47 +127,23 @@ class RoundPipe(Engine):
 
         Without grad, pending updates are flushed first. With grad the outputs support
         ``backward()``; that raises RuntimeError if ``step`` ran in between.
+
+        Args:
+            args, kwargs: what the original model takes. Tensors may be anywhere; those whose first
+                dimension is as long as the batch, (rows, ...), are cut along it, everything else
+                goes to every microbatch.
+            roundpipe_run_config: settings of this call.
+
+        Returns:
+            What the model returns, its tensors joined along their first dimension, (rows, ...),
+            and tensors without one averaged, each by the rows of its microbatch; on
+            ``output_device``.
         """
         self._begin("forward()")
         config = roundpipe_run_config.over(self._config)
-        with_grad = (
-            torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad
-        )
-        if not with_grad:
-            self._use_newest_weights()
-        batch = Batch.cut(args, kwargs, None, self.default_num_microbatch, config)
-        return self._made_again(
-            "forward()", batch, lambda: self._forward(batch, with_grad=with_grad)
-        )
-
-    def _forward(self, batch: Batch, *, with_grad: bool) -> Any:
-        planned = self._plan("train" if with_grad else "infer", batch, returns=True)
-        plan = planned.plan
-        if with_grad:
-            refuse_hooks(self._store)
-        backward = backward_passes(plan.bwd_plan, self._first_trained(batch)) if with_grad else []
-        settings = self._settings(
-            batch, planned, needs_grad=with_grad, saved_layers=saved_layers(backward)
-        )
-        call = self._run(planned, forward_passes(plan.fwd_plan), settings, batch, backward=backward)
-        with (
-            self._host.device_states.noting_failures(),
-            call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
-        ):
-            self._wait_results(call)
-            call.wait_finished()
-            refuse_shared_buffers(call)
-            outputs = batch.delivered(call)
-            self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
-            # Because the call lives until its backward, and they are on devices.
-            call.outputs.clear()
-            if with_grad:
-                workload = self._backward_round(call, backward, batch, outputs)
-                values = attach(outputs, wanted(batch.boundaries), workload)
-            else:
-                values = [output.value for output in outputs]
-            result = batch.joined(values, outputs)
-        return result
+        if not config.builds_graph:
+            self._steps.flush()  # because evaluation is never stale
+        return self._runner.forward(args, kwargs, config)
 
     def forward_backward(
         self,
@@ -251,72 +154,54 @@ class RoundPipe(Engine):
         return_outputs: bool = False,
         run_config: RoundPipeRunConfig = _UNSET,
         *,
-        microbatches: GivenMicrobatches | None = None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None = None,
     ) -> Any:
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
         Args:
-            input_args, input_kwargs: what the first layer is called with, whole; or
-            microbatches: ``(args, kwargs, label)`` for each microbatch, already split.
-            loss_fn: called once per microbatch on a worker thread; default: the outputs are the
-                loss. Once more if the call is made again because a device was out of memory.
+            input_args, input_kwargs: what the first layer is called with, whole. Tensors of shape
+                (rows, ...) are cut along their first dimension, as `forward` does.
+            label: what ``loss_fn`` gets beside the outputs, (rows, ...) likewise; a container of
+                tensors may be one.
+            loss_fn: called once per microbatch, on a worker thread and with tensors of its device;
+                returns a 0-d tensor or a sequence of such. Default: the outputs are the loss. Once
+                more if the call is made again because a device was out of memory.
+            return_outputs: return the outputs too.
+            run_config: settings of this call.
+            microbatches: ``(args, kwargs, label)`` for each microbatch, in place of the batch: they
+                are split already, and need not have the same shapes. Or a function that gives them
+                for a number of microbatches: it is asked for more where a device runs out of
+                memory, so it says that the sum of losses stays the same.
 
         Returns:
-            The **sum** of the microbatches' losses, a detached CPU tensor (a list if ``loss_fn``
-            returns a sequence); with ``return_outputs`` a pair of that and the merged outputs.
+            The **sum** of the microbatches' losses, a detached 0-d CPU tensor (a list if
+            ``loss_fn`` returns a sequence); with ``return_outputs`` a pair of that and the merged
+            outputs. A mean over the batch divides by the batch's rows or tokens in ``loss_fn``.
             Returns once these are known: remaining backward stage runs run on, and what fails there
             is raised by the next call.
+
+        Raises:
+            What a layer or ``loss_fn`` raised, with a note that says where. The call then has had
+            no effect.
+
+        Example:
+            >>> def loss_fn(logits, labels):  # (rows, tokens, vocabulary), (rows, tokens)
+            ...     summed = nn.functional.cross_entropy(
+            ...         logits.flatten(0, 1), labels.flatten(), reduction="sum"
+            ...     )
+            ...     return summed / num_tokens  # of the whole batch
+            >>> loss = engine.forward_backward((ids,), label=labels, loss_fn=loss_fn)
         """
         self._begin("forward_backward()")
-        config = run_config.over(self._config)
-        batch = Batch.of(
-            input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config
+        batch = self._batch(input_args, input_kwargs, label, run_config, microbatches)
+        request = Request(
+            what="forward_backward()",
+            run_type="fused",
+            loss_fn=loss_fn or outputs_as_loss,
+            returns_outputs=return_outputs,
         )
-        call = partial(
-            self._forward_backward, batch, loss_fn or outputs_as_loss, return_outputs=return_outputs
-        )
-        return self._made_again("forward_backward()", batch, call)
-
-    def _forward_backward(self, batch: Batch, loss_fn: LossFn, *, return_outputs: bool) -> Any:
-        planned = self._plan("fused", batch, returns=return_outputs)
-        refuse_hooks(self._store)
-        passes = fused_passes(planned.plan, self._first_trained(batch))
-        settings = self._settings(
-            batch,
-            planned,
-            needs_grad=True,
-            saved_layers=saved_layers(passes),
-            loss_fn=loss_fn,
-            keeps_outputs=return_outputs,
-        )
-        call = self._run(planned, passes, settings, batch)
-        tensors = wanted(batch.boundaries)
-
-        def commit() -> None:
-            write_buffers(call)
-            for commit_before in before:
-                commit_before()
-            self._steps.commit(call)
-
-        with (
-            self._host.device_states.noting_failures(),
-            batch.spent_by(call),
-            commits_held() as before,
-            call.awaited(lambda: self._pipeline.start(call), commit),
-        ):
-            self._wait_results(call)
-            if call.streams.drawn or tensors:
-                call.wait_finished()
-            refuse_shared_buffers(call)
-            result = loss = sum_losses(call)
-            if return_outputs:
-                outputs = batch.delivered(call)
-                self._planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
-                result = loss, batch.joined([output.value for output in outputs], outputs)
-            if tensors:
-                batch.is_spent = True  # because a graph can be gone through once
-                backward_into(tensors, input_gradients(call, destinations(batch.boundaries)))
-        return result
+        results = self._runner.run(batch, request)
+        return (results.losses, results.outputs) if return_outputs else results.losses
 
     def forward_loss(
         self,
@@ -326,228 +211,75 @@ class RoundPipe(Engine):
         loss_fn: LossFn | None = None,
         run_config: RoundPipeRunConfig = _UNSET,
         *,
-        microbatches: GivenMicrobatches | None = None,
+        microbatches: GivenMicrobatches | CutMicrobatches | None = None,
     ) -> Any:
         """The losses of ``forward_backward`` without its backward, at the newest weights: for
         evaluation.
 
-        Outputs stay on their device and are dropped after ``loss_fn``. Takes and returns what
-        ``forward_backward`` does.
+        Outputs stay on their device and are dropped after ``loss_fn``. Takes (``input_args``,
+        ``input_kwargs``, ``label``, ``loss_fn``, ``run_config``, ``microbatches``) and returns what
+        ``forward_backward`` does. Waits for pending updates first.
         """
         self._begin("forward_loss()")
         self._steps.flush()
+        batch = self._batch(input_args, input_kwargs, label, run_config, microbatches)
+        request = Request(
+            what="forward_loss()",
+            run_type="infer",
+            loss_fn=loss_fn or outputs_as_loss,
+            returns_outputs=False,
+        )
+        return self._runner.run(batch, request).losses
+
+    def _batch(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        label: Any,
+        run_config: RoundPipeRunConfig,
+        microbatches: GivenMicrobatches | CutMicrobatches | None,
+    ) -> Batch:
         config = run_config.over(self._config)
-        batch = Batch.of(
-            input_args, input_kwargs, label, microbatches, self.default_num_microbatch, config
-        )
-        call = partial(self._forward_loss, batch, loss_fn or outputs_as_loss)
-        return self._made_again("forward_loss()", batch, call)
-
-    def _forward_loss(self, batch: Batch, loss_fn: LossFn) -> Any:
-        planned = self._plan("infer", batch)
-        settings = self._settings(
-            batch, planned, needs_grad=False, saved_layers=frozenset(), loss_fn=loss_fn
-        )
-        call = self._run(planned, forward_passes(planned.plan.fwd_plan), settings, batch)
-        with (
-            self._host.device_states.noting_failures(),
-            call.awaited(lambda: self._pipeline.start(call), lambda: write_buffers(call)),
-        ):
-            self._wait_results(call)
-            call.wait_finished()
-            refuse_shared_buffers(call)
-            losses = sum_losses(call)
-        return losses
-
-    def _made_again(self, what: str, batch: Batch, call: Callable[[], T]) -> T:
-        """See [Note: out of memory]."""
-        left = _MADE_AGAIN
-        while True:
-            shortages = self._planner.shortages
-            try:
-                return call()
-            except torch.OutOfMemoryError as error:
-                is_ours = (
-                    self._planner.shortages > shortages
-                )  # else it is not a device of this engine's that is full
-                if not left or not is_ours or not batch.can_run_again(self._pipeline.devices):
-                    raise
-                left -= 1
-                _log.warning(
-                    "%s: %s is made again with less on its devices, because of: %s",
-                    self._name,
-                    what,
-                    error,
-                )
-
-    def _first_trained(self, batch: Batch) -> int:
-        return first_trained(self._store, wants_gradients=batch.wants_gradients)
-
-    def _settings(
-        self,
-        batch: Batch,
-        planned: Planned,
-        *,
-        needs_grad: bool,
-        saved_layers: frozenset[int],
-        loss_fn: LossFn | None = None,
-        keeps_outputs: bool = False,
-    ) -> CallSettings:
-        return CallSettings(
-            num_layers=len(self._store.layers),
-            num_microbatches=batch.num_microbatches,
-            needs_grad=needs_grad,
-            first_trained=self._first_trained(batch),
-            saved_layers=saved_layers,
-            recompute_grain=batch.grain,
-            keeps_outputs=keeps_outputs,
-            loss_fn=loss_fn,
-            labels=batch.labels,
-            weights=WeightsVersion(self._steps.version, self._steps.num_loads),
-            ambient=AmbientState.of_caller(
-                {device.torch_device.type for device in self._pipeline.devices}
-            ),
-            modes=Modes.of(self._layer_structure),
-            spilled_layers=planned.spilled,
-            slot_limit=self._free_memory.slot_limit(planned),
-            measured=planned.measured,
-            is_timed=planned.is_timed,
-            only_loss=loss_fn is outputs_as_loss and not keeps_outputs,
-        )
-
-    def _plan(self, run_type: RunType, batch: Batch, *, returns: bool = False) -> Planned:
-        inputs = [boundary.leaves for boundary in batch.boundaries]
-        planned = self._planner.plan(
-            run_type,
-            batch.num_microbatches,
-            batch.config.execute_plan,
-            shapes=size_class(inputs),
-            elements=elements_of(inputs),
-            tokens=tokens_of(inputs),
-            input_bytes=max(map(num_bytes, inputs)),
-            caller_bytes=bytes_with_caller(batch.boundaries),
-            wants_gradients=batch.wants_gradients,
-            returns=returns,
-            grain=batch.grain,
-        )
-        self._make_room(planned)
-        return planned
-
-    def _wait_results(self, call: Call) -> None:
-        """Waits for losses or outputs. Meanwhile the planner thinks, because the caller has nothing
-        else to do."""
-        self._planner.reconsider()
-        call.wait_results()
-        self._planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
-
-    def _run(
-        self,
-        planned: Planned,
-        passes: Passes,
-        settings: CallSettings,
-        batch: Batch,
-        *,
-        backward: Passes | None = None,
-    ) -> Call:
-        """A call to start; ``backward``: the stage runs that will follow it in a call of their
-        own."""
-        streams = self._pipeline.streams(enabled=batch.config.preserve_rng_state is not False)
-        posts = {("x", 0, m): boundary for m, boundary in enumerate(batch.boundaries)}
-        resident = self._resident_layers(planned, [passes, backward] if backward else [passes])
-        return self._pipeline.prepare(
-            passes, settings, streams, posts=posts, resident_layers=resident
-        )
-
-    # What an engine that is part of a larger one does otherwise.
-
-    def _use_newest_weights(self) -> None:
-        """Evaluation is never stale."""
-        self._steps.flush()
-
-    def _make_room(self, planned: Planned) -> None:
-        """Layers have device states in what calls leave of the device."""
-        self._free_memory.let_device_states(planned)
-        if self._host.device_states.must_shrink:
-            self._steps.leave_devices()
-
-    def _commit(self, call: Call) -> None:
-        """A backward round is over."""
-        when_pass_ends(lambda: self._steps.commit(call))
-
-    def _resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
-        return self._free_memory.resident_layers(planned, rounds)
-
-    def _backward_round(
-        self, forward: Call, passes: Passes, batch: Batch, outputs: list[Boundary]
-    ) -> BackwardCall:
-        return BackwardCall(
-            begin=self._begin,
-            commit=self._commit,
-            steps=self._steps,
-            device_states=self._host.device_states,
-            pipeline=self._pipeline,
-            forward=forward,
-            passes=passes,
-            targets=destinations(batch.boundaries),
-            carries=[output.carries for output in outputs],
-            made_at=self._steps.weights,
-        )
+        return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)
 
     # What is going on.
 
     @property
     def devices(self) -> list[Device]:
         """The devices that stages run on."""
-        return list(self._pipeline.devices)
+        return list(self._host.worker_pool.devices)
 
     @property
     def planner(self) -> Planner:
         """Costs and limits that plans are made from."""
-        return self._planner
+        return self._runner.planner
 
     def planning_problem(self, run_type: RunType) -> tuple[LayerCosts, Workload]:
-        """Costs of the layers and of a round of ``default_num_microbatch`` microbatches, by what is
-        known now."""
-        return self._planner.problem(run_type, self.default_num_microbatch)
+        """Gives the costs of the layers and of a round of ``default_num_microbatch`` microbatches,
+        by what is known now, in milliseconds and bytes.
+
+        ``run_type`` is as in `ModelExecutePlan.auto`, which calls this.
+        """
+        return self._runner.planner.problem(run_type, self.default_num_microbatch)
 
     @property
     def default_num_microbatch(self) -> int:
         """Microbatches per call where nothing is set: the number of devices + 1."""
-        return self._config.num_microbatch or len(self._pipeline.devices) + 1
+        return self._config.num_microbatch or len(self.devices) + 1
 
     @property
     def execute_plan(self) -> ModelExecutePlan:
-        """The plan ``forward_backward`` uses by default."""
+        """The plan that ``forward_backward`` uses by default. It changes as layers are measured."""
         grain = self._config.recompute_grain or "stage"
-        return self._planner.next_plan(
+        return self._runner.planner.next_plan(
             "fused", self.default_num_microbatch, self._config.execute_plan, grain=grain
         )
 
     def statistics(self) -> dict[str, Any]:
-        """`Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each on a
-        device."""
+        """Gives `Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each
+        on a device."""
         return {
             **super().statistics(),
             "layers": len(self._store.layers),
             "layer_bytes": [layer.num_bytes for layer in self._store.layers],
         }
-
-    # What `Engine` asks for.
-
-    def _note_step(self, is_async: bool) -> None:
-        self._planner.note_step(is_async)
-
-    def _free_devices(self) -> None:
-        self._pipeline.close()
-
-
-def refuse_hooks(store: ParameterStore) -> None:
-    """Devices compute with resident copies, so a hook on the user's own parameter would silently
-    never run."""
-    for parameter in store.parameters:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
-                "gradients are "
-                "complete only in step_fn; change master.grad there"
-            )

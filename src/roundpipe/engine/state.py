@@ -1,5 +1,6 @@
 """One model's state on the host, which one engine owns or the engines of its parts share."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autoplan.planner import Planner
 from ..device import Device
 from ..device.choose import DeviceSpec, choose_devices
-from ..errors import ConfigError
+from ..errors import ClosedError, ConfigError
 from ..layers.compiler import BlockCompiler
+from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
 from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.masters import Masters
@@ -18,6 +21,7 @@ from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
 from ..runtime.worker_pool import WorkerPool
+from ..step import context
 from ..step.hyperparameters import WorkingWeights
 from ..step.thread import StepThread
 from ..step.turns import make_way
@@ -57,8 +61,7 @@ class HostSettings:
         if process_group is not None:
             raise ConfigError(
                 "process_group: training over several processes is not supported; leave it out and "
-                "give this one "
-                "process all its devices (devices=None takes every visible one)"
+                "give this one process all its devices (devices=None takes every visible one)"
             )
         return cls(**settings)
 
@@ -71,20 +74,25 @@ class Host:
     """Weights, masters, gradients, the thread that updates them, and a worker pool that computes
     with them.
 
-    Made and closed by the caller's thread. Holds no reference to an engine.
+    Made, entered and closed by the caller's thread. Holds no reference to an engine.
 
     Args:
-        layers: all layers of all engines.
+        name: its engine's.
+        layers: all layers of all runners.
         on_host: parameters that the caller's thread computes with itself; see `ParameterStore`.
     """
 
     def __init__(
         self,
+        name: str,
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
         settings: HostSettings,
         on_host: Sequence[nn.Parameter] = (),
     ) -> None:
+        self.name = name
+        self.is_closed = False
+        self._process = os.getpid()
         # Before the store, which moves weights that another engine's thread may be writing to.
         make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
         self.condition = SteadyCondition()
@@ -111,6 +119,7 @@ class Host:
             self.device_states,
             lambda: GradientWindow(store, rules, buffers),
         )
+        self.steps.name = name
         self.worker_pool = WorkerPool(
             devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
         )
@@ -129,10 +138,52 @@ class Host:
         slots, device_states = self.worker_pool.statistics(), self.device_states.held_bytes
         return {name: num_bytes + device_states for name, num_bytes in slots.items()}
 
-    def begin_call(self) -> None:
-        """An engine call begins."""
+    def planner(
+        self, store: ParameterStore, layers: Sequence[nn.Module], *, keeps_layers: bool
+    ) -> Planner:
+        """For ``layers``, of which ``store`` has the parameters."""
+        return Planner(
+            store,
+            self.worker_pool.devices,
+            layers=layers,
+            rules=self.rules,
+            held_bytes=self.device_bytes,
+            keeps_layers=keeps_layers,
+        )
+
+    def follow(self, model: nn.Module) -> None:
+        """Parameters are named as in ``model``.
+
+        Raises:
+            ConfigError: some parameter of ``model`` is in no layer.
+        """
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self.store.uses:
+                raise ConfigError(
+                    f"parameter {name!r} of the original model is in no layer of the pipeline"
+                )
+            self.store.names[id(parameter)] = name
+
+    def begin(self, what: str, structure: Structure) -> None:
+        """The checks at the door of every engine call; raises what failed behind the caller's back
+        since the last."""
+        context.refuse_inside(what)
+        if self.is_closed:
+            raise ClosedError(f"{self.name}: {what} was called after close()")
+        if os.getpid() != self._process:
+            raise ConfigError(
+                f"{self.name}: {what} was called in a forked process, which has none of the "
+                "engine's threads; call it in the process that made the engine"
+            )
+        self.steps.turns.take()
+        self.steps.raise_late_error()
         if self._interpreter is not None:
             self._interpreter.begin_call()
+        if structure.has_changed():
+            raise ConfigError(
+                f"{self.name}: modules or parameters were added, removed, replaced or cast since "
+                "it was wrapped; close() this engine and wrap the model again"
+            )
 
     def rest(self) -> None:
         """No call is likely for a while."""
@@ -142,7 +193,7 @@ class Host:
     def close(self) -> None:
         """Joins the threads after the jobs already queued, and unlocks memory. Parameters stay
         valid."""
-        self._working.is_closed = self.steps.is_closed = True
+        self.is_closed = self._working.is_closed = self.steps.is_closed = True
         # First, because an interrupt of what follows must not leave it without an end.
         self._worker.stop()
         try:

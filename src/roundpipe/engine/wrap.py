@@ -13,7 +13,7 @@ from ..presets.adapters import base_of
 from ..presets.preset import cut
 from .base import call_site, check_model
 from .partitioned import AutoRoundPipe
-from .parts.find import Part, default_upper_threshold, find_parts, whole
+from .parts.find import ModelPart, default_upper_threshold, find_parts, whole
 from .sequential import RoundPipe
 from .state import HostSettings
 
@@ -42,6 +42,7 @@ def wrap_model_to_roundpipe(
     newest weights; its optimizer is to be made anew. See [Note: turns].
 
     Args:
+        model: any module, on the CPU.
         use_sequential_preset: None uses a preset if there is one; True insists on it; False does
             not look for one.
         lower_threshold: bytes of parameters from which a module that holds them itself is a part;
@@ -51,6 +52,7 @@ def wrap_model_to_roundpipe(
         skip_modules: stay on the CPU with all they hold.
         override_config: settings for the engine of a part, by its module.
         model_run_config: settings for all engines; beats what a preset brings.
+        name: shown in logs, traces and errors; default ``file.py:line`` of the caller.
         roundpipe_kwargs: passed to `RoundPipe`.
 
     Returns:
@@ -74,8 +76,7 @@ def wrap_model_to_roundpipe(
         if skip_modules or override_config:
             raise ConfigError(
                 "skip_modules and override_config are for models that are wrapped part by part, "
-                "but "
-                f"{architecture} runs by its preset; leave them out, or pass "
+                f"but {architecture} runs by its preset; leave them out, or pass "
                 "use_sequential_preset=False"
             )
         logger.info(
@@ -130,7 +131,7 @@ def _check_modules(model: nn.Module, given: Sequence[nn.Module], option: str) ->
 
 
 def _check_overrides(
-    overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[Part]
+    overrides: Mapping[nn.Module, RoundPipeRunConfig], parts: Sequence[ModelPart]
 ) -> None:
     known = {id(part.module) for part in parts}
     for module in overrides:
@@ -138,6 +139,5 @@ def _check_overrides(
             found = ", ".join(part.path or "the whole model" for part in parts)
             raise ConfigError(
                 f"override_config names a {type(module).__name__} that gets no engine of its own; "
-                "the parts that do: "
-                f"{found}"
+                f"the parts that do: {found}"
             )

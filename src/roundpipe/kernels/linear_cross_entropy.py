@@ -30,6 +30,9 @@ DEFAULT_CHUNK_BYTES = 320 << 20
 # of the logits.
 _SLICES_PER_CHUNK = 8
 
+# Of a factor that is copied into a wider dtype.
+_COPIED_BYTES = 16 << 20
+
 _IGNORED = -100
 
 
@@ -299,7 +302,9 @@ def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
     elif sum_.is_cuda:
         torch.addmm(sum_, left, right, out_dtype=sum_.dtype, out=sum_)
     else:  # only CUDA has a kernel that sums in another dtype
-        sum_.addmm_(left.to(sum_.dtype), right.to(sum_.dtype))
+        # Part by part, because ``right`` may be a whole head, of which nobody has planned a copy.
+        for part in _chunks(len(right), _COPIED_BYTES // (right.shape[1] * sum_.element_size())):
+            sum_.addmm_(left[:, part].to(sum_.dtype), right[part].to(sum_.dtype))
 
 
 def _scaled(sum_: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

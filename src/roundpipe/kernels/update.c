@@ -1,12 +1,14 @@
-// One pass over parameters: landed gradient, master and moments in; master, moments and working copy out.
+// One pass over parameters: offloaded gradient, master and moments in; master, moments and working
+// copy out.
 //
-// A block that stays in the first-level cache goes through three loops: gradient parts are added up in fp32 and scaled,
-// a rule updates master and moments, the new weight is rounded to the working dtype. Memory so is read and written once.
-// Each element's result depends on that element alone, so threads and blocks change no number. Operations and their
-// order are those of torch's fused kernels; what those contract is contracted here by name (fmaf), nothing else may be.
-// The working copy is written past the cache, because nothing of it is read here: a line would be fetched to be written.
-// Measured and rejected: the same for masters and moments, prefetching by hand, blocks of 256, 1024 or 2048, one loop in
-// place of three.
+// A block that stays in the first-level cache goes through three loops: gradient parts are added up
+// in fp32 and scaled, a rule updates master and moments, the new weight is rounded to the working
+// dtype. Memory so is read and written once. Each element's result depends on that element alone,
+// so threads and blocks change no number. Operations and their order are those of torch's fused
+// kernels; what those contract is contracted here by name (fmaf), nothing else may be. The working
+// copy is written past the cache, because nothing of it is read here: a line would be fetched to be
+// written. Measured and rejected: the same for masters and moments, prefetching by hand, blocks of
+// 256, 1024 or 2048, one loop in place of three.
 
 #include <math.h>
 #include <pthread.h>
@@ -20,7 +22,8 @@
 #error "this compiler has no _Float16"
 #endif
 
-enum { BLOCK = 512, CHUNK = 32 * BLOCK, CHUNKS_WORTH_A_THREAD = 4, MAX_THREADS = 256, STACK_BYTES = 1 << 18 };
+enum { BLOCK = 512, CHUNK = 32 * BLOCK, CHUNKS_WORTH_A_THREAD = 4 };
+enum { MAX_THREADS = 256, STACK_BYTES = 1 << 18 };
 enum dtype { NONE, FLOAT32, BFLOAT16, FLOAT16 };
 enum rule { ADAM, ADAM_AMSGRAD, SGD, SGD_MOMENTUM, SQUARES };
 
@@ -40,10 +43,12 @@ typedef struct {
 typedef struct {
     const formula *formula;
     int64_t num_written, num_parts, is_published, count;
-    // Filled in here:
-    float *const *written;  // weight and moments; for SQUARES the result of each chunk, in double, so that their sum
-    const array *parts;     // has one order. The gradient is the sum of the parts; behind them comes the working copy,
-    int64_t first_chunk;    // if that is to be written.
+    // Filled in here. ``written``: weight and moments; for SQUARES the result of each chunk, in
+    // double, so that their sum has one order. The gradient is the sum of the parts; behind them
+    // comes the working copy, if that is to be written.
+    float *const *written;
+    const array *parts;
+    int64_t first_chunk;
 } job;
 
 // fp32 <-> 16 bits. The loops are vectorised by the compiler.
@@ -57,14 +62,16 @@ static inline float from_bits(uint32_t bits) {
 static inline uint16_t to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
-    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
+    // To nearest, ties to even.
+    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     return value != value ? 0x7fc0 : rounded;
 }
 
 static void read_float16(float *restrict to, const uint16_t *restrict from, int64_t n) {
     int64_t i = 0;
 #if defined(__F16C__)
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
 #endif
     for (; i < n; i++) {
         _Float16 value;
@@ -76,7 +83,8 @@ static void read_float16(float *restrict to, const uint16_t *restrict from, int6
 static void write_float16(uint16_t *restrict to, const float *restrict from, int64_t n) {
     int64_t i = 0;
 #if defined(__F16C__)
-    for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
 #endif
     for (; i < n; i++) {
         _Float16 value = (_Float16)from[i];
@@ -95,7 +103,8 @@ static void read(float *restrict to, array from, int64_t at, int64_t n) {
     }
 }
 
-static void write_16_bits(uint16_t *restrict to, const float *restrict from, int64_t dtype, int64_t n) {
+static void write_16_bits(
+    uint16_t *restrict to, const float *restrict from, int64_t dtype, int64_t n) {
     if (dtype == BFLOAT16)
         for (int64_t i = 0; i < n; i++) to[i] = to_bfloat16(from[i]);
     else
@@ -113,7 +122,8 @@ static void write(array to, const float *restrict from, int64_t at, int64_t n) {
         _Alignas(64) uint16_t rounded[BLOCK];
         write_16_bits(rounded, from, to.dtype, n);
         for (int64_t i = 0; i < n; i += 16)
-            _mm256_stream_si256((__m256i *)(values + i), _mm256_load_si256((const __m256i *)(rounded + i)));
+            _mm256_stream_si256(
+                (__m256i *)(values + i), _mm256_load_si256((const __m256i *)(rounded + i)));
         return;
     }
 #endif
@@ -126,10 +136,12 @@ static inline __attribute__((always_inline)) void adam(
     const formula *f, float *restrict g, float *restrict x, float *restrict m, float *restrict v,
     float *restrict largest, int64_t n) {
     const float lerp = f->coefficients[0], beta2 = f->coefficients[1], share2 = f->coefficients[2];
-    const float correction = f->coefficients[3], eps = f->coefficients[4], step = f->coefficients[5];
+    const float correction = f->coefficients[3], eps = f->coefficients[4];
+    const float step = f->coefficients[5];
     const float decay = f->decay, near_old = fabsf(lerp) < 0.5f;
     for (int64_t i = 0; i < n; i++) {
-        float mean = near_old ? fmaf(lerp, g[i] - m[i], m[i]) : fmaf(lerp - 1.0f, g[i] - m[i], g[i]);
+        float mean =
+            near_old ? fmaf(lerp, g[i] - m[i], m[i]) : fmaf(lerp - 1.0f, g[i] - m[i], g[i]);
         float square = fmaf(share2 * g[i], g[i], v[i] * beta2);
         float bound = square;
         m[i] = mean;
@@ -145,7 +157,8 @@ static inline __attribute__((always_inline)) void adam(
 
 static inline __attribute__((always_inline)) void sgd(
     const formula *f, float *restrict g, float *restrict x, float *restrict velocity, int64_t n) {
-    const float momentum = f->coefficients[0], share = f->coefficients[1], is_first = f->coefficients[2];
+    const float momentum = f->coefficients[0], share = f->coefficients[1];
+    const float is_first = f->coefficients[2];
     const float nesterov = f->coefficients[3], step = f->coefficients[4];
     for (int64_t i = 0; i < n; i++) {
         float change = g[i];
@@ -165,7 +178,8 @@ static double sum_of_squares(const float *restrict g, int64_t n) {
     double sum = 0;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        for (int64_t lane = 0; lane < LANES; lane++) lanes[lane] = fmaf(g[i + lane], g[i + lane], lanes[lane]);
+        for (int64_t lane = 0; lane < LANES; lane++)
+            lanes[lane] = fmaf(g[i + lane], g[i + lane], lanes[lane]);
     for (int64_t lane = 0; lane < LANES; lane++) sum += lanes[lane];
     for (; i < n; i++) sum += (double)g[i] * g[i];
     return sum;
@@ -198,8 +212,9 @@ static void update_block(const job *j, int64_t at, int64_t n) {
     if (j->is_published) write(j->parts[j->num_parts], g, at, n);
 }
 
-// Chunks are taken by whoever is free: the calling thread and helpers that live for this call only. Starting a helper
-// takes about a third as long as a chunk; a small stack is kept by the C library for the next one.
+// Chunks are taken by whoever is free: the calling thread and helpers that live for this call only.
+// Starting a helper takes about a third as long as a chunk; a small stack is kept by the C library
+// for the next one.
 
 typedef struct {
     job *jobs;
@@ -213,7 +228,8 @@ static void *work(void *argument) {
     for (int64_t chunk; (chunk = atomic_fetch_add(&all->next, 1)) < all->num_chunks;) {
         while (number + 1 < all->num_jobs && all->jobs[number + 1].first_chunk <= chunk) number++;
         const job *j = &all->jobs[number];
-        int64_t at = (chunk - j->first_chunk) * CHUNK, end = at + CHUNK < j->count ? at + CHUNK : j->count;
+        int64_t at = (chunk - j->first_chunk) * CHUNK;
+        int64_t end = at + CHUNK < j->count ? at + CHUNK : j->count;
         for (; at < end; at += BLOCK) update_block(j, at, end - at < BLOCK ? end - at : BLOCK);
     }
 #if defined(__AVX2__)
@@ -241,7 +257,9 @@ void roundpipe_update(
     pthread_attr_setstacksize(&small, STACK_BYTES);
     pthread_t helpers[MAX_THREADS];
     int64_t num_helpers = 0;
-    while (num_helpers + 1 < num_threads && !pthread_create(&helpers[num_helpers], &small, work, &all)) num_helpers++;
+    while (num_helpers + 1 < num_threads &&
+           !pthread_create(&helpers[num_helpers], &small, work, &all))
+        num_helpers++;
     pthread_attr_destroy(&small);
     work(&all);
     while (num_helpers > 0) pthread_join(helpers[--num_helpers], 0);

@@ -52,9 +52,8 @@ class KnownBuffers:
 
     def __init__(self) -> None:
         self._known = WeakTensorKeyDictionary()
-        self._lock = (
-            threading.Lock()
-        )  # because devices that ask at the same time must be told of the same buffer
+        # Because devices that ask at the same time must be told of the same buffer.
+        self._lock = threading.Lock()
 
     def of(self, original: torch.Tensor) -> KnownBuffer:
         with self._lock:

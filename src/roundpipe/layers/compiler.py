@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..device import Device
-from .replica import Modes, hook_tables
+from .modes import Modes, hook_tables
 
 _log = logging.getLogger("roundpipe")
 
@@ -84,9 +84,8 @@ class _Backend:
     def __init__(self, what: str, in_cpp: bool) -> None:
         self._what = what
         self._ways = ({"cpp_wrapper": True}, {}) if in_cpp else ({},)
-        self._level = (
-            logging.WARNING
-        )  # of the first line, because a first step that takes minutes looks like a hang
+        # Of the first line, because a first step that takes minutes looks like a hang.
+        self._level = logging.WARNING
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         from torch._dynamo.exc import RestartAnalysis

@@ -63,9 +63,8 @@ class Contents:
     def __init__(self, containers: Iterable[Any]) -> None:
         found = with_inner(containers)
         self.containers = [container for container in found.containers if not _is_fixed(container)]
-        self._snapshot = Snapshot(
-            (), self.containers
-        )  # before the copies: what comes in between makes it untrue
+        # Before the copies: what comes in between makes it untrue.
+        self._snapshot = Snapshot((), self.containers)
         self.has_tensors = found.has(torch.Tensor)
         self._held = list(map(_copy, self.containers))
 

@@ -19,11 +19,9 @@ see the same in a new one:
     memory of the device.
 """
 
-import operator
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,25 +31,17 @@ from torch import nn
 
 from ..recompute.own_draws import OwnDraws, Source, sources_of
 from .contents import with_inner
+from .modes import HOOKS, Modes, hook_tables
 from .rebinding import CODE, is_bound_for_good, is_rebound, rebound
-from .structure import Snapshot, Structure
+from .structure import Snapshot
 
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
 _CONTAINERS = (list, tuple, dict)
 _TREES = ("_parameters", "_buffers", "_modules")
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    # How those are to be called.
-    *(
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs",
-    ),
-)
-STRUCTURE = (*_TREES, *_HOOKS, "training", "forward")
+STRUCTURE = (*_TREES, *HOOKS, "training", "forward")
 _TABLES = frozenset(
     (
-        *_HOOKS,
+        *HOOKS,
         *("_state_dict_hooks", "_state_dict_pre_hooks"),
         *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
@@ -62,58 +52,6 @@ _COMPILED = "_compiled_call_impl"
 # ordered dictionaries.
 _INERT = frozenset({bool, int, float, str, set, type(None), torch.dtype, OrderedDict, type})
 _NOTHING = object()
-Hooks = dict[str, dict[int, Any]]
-_NO_HOOKS: Hooks = {}
-
-
-@dataclass(frozen=True)
-class Modes:
-    """Which modules and parameters train, and the hooks of modules that have some, as it was when a
-    call was made.
-
-    A late stage run must not see what the caller has switched or removed since: a recompute in
-    another mode is another computation.
-    """
-
-    training: dict[int, bool]
-    trains: frozenset[int]
-    hooks: dict[int, Hooks]
-
-    def hooks_of(self, module: nn.Module) -> Hooks:
-        """By the names of `nn.Module`'s tables; empty ones are left out."""
-        is_known = id(module) in self.training
-        return self.hooks.get(id(module), _NO_HOOKS) if is_known else _hooks_now(module)
-
-    @classmethod
-    def of(cls, structure: Structure) -> "Modes":
-        modules = structure.modules
-        has_hooks = any(
-            chain.from_iterable(map(hook_tables, modules))
-        )  # asked first, because it hardly ever is
-        return cls(
-            training=dict(zip(map(id, modules), map(_training, modules), strict=True)),
-            trains=frozenset(
-                id(parameter) for parameter in structure.parameters if parameter.requires_grad
-            ),
-            hooks={id(module): hooks for module in modules if (hooks := _hooks_now(module))}
-            if has_hooks
-            else {},
-        )
-
-
-_training = operator.attrgetter("training")
-_hook_tables = operator.itemgetter(*_HOOKS)
-
-
-def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """All tables that its ``__call__`` looks into."""
-    tables: tuple[dict[int, Any], ...] = _hook_tables(module.__dict__)
-    return tables
-
-
-def _hooks_now(module: nn.Module) -> Hooks:
-    own = module.__dict__
-    return {name: own[name].copy() for name in _HOOKS if own[name]}
 
 
 def replicate(
@@ -230,9 +168,8 @@ class Replica:
 
     def fill(self, parameters: dict[int, nn.Parameter], place: TensorMap) -> None:
         """A stage run begins with a replica that was emptied."""
-        filled: dict[int, torch.Tensor] = dict(
-            parameters
-        )  # because what modules share their replicas share
+        # Because what modules share their replicas share.
+        filled: dict[int, torch.Tensor] = dict(parameters)
         for tensors, name, original, key in self._sockets:
             if key not in filled:
                 filled[key] = place(original)
@@ -298,16 +235,15 @@ class _Replication:
             n: None if child is None else self.of(child) for n, child in module._modules.items()
         }
         hooks = self._modes.hooks_of(module)
-        for name in _HOOKS:
+        for name in HOOKS:
             if state[name] or name in hooks:
                 then = hooks.get(name, {})
                 state[name] = OrderedDict(
                     (key, rebound(hook, self._counterpart)) for key, hook in then.items()
                 )
         state["training"] = self._modes.training.get(id(module), module.training)
-        object.__setattr__(
-            replica, "__dict__", state
-        )  # because a module's own looks at what it is given
+        # Because a module's own looks at what it is given.
+        object.__setattr__(replica, "__dict__", state)
         return replica
 
     def _tensor(self, tensor: torch.Tensor | None) -> torch.Tensor | None:

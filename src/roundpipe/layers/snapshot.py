@@ -28,13 +28,13 @@ from ..device import Device, Event
 from ..transfer.boundaries import bring, copied
 from .buffers import BufferCache, BufferValue
 from .contents import Contents, has_tensors, is_container
-from .replica import STRUCTURE, Modes, attributes_of, attributes_set, is_plain
+from .modes import Modes
+from .replica import STRUCTURE, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
 
 _NOTHING = object()
-_OF_ALL_MODULES = frozenset(
-    vars(nn.Module())
-)  # a set of names among them, which no forward looks at
+# A set of names among them, which no forward looks at.
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
 
 
@@ -128,7 +128,7 @@ class Writers:
         self.known.add(id(module))
 
 
-class _Held(NamedTuple):
+class _ModuleTensors(NamedTuple):
     """The tensors of a module's replica but for its weights: buffers, and those set as plain
     attributes."""
 
@@ -136,7 +136,7 @@ class _Held(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
     @classmethod
-    def of(cls, replica: nn.Module) -> "_Held":
+    def of(cls, replica: nn.Module) -> "_ModuleTensors":
         tensors = {name: value for name, value in replica.__dict__.items() if _is_tensor(value)}
         return cls(replica._buffers.copy(), tensors)
 
@@ -186,7 +186,7 @@ class LayerWatch:
         self._modes = modes
         self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
-        self._held: list[_Held] = []  # when it was looked at
+        self._held: list[_ModuleTensors] = []  # when it was looked at
         self._unclear: list[
             list[tuple[torch.Tensor, torch.Tensor]]
         ] = []  # what of that has to be compared
@@ -214,7 +214,7 @@ class LayerWatch:
         """The state now; the same as last time if nothing has changed, which is nearly always."""
         if self._state is not None and self._is_as_left() and self._state.contents.is_true:
             return self._state
-        self._held = [_Held.of(replica) for _, replica in self._replicas]
+        self._held = [_ModuleTensors.of(replica) for _, replica in self._replicas]
         self._unclear = []
         for (owner, _), held in zip(self._replicas, self._held, strict=True):
             training = self._modes.training.get(id(owner), owner.training)
@@ -297,7 +297,10 @@ class LayerWatch:
                 self._writers.add(owner)
 
     def _has_written(
-        self, replica: nn.Module, held: _Held, unclear: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        replica: nn.Module,
+        held: _ModuleTensors,
+        unclear: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> bool:
         return (
             not held.is_still_of(replica)

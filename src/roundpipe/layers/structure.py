@@ -72,9 +72,8 @@ class Snapshot:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    return operator.itemgetter(
-        *(names if len(names) > 1 else names * 2)
-    )  # because of a single one it makes no tuple
+    # Because of a single one it makes no tuple.
+    return operator.itemgetter(*(names if len(names) > 1 else names * 2))
 
 
 def _parts(held: Collection[Any]) -> tuple[Collection[Any], ...]:

@@ -1,4 +1,4 @@
-"""Joins what the microbatches gave. See [Note: marks]."""
+"""Joins what the microbatches gave. See [Note: choices]."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -25,8 +25,8 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
         outputs: one tree per microbatch.
         rows: the rows of each, as ``split`` gave them.
         how: a function ``(outputs, rows) -> merged``, called for a single microbatch too, so that
-            the form of the result does not depend on the batch; or a spec ([Note: marks]); None or
-            True for the rule.
+            the form of the result does not depend on the batch; or a spec ([Note: choices]); None
+            or True for the rule.
 
     Raises:
         ConfigError: a leaf neither concatenates, averages nor agrees, or the structures differ;
@@ -45,9 +45,8 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
             paths = zip_longest(*([leaf.path for leaf in columns[k]] for k in (0, i)))
             where = next((a or b for a, b in paths if a != b), "output")
             raise ConfigError(
-                f"microbatches 0 and {i} returned different structures, first at {where}; "
-                "give merge_output a function (outputs, rows) -> merged, or False to get them "
-                "unmerged"
+                f"microbatches 0 and {i} returned different structures, first at {where}; give "
+                "merge_output a function (outputs, rows) -> merged, or False to get them unmerged"
             )
     return tree_unflatten(
         [_merge_leaf(leaves, rows) for leaves in zip(*columns, strict=True)], structure
@@ -56,14 +55,14 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
 
 def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
     """``leaves``: the same leaf of every microbatch."""
-    values, mark = [leaf.value for leaf in leaves], leaves[0].mark
-    if mark != REPLICATE and all(isinstance(value, torch.Tensor) for value in values):
-        if mark is None and all(value.ndim == 0 for value in values):
+    values, chosen = [leaf.value for leaf in leaves], leaves[0].chosen
+    if chosen != REPLICATE and all(isinstance(value, torch.Tensor) for value in values):
+        if chosen is None and all(value.ndim == 0 for value in values):
             if values[0].is_floating_point() or values[0].is_complex():
                 return _mean(values, rows)
         else:
-            dim = mark or 0
-            fits = isinstance(mark, int) or all(
+            dim = chosen or 0
+            fits = isinstance(chosen, int) or all(
                 value.ndim > 0 and value.size(0) == n for value, n in zip(values, rows, strict=True)
             )
             if fits and len({_shape_without(value, dim) for value in values}) == 1:
@@ -73,11 +72,9 @@ def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
         return values[0]
     raise ConfigError(
         f"cannot merge {leaves[0].path}: {show(values[0])} in microbatch 0 and "
-        f"{show(values[other])} in microbatch "
-        f"{other} neither agree nor concatenate over rows {list(rows)}. Give merge_output a spec "
-        "such as "
-        "TensorChunkSpec(dim), a function (outputs, rows) -> merged, or False to get the "
-        "microbatches unmerged"
+        f"{show(values[other])} in microbatch {other} neither agree nor concatenate over rows "
+        f"{list(rows)}. Give merge_output a spec such as TensorChunkSpec(dim), a function "
+        "(outputs, rows) -> merged, or False to get the microbatches unmerged"
     )
 
 
@@ -104,6 +101,5 @@ def _agree(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
     same = a == b
-    return (
-        bool(same.all()) if hasattr(same, "all") else bool(same)
-    )  # NumPy arrays compare element by element.
+    # NumPy arrays compare element by element.
+    return bool(same.all()) if hasattr(same, "all") else bool(same)

@@ -17,8 +17,9 @@ class RoundPipePackedData(list[Any]):
     output.
 
     Args:
-        values: per microbatch.
-        rows: rows of the batch in each; other tensors given beside this one are cut likewise.
+        values: one per microbatch, of any type; its tensors are (rows of the microbatch, ...).
+        rows: how many rows of the batch are in each; other tensors given beside this one are cut
+            likewise.
         ready: what to wait for before values are complete.
 
     Example:

@@ -1,9 +1,9 @@
 """What a spec says of each leaf of a tree of inputs or outputs.
 
-[Note: marks] The rule is: what has the batch size along dim 0 is cut there, all else goes to every
-microbatch. A *mark* overrides it for one leaf: an int is the dim to cut (or concatenate) along,
-REPLICATE gives every microbatch the whole leaf (or, merging, wants it to agree), None leaves it to
-the rule. Users write marks as specs: trees of ``torch.distributed.pipelining``'s
+[Note: choices] The rule is: what has the batch size along dim 0 is cut there, all else goes to
+every microbatch. A *choice* overrides it for one leaf: an int is the dim to cut (or concatenate)
+along, REPLICATE gives every microbatch the whole leaf (or, merging, wants it to agree), None leaves
+it to the rule. Users write choices as specs: trees of ``torch.distributed.pipelining``'s
 ``TensorChunkSpec`` / ``_Replicate`` / None. A marker in place of a container covers everything in
 it, and a dict may name only some of the keys.
 """
@@ -17,38 +17,40 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf
 from ..errors import ConfigError
 
 REPLICATE: Final = "replicate"
-Mark: TypeAlias = int | Literal["replicate"] | None
+Choice: TypeAlias = int | Literal["replicate"] | None
 
 
 class Leaf(NamedTuple):
     path: str  # as the user would write it: kwargs['input_ids'], output[0].logits
     value: Any
-    mark: Mark
+    chosen: Choice
 
     def __str__(self) -> str:
         return f"{self.path} ({show(self.value)})"
 
 
 def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
-    """The leaves in pytree order, each with its mark; ``option`` is what to blame in an error. Not
-    torch's ``tree_flatten_with_path``: that one refuses types registered without key names."""
+    """The leaves in pytree order, each with its choice; ``option`` is what to blame in an error.
+    Not torch's ``tree_flatten_with_path``: that one refuses types registered without key names."""
     if tree_is_leaf(node):
-        mark = _mark(spec, path, option)
-        leaf = Leaf(path, node, mark)
-        if isinstance(mark, int) and not has_dim(node, mark):
+        chosen = _choice(spec, path, option)
+        leaf = Leaf(path, node, chosen)
+        if isinstance(chosen, int) and not has_dim(node, chosen):
             if node is not None:  # An optional input that was left out is no mistake of the spec's.
                 raise ConfigError(
-                    f"{option} has TensorChunkSpec({mark}) for {leaf}, which has no such dim"
+                    f"{option} has TensorChunkSpec({chosen}) for {leaf}, which has no such dim"
                 )
             leaf = Leaf(path, node, None)
         yield leaf
     elif tree_is_leaf(spec):
-        mark = _mark(spec, path, option)
+        chosen = _choice(spec, path, option)
         for leaf in (
             leaf for key, child in _children(node) for leaf in walk(child, None, path + key, option)
         ):
-            covered = mark == REPLICATE or (isinstance(mark, int) and has_dim(leaf.value, mark))
-            yield leaf._replace(mark=mark) if covered else leaf
+            covered = chosen == REPLICATE or (
+                isinstance(chosen, int) and has_dim(leaf.value, chosen)
+            )
+            yield leaf._replace(chosen=chosen) if covered else leaf
     else:
         children, specs = _children(node), dict(_children(spec))
         unknown = specs.keys() - {key for key, _ in children}
@@ -76,7 +78,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
     return list(zip(keys, values, strict=True))
 
 
-def _mark(spec: Any, path: str, option: str) -> Mark:
+def _choice(spec: Any, path: str, option: str) -> Choice:
     if spec is None:
         return None
     # Here, not above: it takes over a second to import, and whoever made a spec has paid for it.
@@ -88,8 +90,7 @@ def _mark(spec: Any, path: str, option: str) -> Mark:
         return REPLICATE
     raise ConfigError(
         f"{option} has {spec!r} for {path}; use TensorChunkSpec(dim) or _Replicate() of "
-        "torch.distributed.pipelining, "
-        "None for the usual rule, or a function"
+        "torch.distributed.pipelining, None for the usual rule, or a function"
     )
 
 
@@ -105,9 +106,8 @@ def pair_of_specs(spec: Any) -> tuple[Any, Any]:
 
 
 def is_function(override: Any) -> bool:
-    return callable(override) and not isinstance(
-        override, type
-    )  # The class _Replicate is a marker too.
+    # The class _Replicate is a marker too.
+    return callable(override) and not isinstance(override, type)
 
 
 def has_dim(value: Any, dim: int) -> bool:

@@ -1,4 +1,4 @@
-"""Cuts a batch into microbatches. See [Note: marks]."""
+"""Cuts a batch into microbatches. See [Note: choices]."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def split(
 
     Args:
         split_input: a function ``(args, kwargs, n) -> (args_list, kwargs_list)`` of 1 to n entries,
-            or a spec: a pair for args and kwargs, or one marker for both ([Note: marks]).
+            or a spec: a pair for args and kwargs, or one marker for both ([Note: choices]).
         split_label: a function ``(label, n) -> label_list``, n being the microbatches there are, or
             a spec.
 
@@ -73,8 +73,7 @@ def split(
         refuse_packed(
             (args, kwargs),
             "it is cut already, but split_input is a function that cuts; merge the outputs of the "
-            "first engine, or "
-            "give its values to forward_backward(microbatches=...)",
+            "first engine, or give its values to forward_backward(microbatches=...)",
         )
         inputs = _call_split_input(split_input, args, kwargs, num_microbatch)
         rows = tuple(batch_size_of(*one) or 0 for one in inputs)
@@ -101,7 +100,7 @@ def refuse_packed(inputs: Any, why: str) -> None:
 
 def _batch_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     """The tensor whose rows are the batch's, among those that may be cut."""
-    candidates = [leaf for leaf in leaves if leaf.mark != REPLICATE and has_dim(leaf.value, 0)]
+    candidates = [leaf for leaf in leaves if leaf.chosen != REPLICATE and has_dim(leaf.value, 0)]
     named = {leaf.path: leaf for leaf in candidates if leaf.path in _BATCH_KWARGS}
     return next(
         (named[path] for path in _BATCH_KWARGS if path in named),
@@ -118,8 +117,8 @@ def _plan_rows(leaves: Sequence[Leaf], num_microbatch: int) -> tuple[int, ...]:
     batch = _batch_leaf(leaves)
     if batch is None:
         return (0,)
-    cut = [batch, *(leaf for leaf in leaves if isinstance(leaf.mark, int))]
-    sizes = [int(leaf.value.size(leaf.mark or 0)) for leaf in cut]
+    cut = [batch, *(leaf for leaf in leaves if isinstance(leaf.chosen, int))]
+    sizes = [int(leaf.value.size(leaf.chosen or 0)) for leaf in cut]
     if 0 in sizes:
         raise ConfigError(f"the batch has no rows: {cut[sizes.index(0)]}")
     return _even_rows(sizes[0], min(num_microbatch, *sizes))
@@ -149,7 +148,7 @@ def _cut(tree: Any, leaves: Sequence[Leaf], rows: Sequence[int]) -> list[Any]:
 
 
 def _cut_leaf(leaf: Leaf, rows: Sequence[int]) -> list[Any]:
-    value, dim = leaf.value, leaf.mark
+    value, dim = leaf.value, leaf.chosen
     if isinstance(value, RoundPipePackedData):
         return list(value)
     if dim is None and has_dim(value, 0) and value.size(0) == sum(rows) > 0:

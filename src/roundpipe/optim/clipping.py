@@ -24,10 +24,16 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
         max_norm: the limit; ``inf`` only measures.
 
     Returns:
-        The norm before clipping, a 0-d tensor. A tied weight counts once.
+        The norm before clipping, a 0-d fp32 tensor on the CPU. A tied weight counts once.
 
     Raises:
         ConfigError: outside ``step_fn``, where there is no gradient.
+
+    Example:
+        >>> def step_fn():
+        ...     norm = roundpipe.clip_grad_norm_(optimizer, 1.0)
+        ...     optimizer.step()
+        ...     return norm
     """
     if context.current_step() is None:
         raise ConfigError(

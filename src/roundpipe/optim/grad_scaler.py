@@ -26,7 +26,10 @@ class GradScaler:
 
     Args:
         device: accepted as torch's is, and ignored: gradients are on the host.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's.
+        init_scale, enabled: as torch's.
+        growth_factor, growth_interval: the scale is multiplied with the first after as many steps
+            in a row without an inf or NaN as the second says.
+        backoff_factor: what the scale is multiplied with after a step with one.
 
     Raises:
         ConfigError: a growth factor of 1 or less, or a backoff factor of 1 or more.
@@ -80,8 +83,12 @@ class GradScaler:
     # In loss_fn, on workers.
 
     def scale(self, outputs: Any) -> Any:
-        """A tensor times the scale, or a list, tuple or iterable of such. Callable on any
-        thread."""
+        """Multiplies ``outputs`` by the scale: a tensor of any shape, or a list, tuple or iterable
+        of such. Any thread may call it.
+
+        Raises:
+            ConfigError: there is something else among them.
+        """
         if not self._enabled:
             return outputs
         with self._lock:
@@ -91,7 +98,8 @@ class GradScaler:
     # In step_fn, on the optimizer thread.
 
     def step_called(self, step: StepOptimizers, handle: StepHandle, is_async: bool) -> None:
-        """``RoundPipe.step`` was called; on the caller's thread, before the step is queued."""
+        """Notes the scale that belongs to a step. `RoundPipe.step` calls it, on the caller's thread
+        and before the step is queued, with the ``step``, its ``handle`` and its ``is_async``."""
         with self._lock:
             self._calls[step] = Called(self._current, self._multiplied)
             self._current.steps.append(handle)
@@ -127,6 +135,10 @@ class GradScaler:
 
         Returns:
             What ``optimizer.step(*args, **kwargs)`` returned; None if it was skipped.
+
+        Raises:
+            RuntimeError: it was called before in this iteration, or with a closure.
+            ConfigError: outside ``step_fn``; or no parameter has a gradient.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -241,31 +253,37 @@ class GradScaler:
         return float(self._scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
+        """The factor that the scale grows by."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
+        """Makes the scale grow by ``new_factor`` from the next ``update`` on."""
         self._growth_factor = new_factor
 
     def get_backoff_factor(self) -> float:
+        """The factor that the scale is multiplied with after an inf or NaN."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
+        """Makes the scale shrink by ``new_factor`` from the next ``update`` on."""
         self._backoff_factor = new_factor
 
     def get_growth_interval(self) -> int:
+        """The number of steps in a row without an inf or NaN after which the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
+        """Makes the scale grow after ``new_interval`` such steps."""
         self._growth_interval = new_interval
 
     def is_enabled(self) -> bool:
+        """False if every method passes its argument on and does nothing else."""
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries, and what the last step found if that is still to be taken up. To be
-        called after ``update``.
+        """Returns torch's entries, and what the last step found if that is still to be taken up.
 
-        Waits for that step.
+        Call it after ``update``. Waits for that step. Empty if disabled.
         """
         context.refuse_inside("GradScaler.state_dict()")
         if not self._enabled:
@@ -281,7 +299,8 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the state of another, or of a ``torch.amp.GradScaler``. Nothing if disabled.
+        """Takes over the ``state_dict`` of another, or of a ``torch.amp.GradScaler``. Does nothing
+        if disabled.
 
         Raises:
             ConfigError: the state is empty, as a disabled scaler's is, or lacks an entry; nothing

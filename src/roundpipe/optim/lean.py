@@ -82,10 +82,15 @@ class LeanRule:
 
 
 class LeanAdamW(AdamFamily, torch.optim.AdamW):
-    """AdamW whose moments, and masters if they are bf16, are rounded stochastically. Over
-    ``optim_parameters()``.
+    """AdamW whose moments, and masters if they are bf16, are rounded stochastically.
+
+    It computes in fp32 and rounds up or down at random, so that what is stored is right on average
+    (see [Note: stochastic rounding]). Not torch's numbers, by choice. Bytes per element of both
+    moments together: 4 in bf16, 2.03 in 8 bits (block-wise, as in Dettmers et al. 2021, a scale for
+    each 256 values), 8 in fp32.
 
     Args:
+        params: masters in fp32 or bf16, or param groups of such, from ``optim_parameters()``.
         lr, betas, eps, weight_decay, maximize: as ``torch.optim.AdamW``'s.
         moments: ``torch.bfloat16``, ``"8bit"`` (block-wise), or ``torch.float32`` (exact, for bf16
             masters).
@@ -93,6 +98,9 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
     Raises:
         ConfigError: another value for ``moments``; in ``step``, masters that are neither fp32 nor
             bf16.
+
+    Example:
+        >>> optimizer = roundpipe.optim.LeanAdamW(engine.optim_parameters(), moments="8bit")
     """
 
     def __init__(
@@ -117,6 +125,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group as torch does; its ``moments`` are the optimizer's unless it says other."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("moments", self._moments)
         for master in self.param_groups[-1]["params"]:
@@ -152,8 +161,8 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Its own state to the bit; or that of ``torch.optim.AdamW``, rounded into this optimizer's
-        formats."""
+        """Loads a ``state_dict`` of its own to the bit, or one of ``torch.optim.AdamW`` rounded
+        into this optimizer's formats."""
         formats = [group["moments"] for group in self.param_groups]
         # Without the state, because torch would cast codes to the master's dtype.
         super().load_state_dict({**state_dict, "state": {}})

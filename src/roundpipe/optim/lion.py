@@ -78,6 +78,7 @@ class _PlainLion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
+        """Updates every parameter that has a ``grad``, in place."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -100,15 +101,23 @@ class _PlainLion(torch.optim.Optimizer):
 
 
 class Lion(OnePass, _PlainLion):
-    """Lion with the momentum in the master's dtype. Construct it over ``optim_parameters()``.
+    """Lion (Chen et al. 2023, algorithm 2), which steps by the sign of a momentum.
+
+    Its state is that momentum, in the master's dtype and shape: 4 bytes per element in fp32.
 
     Args:
-        lr: a third to a tenth of what AdamW takes; ``weight_decay`` as many times more.
+        params: masters, or param groups of such, from ``optim_parameters()``.
+        lr: the size of every element's step; a third to a tenth of what AdamW takes.
         betas: of the step's direction and of the momentum.
+        weight_decay: decoupled, times ``lr``; as many times more than AdamW's as ``lr`` is less.
         maximize: climb instead.
+        fused: read gradients as they were offloaded; False reads ``.grad``.
 
     Raises:
         ConfigError: a negative ``lr``, or ``betas`` outside of 0 to 1.
+
+    Example:
+        >>> optimizer = roundpipe.optim.Lion(engine.optim_parameters(), lr=3e-5, weight_decay=0.1)
     """
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:

@@ -30,16 +30,24 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         super().__init__(params, *args, **_fused_by_default(kwargs))
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        """What this step does to those masters of a group that have a gradient. Makes their state
-        on first use."""
+        """Decides what this step does to those ``masters`` of a param ``group`` that have a
+        gradient. Makes their state on first use."""
         raise NotImplementedError
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of all masters; there is none to set to zero."""
         for group in self.param_groups:
             for master in group["params"]:
                 master.grad = None  # without reading it first, which would make it
 
     def step(self, closure: Any = None) -> Any:
+        """Decides one update of every master that has a gradient; inside ``step_fn`` it is computed
+        when that returns.
+
+        Gradients are read as they were offloaded, in any floating-point dtype, and summed in fp32.
+        Masters that are not fp32, and options that only torch has (``foreach``, ``capturable``,
+        ``differentiable``), go through torch's own step.
+        """
         if not self._has_rules():
             return super().step(closure)
         loss = None
@@ -239,7 +247,15 @@ class SGDRule:
 
 
 class SGD(OnePass, torch.optim.SGD):
-    """``torch.optim.SGD``, same arguments and state. Construct it over ``optim_parameters()``."""
+    """Stochastic gradient descent, with momentum as in Sutskever et al. 2013 (torch's variant).
+
+    Takes the arguments of ``torch.optim.SGD`` and keeps its state: nothing, or 4 bytes per element
+    of fp32 velocity with ``momentum``. Construct it over ``optim_parameters()``.
+
+    Example:
+        >>> optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1, momentum=0.9)
+        >>> engine.step(optimizer.step)
+    """
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         momentum = float(group["momentum"])
@@ -268,24 +284,51 @@ class SGD(OnePass, torch.optim.SGD):
 
 
 class Adam(AdamFamily, torch.optim.Adam):
-    """``torch.optim.Adam``, same arguments and state. Construct it over ``optim_parameters()``."""
+    """Adam (Kingma and Ba 2014), with ``amsgrad`` as in Reddi et al. 2018.
+
+    Takes the arguments of ``torch.optim.Adam`` and keeps its state: two fp32 moments, 8 bytes per
+    element, or 12 with ``amsgrad``. Weight decay is added to the gradient. Construct it over
+    ``optim_parameters()``.
+    """
 
 
 class AdamW(AdamFamily, torch.optim.AdamW):
-    """``torch.optim.AdamW``, same arguments and state. Construct it over ``optim_parameters()``."""
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2017).
+
+    Takes the arguments of ``torch.optim.AdamW`` and keeps its state: two fp32 moments, 8 bytes per
+    element, or 12 with ``amsgrad``. Construct it over ``optim_parameters()``.
+
+    Example:
+        >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
+        >>> engine.step(optimizer.step)
+    """
 
 
 # torch's own, whose update is more than elementwise: they run as torch wrote them, on ``.grad``.
 
 
 class Adafactor(SteadyState, torch.optim.Adafactor):
-    """``torch.optim.Adafactor``, same arguments and state. Construct it over
-    ``optim_parameters()``."""
+    """Adafactor (Shazeer and Stern 2018), which keeps a row and a column instead of a matrix of
+    second moments.
+
+    Takes the arguments of ``torch.optim.Adafactor`` and keeps its state. Runs torch's own step on
+    ``.grad``, which takes 4 bytes per element while it runs. Construct it over
+    ``optim_parameters()``.
+    """
 
 
 class Muon(SteadyState, torch.optim.Muon):
-    """``torch.optim.Muon``, same arguments and state. Construct it over matrices among
-    ``optim_parameters()``."""
+    """Muon (Jordan et al. 2024): momentum made orthogonal by Newton-Schulz iterations.
+
+    Takes the arguments of ``torch.optim.Muon`` and keeps its state, 4 bytes per element. Runs
+    torch's own step on ``.grad``, which takes 4 more while it runs. Construct it over the matrices
+    among ``optim_parameters()``, and another optimizer over the rest.
+
+    Example:
+        >>> masters = engine.optim_parameters()
+        >>> muon = roundpipe.optim.Muon([master for master in masters if master.ndim == 2])
+        >>> adamw = roundpipe.optim.AdamW([master for master in masters if master.ndim != 2])
+    """
 
 
 def _fused_by_default(kwargs: dict[str, Any]) -> dict[str, Any]:

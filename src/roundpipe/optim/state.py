@@ -15,12 +15,13 @@ class SteadyState(torch.optim.Optimizer):
     ``torch.optim``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, every step called so far in it."""
+        """Returns torch's state dict, every step called so far in it."""
         with context.OptimizerCtx():
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also from torch's optimizer of the same name, whose choice of a kernel stays behind."""
+        """Loads a ``state_dict``, also of torch's optimizer of the same name, whose choice of a
+        kernel stays behind."""
         own = [
             {key: group[key] for key in KERNEL_CHOICES if key in group}
             for group in self.param_groups

@@ -49,6 +49,9 @@ class ModelExecutePlan:
         bwd_plan: backward stages, descending and complete; empty for "infer". For "fused" the first
             one runs forward, loss and backward together and is never recomputed.
 
+    Raises:
+        PlanError: a stage is no ``range`` of consecutive layers.
+
     Example:
         >>> ModelExecutePlan(
         ...     fwd_plan=[range(0, 4), range(4, 6)],
@@ -117,8 +120,8 @@ class ModelExecutePlan:
             _check_cover("bwd_plan (read from its end)", list(reversed(self.bwd_plan)), num_layers)
 
     def for_run(self, run_type: RunType) -> "ModelExecutePlan":
-        """This plan turned into one of ``run_type``: a fused first backward stage is also the last
-        forward stage."""
+        """Turns this plan into one of ``run_type``, as in `auto`: a fused first backward stage is
+        also the last forward stage."""
         if not self.bwd_plan:
             return self
         fused_start = self.bwd_plan[0].start
@@ -133,15 +136,19 @@ class ModelExecutePlan:
         return ModelExecutePlan(complete, self.bwd_plan if run_type == "train" else ())
 
     def shared(self, num_shares: int) -> "ModelExecutePlan":
-        """Every stage run made ``num_shares`` times, each for its share of the microbatches."""
+        """Repeats every stage run ``num_shares`` times, each for its share of the microbatches."""
         return ModelExecutePlan(
             [stage for stage in self.fwd_plan for _ in range(num_shares)],
             [stage for stage in self.bwd_plan for _ in range(num_shares)],
         )
 
     def rounds(self, run_type: RunType, first_trained: int = 0) -> list[Passes]:
-        """The stage runs of each round that ``run_type`` takes: two for "train", with the user's
-        own graph between them."""
+        """Lists the stage runs of each round that ``run_type`` takes: two for "train", with the
+        user's own graph between them.
+
+        ``first_trained`` is the index of the first layer that needs a gradient; those below it are
+        not run backward.
+        """
         if run_type == "fused":
             return [fused_passes(self, first_trained)]
         forward = forward_passes(self.fwd_plan)
@@ -160,7 +167,10 @@ class ModelExecutePlan:
         upper_threshold: float = 1.1,
         model_memory_limit: str | float | None = None,
     ) -> "ModelExecutePlan | list[ModelExecutePlan]":
-        """A plan for one model, or a list of plans for several that run one after another.
+        """Makes a plan for one model, or a list of plans for several that run one after another.
+
+        The plan is the one with the shortest predicted step that fits into memory. Stages are found
+        by a search over contiguous partitions of the layers' measured costs.
 
         Args:
             run_type: "infer"; "train" for ``forward`` and ``backward``; "fused" for
@@ -177,6 +187,10 @@ class ModelExecutePlan:
         Raises:
             PlanError: no plan fits into the limit, or an argument makes no sense.
             ConfigError: ``model_memory_limit`` is no size.
+
+        Example:
+            >>> plan = ModelExecutePlan.auto("fused", engine, model_memory_limit="12GB")
+            >>> config = RoundPipeRunConfig(execute_plan=plan)
         """
         _check_run_type(run_type)
         _check_request(len(models), min_stages, upper_threshold)

@@ -9,7 +9,7 @@ microbatch::
 
 That is exact: the ends of stage run k - 1 are convex in the microbatch (by induction a maximum of
 straight lines), so only its two outermost microbatches can hold stage run k up. simulate.py runs
-every action and agrees (tests/timeline).
+every action and agrees (tests/plan/test_simulate.py).
 """
 
 from collections.abc import Sequence

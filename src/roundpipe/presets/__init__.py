@@ -3,3 +3,7 @@
 
 Imports `layers`, `kernels`, `microbatch`, `errors`, and the Hugging Face libraries.
 """
+
+from .preset import Cut, register_preset
+
+__all__ = ["Cut", "register_preset"]

@@ -138,8 +138,7 @@ def _valid_tokens(kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _warn_if_documents_leak(kwargs: dict[str, Any]) -> None:
-    """transformers tells packed documents apart by ``position_ids``, but only if there is no mask
-    (case BC-19)."""
+    """transformers tells packed documents apart by ``position_ids``, but only without a mask."""
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or position_ids is None:
         return

@@ -28,15 +28,18 @@ MergeOutput = Callable[[Sequence[Any], Sequence[int]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """One model as a sequence, and how its inputs and outputs are microbatched.
+    """A model as a sequence, and how its inputs and outputs are microbatched.
 
     Args:
         sequential: children made of the model's *own* submodules, so its parameters and buffers are
             the model's. The first takes the arguments of the model's forward, each later one what
             the one before returned, the last returns what the model's forward returns.
-        split_input: sees to it that the losses of the microbatches add up to the loss of the batch.
-        merge_output: adds those losses. The two belong together: whoever replaces ``split_input``
-            has to keep them so.
+        split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)``, what the forward is given
+            cut into at most n microbatches. Sees to it that their losses add up to the loss of the
+            batch.
+        merge_output: ``(outputs, rows) -> merged``, from the outputs of the microbatches and how
+            many rows are in each. Adds those losses. The two belong together: whoever replaces
+            ``split_input`` has to keep them so.
     """
 
     sequential: nn.Sequential
@@ -44,12 +47,16 @@ class Cut:
     merge_output: MergeOutput
 
 
+CutModel = Callable[[Any], Cut]
+
+
 class DoesNotFit(Exception):
     """Why a model that has no preset of its own cannot be cut by the generic one."""
 
 
-# Class of the model -> file in `architectures` with `cut(model) -> Cut`.
-_PRESETS = {
+# Class of the model -> file in `architectures` with `cut(model) -> Cut`, or such a function of the
+# user's own.
+_PRESETS: dict[str, str | CutModel] = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
@@ -61,6 +68,22 @@ _PRESETS = {
 }
 
 
+def register_preset(kind: type[nn.Module], cut: CutModel) -> None:
+    """Has `wrap_model_to_roundpipe` cut every model of a class with ``cut``, also under PEFT.
+
+    Args:
+        kind: the class; subclasses that keep its ``forward`` are cut likewise.
+        cut: called with a model, returns its `Cut`. Takes the place of an earlier one for ``kind``.
+
+    Example:
+        >>> def cut(model):
+        ...     layers = nn.Sequential(model.embed, *model.blocks, model.head)
+        ...     return Cut(sequential=layers, split_input=split_rows, merge_output=merge_rows)
+        >>> register_preset(Tagger, cut)
+    """
+    _PRESETS[f"{kind.__module__}.{kind.__qualname__}"] = cut
+
+
 def cut(model: nn.Module) -> Cut | None:
     """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture, else
     the generic one.
@@ -69,8 +92,10 @@ def cut(model: nn.Module) -> Cut | None:
     """
     base = base_of(model)
     preset = _preset_of(type(base))
-    if preset is not None:
+    if isinstance(preset, str):
         made: Cut = import_module(f"{__package__}.architectures.{preset}").cut(base)
+    elif preset is not None:
+        made = preset(base)
     elif (generic := _generic_for(base)) is not None:
         try:
             made = generic.cut(base)
@@ -90,8 +115,9 @@ def cut(model: nn.Module) -> Cut | None:
 
 
 def has_own_preset(model: nn.Module) -> bool:
-    """Whether `cut` knows the architecture, rather than trying the generic preset."""
-    return _preset_of(type(base_of(model))) is not None
+    """True if there is a file for the architecture, whose last layer has what these share: not for
+    a preset of the user's own or the generic one."""
+    return isinstance(_preset_of(type(base_of(model))), str)
 
 
 def _generic_for(model: nn.Module) -> Any:
@@ -105,7 +131,7 @@ def _generic_for(model: nn.Module) -> Any:
     return decoder if decoder.is_causal_lm(model) else None
 
 
-def _preset_of(cls: type) -> str | None:
+def _preset_of(cls: type) -> str | CutModel | None:
     """The preset of ``cls`` or of an ancestor whose forward it still runs: a subclass with another
     forward is another architecture."""
     for ancestor in cls.__mro__:

@@ -81,7 +81,8 @@ def _chosen_again(
 class RoutedPrefix(Prefix):
     """First layer of a decoder with experts."""
 
-    def forward(  # type: ignore[override]  # as in the models, ``logits_to_keep`` is one place further back
+    # As in the models, ``logits_to_keep`` is one place further back.
+    def forward(  # type: ignore[override]
         self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
@@ -132,7 +133,8 @@ class RoutedBlock(Block):
             ((link, *_),) = outputs
             logits = logits, link
         choice.save()
-        return {**made, "router_logits": logits}  # type: ignore[typeddict-item]  # the same keys as ``state``
+        # The same keys as ``state``.
+        return {**made, "router_logits": logits}  # type: ignore[typeddict-item]
 
 
 class RoutedHeadAndLoss(HeadAndLoss):

@@ -61,8 +61,7 @@ class OwnDraws:
                 continue
             text = (
                 f"layer {layer} draws random numbers from {source.name}, and its recompute would "
-                "draw others; draw "
-                "from torch's default generator, or save what was drawn with "
+                "draw others; draw from torch's default generator, or save what was drawn with "
                 "roundpipe.save_for_recompute"
             )
             if not source.is_shared:

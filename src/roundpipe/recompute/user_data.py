@@ -40,10 +40,8 @@ class LayerRun:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise ConfigError(
                     f"save_for_recompute got a tensor of shape {tuple(leaf.shape)} that requires "
-                    "grad, which the "
-                    "recompute would cut off from its graph; save what it was chosen by (indices, "
-                    "a mask), or its "
-                    "detach()"
+                    "grad, which the recompute would cut off from its graph; save what it was "
+                    "chosen by (indices, a mask), or its detach()"
                 )
         self._has_saved = True
         if self._is_kept:
@@ -76,8 +74,8 @@ def save_for_recompute(*data: Any) -> None:
     tokens were sent to.
 
     To be called in the forward of a layer, at most once per run of a layer of the sequence, however
-    deep inside it. Data are tensors, containers of them, and plain values; tensors are copied. Does
-    nothing without grad, in a recompute, and outside an engine.
+    deep inside it. ``data`` are tensors of any shape, containers of them, and plain values; tensors
+    are copied. Does nothing without grad, in a recompute, and outside an engine.
 
     Raises:
         ConfigError: a tensor requires grad, or the layer has saved already.
@@ -97,14 +95,15 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Whether the calling layer runs a second time, for its backward. False outside an engine."""
+    """Returns True while the calling layer runs a second time, for its backward; False outside an
+    engine."""
     run = _here.run
     return run is not None and run.is_recompute
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """What this layer gave to `save_for_recompute` in its forward, as a tuple, on the device that
-    recomputes.
+    """Returns what this layer gave to `save_for_recompute` in its forward, as a tuple, with the
+    shapes it had then and on the device that recomputes.
 
     Raises:
         ConfigError: this is no recompute, or nothing was saved.

@@ -67,9 +67,8 @@ class _Round(torch.autograd.Function):
         if not torch._C._will_engine_execute_node(ctx.anchor):
             raise ConfigError(
                 "torch.autograd.grad() or backward(inputs=...) through a RoundPipe would also add "
-                "to the gradients of "
-                "its weights, which it was not asked for; use loss.backward() and read .grad of "
-                "the inputs"
+                "to the gradients of its weights, which it was not asked for; use loss.backward() "
+                "and read .grad of the inputs"
             )
         run, ctx.run = ctx.run, None
         if run is None:

@@ -5,25 +5,25 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from ..autoplan.measurements import ShapeMeasurements
 from ..device import Device, Event
-from ..layers.replica import Modes
+from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..params.gradients import OffloadedLayer
-from ..plan.actions import Pass, StageRun
+from ..plan.actions import StageRun
 from ..plan.schedule import Schedule
 from ..recompute.random_streams import AmbientState, RandomStreams
 from ..threads.interrupts import deferred
-from ..threads.mailbox import Cancelled, Mailbox
 from ..transfer.boundaries import Boundary, BoundaryGradient
 from ..transfer.residency import WeightsVersion
 
+Address = tuple[int, int]  # layer, microbatch
+T = TypeVar("T")
 LossFn = Callable[[Any, Any], torch.Tensor | Sequence[torch.Tensor]]
 
 
@@ -56,50 +56,79 @@ class AttributeUpdate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallSettings:
-    """What every stage run of a call needs to know.
+class Asked:
+    """Says what the caller wants of a call.
 
+    ``labels``: one per microbatch. ``only_loss``: of outputs nobody reads more than their loss.
+    """
+
+    needs_grad: bool
+    loss_fn: LossFn | None
+    labels: tuple[Any, ...]
+    keeps_outputs: bool
+    only_loss: bool
+    recompute_grain: str
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelThen:
+    """The model as it was when a call was made, which its late stage runs still see."""
+
+    num_layers: int
+    first_trained: int
+    weights: WeightsVersion
+    modes: Modes
+    ambient: AmbientState
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Says what a call keeps where, and who is told what that turned out to take.
+
+    ``saved_layers``: whose inputs a forward keeps; ``spilled_layers``: of those, the ones whose
+    wait on the host; ``resident_layers``: what stays on the devices when stage runs are over;
     ``slot_limit``: bytes that slots may take on each device.
     """
 
-    num_layers: int
-    num_microbatches: int
-    needs_grad: bool
-    first_trained: int
     saved_layers: frozenset[int]
-    recompute_grain: str
-    keeps_outputs: bool
-    loss_fn: LossFn | None
-    labels: tuple[Any, ...]
-    weights: WeightsVersion
-    ambient: AmbientState
-    modes: Modes
-    spilled_layers: frozenset[int] = frozenset()
-    slot_limit: float = inf
-    measured: ShapeMeasurements | None = None
-    is_timed: bool = False
-    only_loss: bool = False
+    spilled_layers: frozenset[int]
+    resident_layers: frozenset[int]
+    slot_limit: float
+    measured: ShapeMeasurements
+    is_timed: bool
 
-    def is_recomputed(self, pass_: Pass, layer: int) -> bool:
-        """Whether a layer run in that pass runs again before its backward."""
-        return pass_ is Pass.FORWARD and layer >= min(self.saved_layers, default=self.num_layers)
+
+class Cancelled(BaseException):
+    """Another part of the same call failed first; this part only has to stop. Never reaches the
+    user."""
 
 
 @dataclass(kw_only=True)
 class Call:
-    """One round through the pipeline.
+    """One round through the pipeline, and where its workers meet each other and the caller.
 
     Written by workers, each its own keys; read by the caller after ``wait_results`` and by the
-    optimizer thread after ``wait_finished``. The first error ends it for all.
+    optimizer thread after ``wait_finished``. The first error ends it for all. All calls of an
+    engine share its condition, so that a failure wakes every wait: whoever changes what another
+    thread may wait for notifies it.
+
+    [Note: boundaries] The stage run that has made layer c's input for microbatch m posts it; it is
+    kept in ``kept.inputs[c, m]`` if a backward stage run starts at c, and the stage run that
+    begins at c posts its gradient.
     """
 
-    settings: CallSettings
+    asked: Asked
+    model: ModelThen
+    memory: MemoryPlan
     schedule: Schedule
-    resident_layers: frozenset[int]
     streams: RandomStreams
     condition: threading.Condition
-    kept: Kept
-    mailbox: Mailbox = field(init=False)
+    kept: Kept = field(default_factory=Kept)
+    error: BaseException | None = None
     losses: dict[int, MicrobatchLoss] = field(default_factory=dict)
     outputs: dict[int, Boundary] = field(default_factory=dict)
     offloaded: list[OffloadedLayer] = field(default_factory=list)
@@ -108,21 +137,72 @@ class Call:
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
     is_started: bool = False  # workers have it, or are about to
     reaches_out: bool = False  # a backward has begun that also writes gradients of the caller's own
+    _inputs: dict[Address, Boundary] = field(default_factory=dict)
+    _gradients: dict[Address, BoundaryGradient] = field(default_factory=dict)
     _devices_left: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.mailbox = Mailbox(self.condition)
         self._devices_left = len(self.schedule.actions)
 
     def __repr__(self) -> str:
-        s = self.settings
-        state = "failed" if self.mailbox.error else "finished" if self.is_finished else "running"
-        losses = f"{len(self.losses)}/{s.num_microbatches} losses"
+        state = "failed" if self.error else "finished" if self.is_finished else "running"
+        losses = f"{len(self.losses)}/{self.asked.num_microbatches} losses"
         return f"<Call: {state}, {losses}, {len(self.offloaded)} layers offloaded>"
 
     @property
     def is_finished(self) -> bool:
         return self._devices_left == 0
+
+    # What stage runs hand each other.
+
+    def post_input(self, layer: int, microbatch: int, boundary: Boundary) -> None:
+        with self.condition:
+            self._inputs[layer, microbatch] = boundary
+            self.condition.notify_all()
+
+    def take_input(self, layer: int, microbatch: int) -> Boundary:
+        """Waits for it. Raises Cancelled once the call has failed."""
+        return self._take(self._inputs, (layer, microbatch))
+
+    def post_gradient(self, layer: int, microbatch: int, gradient: BoundaryGradient) -> None:
+        """Of what goes into the layer (past the last one: of the output)."""
+        with self.condition:
+            self._gradients[layer, microbatch] = gradient
+            self.condition.notify_all()
+
+    def take_gradient(self, layer: int, microbatch: int) -> BoundaryGradient:
+        """Waits for it. Raises Cancelled once the call has failed."""
+        return self._take(self._gradients, (layer, microbatch))
+
+    def _take(self, posted: dict[Address, T], key: Address) -> T:
+        self.wait_until(lambda: key in posted)
+        with self.condition:
+            return posted.pop(key)
+
+    # Waiting and failing.
+
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Waits for a state that some thread announces on the engine's condition. Raises Cancelled
+        on failure."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.error is not None or is_true())
+            self.check()
+
+    def is_so(self, is_true: Callable[[], bool]) -> bool:
+        """Whether it is true now of a state that is announced on the engine's condition."""
+        with self.condition:
+            return is_true()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise Cancelled
+
+    def fail(self, error: BaseException) -> None:
+        """The first error wins; every wait of this call ends."""
+        with self.condition:
+            if self.error is None:
+                self.error = error
+            self.condition.notify_all()
 
     def finish_device(self) -> None:
         """A device's worker has done (or dropped) all its actions and holds nothing of this call
@@ -147,7 +227,7 @@ class Call:
             commit: makes a call that has succeeded count; not run if anything has failed.
             advance: the caller's generator is one draw on afterwards if a layer drew.
         """
-        with deferred(self.mailbox.fail) as interrupts:
+        with deferred(self.fail) as interrupts:
             try:
                 start()
                 yield
@@ -158,7 +238,7 @@ class Call:
                 commit()
             except BaseException as error:
                 interrupts.keep()
-                self.mailbox.fail(error)
+                self.fail(error)
                 self._drain()
                 self.streams.give_back(advance=False)
                 raise
@@ -166,8 +246,8 @@ class Call:
     def wait_results(self) -> None:
         """Blocks the caller until every loss (or output) is known. Raises the call's first error,
         after it drained."""
-        results = self.losses if self.settings.loss_fn is not None else self.outputs
-        self._wait(lambda: len(results) == self.settings.num_microbatches)
+        results = self.losses if self.asked.loss_fn is not None else self.outputs
+        self._wait(lambda: len(results) == self.asked.num_microbatches)
         for loss in list(self.losses.values()):
             loss.ready.wait()
 
@@ -180,14 +260,14 @@ class Call:
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
         try:
-            self.mailbox.wait_until(is_true)
+            self.wait_until(is_true)
         except Cancelled:
             pass
         except BaseException as interrupt:
-            self.mailbox.fail(interrupt)
-        if self.mailbox.error is not None:
+            self.fail(interrupt)
+        if self.error is not None:
             self._drain()
-            raise self.mailbox.error
+            raise self.error
 
     def _drain(self) -> None:
         with self.condition:
@@ -195,7 +275,8 @@ class Call:
         for layer in self.offloaded:
             # Because the memory that gradients are copied to goes with this call.
             layer.ready.wait()
-        self.mailbox.clear()
+        self._inputs.clear()
+        self._gradients.clear()
         self.kept.clear()
 
 

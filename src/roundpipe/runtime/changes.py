@@ -25,9 +25,8 @@ class ModuleChanges:
         self._store = store
         self._buffers = buffers
         self._told: set[tuple[type, str]] = set()
-        self._compared: set[int] = (
-            set()
-        )  # frozen parameters, by id, that a forward has written at least once
+        # Frozen parameters, by id, that a forward has written at least once.
+        self._compared: set[int] = set()
 
     def note(self, call: Call, stage: Stage) -> None:
         """A stage run's forwards are over; ``call`` gets what they have changed."""
@@ -120,8 +119,53 @@ class ModuleChanges:
             self._told.add(key)
             warnings.warn(
                 f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the "
-                "next call will not see: "
-                "tensors stay on the device that made them. Register it with register_buffer if it "
-                "is to be kept.",
+                "next call will not see: tensors stay on the device that made them. Register it "
+                "with register_buffer if it is to be kept.",
                 stacklevel=2,
             )
+
+
+def refuse_shared_buffers(call: Call) -> None:
+    """Raises ConfigError if two stage runs wrote one buffer: each worked on a copy, one would be
+    lost."""
+    is_shared = any(
+        len(stage_run.microbatches) < call.asked.num_microbatches
+        for stage_run in call.schedule.stage_runs
+    )
+    seen: set[tuple[int, str]] = set()
+    for owner, name, *_ in call.buffer_updates:
+        if (id(owner), name) in seen:
+            if is_shared:
+                raise ConfigError(
+                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan "
+                    "stage runs in shares, "
+                    "none of which sees what the others wrote; list each stage once in execute_plan"
+                )
+            raise ConfigError(
+                f"a {type(owner).__name__} is used in more than one layer and writes its buffer "
+                f"{name!r}; give each layer a module of its own"
+            )
+        seen.add((id(owner), name))
+
+
+def write_buffers(call: Call) -> None:
+    """Buffers and attributes that forwards changed go to their owners, now that the call has
+    succeeded."""
+    for module, name, value in call.attribute_updates:
+        module.__dict__[name] = value
+    for owner, name, value, source, ready in call.buffer_updates:
+        ready.wait()
+        original = owner._buffers.get(name)
+        if value is None:
+            owner._buffers[name] = None
+            continue
+        source.lend_to_caller(value)
+        with torch.no_grad():
+            if (
+                original is not None
+                and original.shape == value.shape
+                and original.dtype == value.dtype
+            ):
+                original.copy_(value)
+            else:
+                owner._buffers[name] = value.detach().to("cpu", copy=True)

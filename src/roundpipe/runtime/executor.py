@@ -1,10 +1,4 @@
-"""Carries out one device's actions of a call. Decides nothing: the schedule says what, this says
-how.
-
-[Note: boundaries] Layer c's input for microbatch m is posted under ("x", c, m) by the stage run
-that made it, kept in ``kept.inputs[c, m]`` if a backward stage run starts at c, and its gradient is
-posted under ("g", c, m) by that stage run.
-"""
+"""Carries out one device's actions of a call. Decides nothing: the schedule says what, this how."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +14,6 @@ from ..errors import ConfigError, clear_frames
 from ..params.gradient_memory import GradientBuffers
 from ..params.gradients import Accumulator, OffloadedLayer, offload
 from ..plan.actions import Action, Op, Pass, StageRun
-from ..threads.mailbox import Cancelled
 from ..trace import spans
 from ..transfer.boundaries import (
     Boundary,
@@ -32,12 +25,12 @@ from ..transfer.boundaries import (
 )
 from ..transfer.spill import Spills
 from .autograd import reaches_leaves_beside
-from .call import Call, MicrobatchLoss, describe
+from .call import Call, Cancelled, MicrobatchLoss, describe
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader, Uploads
 from .replica_cache import ReplicaCache
-from .stage import Stage
+from .stage import MicrobatchRun, Stage
 from .timing import Stopwatch, Timer, timer_of
 
 
@@ -91,14 +84,14 @@ class Executor:
         }
 
     def run(self, call: Call, actions: Sequence[Action]) -> None:
-        """Does the actions in order. Never raises: the first error of a call goes to its mailbox,
-        the rest drains."""
+        """Does the actions in order. Never raises: the first error of a call is noted there, the
+        rest drains."""
         try:
             stage_runs = [action.stage_run.layers for action in actions if action.op is Op.UPLOAD]
-            self._loader.begin_call(stage_runs, call.resident_layers, call.settings.slot_limit)
+            self._loader.begin_call(stage_runs, call.memory.resident_layers, call.memory.slot_limit)
             self._replicas.begin_call()
             for action in actions:
-                call.mailbox.check()
+                call.check()
                 self._layers.current = None
                 try:
                     lane = self._lanes.get(action.op)
@@ -118,12 +111,10 @@ class Executor:
                         )
                     )
                     if isinstance(error, torch.OutOfMemoryError):
-                        clear_frames(
-                            error
-                        )  # because a notebook keeps it, and the next call needs the memory
-                        if call.settings.measured is not None:
-                            call.settings.measured.record_shortage()
-                    call.mailbox.fail(error)
+                        # Because a notebook keeps it, and the next call needs the memory.
+                        clear_frames(error)
+                        call.memory.measured.record_shortage()
+                    call.fail(error)
                     break
         except Cancelled:
             pass
@@ -131,7 +122,7 @@ class Executor:
             try:
                 self._drop_stages()
             except BaseException as error:
-                call.mailbox.fail(error)  # a device that has died cannot even be waited for
+                call.fail(error)  # a device that has died cannot even be waited for
             finally:
                 call.finish_device()
 
@@ -158,39 +149,28 @@ class Executor:
         self._loader.forget()
 
     def _upload(self, call: Call, action: Action) -> None:
-        settings = call.settings
+        run, memory = action.stage_run, call.memory
         timer = timer_of(
-            action.stage_run,
-            self.device,
-            self._watch,
-            settings.measured if settings.is_timed else None,
+            run, self.device, self._watch, memory.measured if memory.is_timed else None
         )
-        stage = self._stages[action.stage_run] = self._loader.begin(
-            action.stage_run, settings, timer
-        )
+        stage = self._stages[run] = self._loader.begin(run, call.model, timer)
         self._uploads.begin(call, stage)
 
     def _fetch(self, call: Call, action: Action) -> None:
         inputs, key = call.kept.inputs, (action.stage_run.layers.start, action.microbatch)
-        call.mailbox.wait_until(
-            lambda: key in inputs
-        )  # because another device may be still to make it
+        call.wait_until(lambda: key in inputs)  # because another device may be still to make it
         inputs[key] = self._spills.fetch(inputs[key])
 
     def _compute(self, call: Call, action: Action) -> None:
-        stage, device = self._stages[action.stage_run], self.device
-        if (
-            action.stage_run.pass_ is not Pass.FORWARD
-            and action.microbatch == action.stage_run.microbatches[0]
-        ):
-            self._wait_offloaded()
-        if (
-            action.stage_run.pass_ is not Pass.FORWARD
-            and action.microbatch == action.stage_run.microbatches[-1]
-        ):
-            stage.offload_when_complete(partial(self._offload_early, stage))
-        with device.compute.work():
-            self._passes[action.stage_run.pass_](call, stage, action.microbatch)
+        stage, pass_ = self._stages[action.stage_run], action.stage_run.pass_
+        run = MicrobatchRun.of(call, stage, action.microbatch)
+        if pass_ is not Pass.FORWARD:
+            if run.is_first:
+                self._wait_offloaded()
+            if run.is_last:
+                stage.offload_when_complete(partial(self._offload_early, stage))
+        with self.device.compute.work():
+            self._passes[pass_](run)
 
     def _offload(self, call: Call, action: Action) -> None:
         stage, share = self._stages[action.stage_run], action.stage_run.microbatches
@@ -230,69 +210,57 @@ class Executor:
 
     # The three passes. Each runs one microbatch on the compute lane.
 
-    def _forward(self, call: Call, stage: Stage, microbatch: int) -> None:
+    def _forward(self, run: MicrobatchRun) -> None:
         self._spills.begin()
-        boundary = self._arrive(call, stage.stage_run.layers.start, microbatch)
-        boundary = self._layers.run_forward(
-            call, stage, stage.stage_run.layers, microbatch, boundary
-        )
-        self._note_changes(call, stage, microbatch)
-        stop = stage.stage_run.layers.stop
-        if stop == call.settings.num_layers and call.settings.loss_fn is not None:
-            _, call.losses[microbatch] = self._loss(call, stage, microbatch, boundary.value)
+        call, layers = run.call, run.stage.stage_run.layers
+        boundary = self._layers.run_forward(run, layers, self._arrive(run))
+        self._note_changes(run)
+        is_end = layers.stop == call.model.num_layers
+        if is_end and call.asked.loss_fn is not None:
+            _, call.losses[run.microbatch] = self._loss(run, boundary.value)
             call.announce()
             return
-        boundary = stage.let_go(boundary)._replace(
+        boundary = run.stage.let_go(boundary)._replace(
             source=self.device, ready=self.device.compute.record()
         )
-        if stop == call.settings.num_layers:
-            call.outputs[microbatch] = boundary
+        if is_end:
+            call.outputs[run.microbatch] = boundary
             call.announce()
         else:
-            call.mailbox.post(("x", stop, microbatch), boundary)
+            call.post_input(layers.stop, run.microbatch, boundary)
 
-    def _fused(self, call: Call, stage: Stage, microbatch: int) -> None:
-        settings, layers = call.settings, stage.stage_run.layers
-        boundary = self._arrive(call, layers.start, microbatch)
-        trained = min(max(layers.start, settings.first_trained), layers.stop)
-        boundary = self._layers.run_forward(
-            call, stage, range(layers.start, trained), microbatch, boundary
-        )
-        leaves, output = self._layers.run_with_grad(
-            call, stage, range(trained, layers.stop), microbatch, boundary
-        )
-        self._note_changes(call, stage, microbatch)
-        if settings.keeps_outputs:
-            made = stage.let_go(boundary_of(pytree.tree_map(detached, output), self.device, None))
-            call.outputs[microbatch] = made._replace(ready=self.device.compute.record())
+    def _fused(self, run: MicrobatchRun) -> None:
+        call, stage, layers = run.call, run.stage, run.stage.stage_run.layers
+        trained = min(max(layers.start, call.model.first_trained), layers.stop)
+        boundary = self._layers.run_forward(run, range(layers.start, trained), self._arrive(run))
         differentiated = range(trained, layers.stop)
+        leaves, output = self._layers.run_with_grad(run, differentiated, boundary)
+        self._note_changes(run)
+        if call.asked.keeps_outputs:
+            made = stage.let_go(boundary_of(pytree.tree_map(detached, output), self.device, None))
+            call.outputs[run.microbatch] = made._replace(ready=self.device.compute.record())
         with (
-            call.streams.undisturbed(self.device, differentiated, microbatch),
-            stage.timer.backward(differentiated, microbatch),
+            call.streams.undisturbed(self.device, differentiated, run.microbatch),
+            stage.timer.backward(differentiated, run.microbatch),
         ):
-            ends = [
-                leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)
-            ]  # before losses write to them
-            losses, known = self._loss(call, stage, microbatch, output)
-            call.reaches_out |= not settings.only_loss and reaches_leaves_beside(losses, ends)
+            # Taken before losses write to them.
+            ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]
+            losses, known = self._loss(run, output)
+            call.reaches_out |= not call.asked.only_loss and reaches_leaves_beside(losses, ends)
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
-        self._post_gradients(call, trained, microbatch, leaves)
+        self._post_gradient(run, trained, _gradients_of(leaves))
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient
         # only now.
-        call.losses[microbatch] = known
+        call.losses[run.microbatch] = known
         call.announce()
 
-    def _backward(self, call: Call, stage: Stage, microbatch: int) -> None:
-        layers = stage.stage_run.layers
-        received: BoundaryGradient = call.mailbox.take(("g", layers.stop, microbatch))
-        gradients: Sequence[Any] = bring(
-            received.leaves, received.source, received.ready, self.device
-        )
-        boundary = self._spills.restored(call.kept.inputs.pop((layers.start, microbatch)))
-        for chunk, start in self._chunks(call, stage, microbatch, boundary):
-            leaves, output = self._layers.run_with_grad(
-                call, stage, chunk, microbatch, start, again=True
-            )
+    def _backward(self, run: MicrobatchRun) -> None:
+        call, stage, layers = run.call, run.stage, run.stage.stage_run.layers
+        received = call.take_gradient(layers.stop, run.microbatch)
+        gradients = bring(received.leaves, received.source, received.ready, self.device)
+        boundary = self._spills.restored(call.kept.inputs.pop((layers.start, run.microbatch)))
+        for chunk, start in self._chunks(run, boundary):
+            leaves, output = self._layers.run_with_grad(run, chunk, start)
             outputs = pytree.tree_leaves(output)
             flowing = [
                 (o, g)
@@ -302,101 +270,77 @@ class Executor:
             if flowing:
                 self._layers.current = None
                 with (
-                    call.streams.undisturbed(self.device, chunk, microbatch),
-                    stage.timer.backward(chunk, microbatch),
+                    call.streams.undisturbed(self.device, chunk, run.microbatch),
+                    stage.timer.backward(chunk, run.microbatch),
                 ):
                     torch.autograd.backward([o for o, _ in flowing], [g for _, g in flowing])
-            gradients = [leaf.grad if tracked(leaf) else None for leaf in leaves]
-            call.kept.forget(chunk, microbatch)
-        self._post_gradients(call, layers.start, microbatch, gradients, are_gradients=True)
+            gradients = _gradients_of(leaves)
+            call.kept.forget(chunk, run.microbatch)
+        self._post_gradient(run, layers.start, gradients)
 
-    def _chunks(
-        self, call: Call, stage: Stage, microbatch: int, boundary: Boundary
-    ) -> Iterator[tuple[range, Boundary]]:
+    def _chunks(self, run: MicrobatchRun, boundary: Boundary) -> Iterator[tuple[range, Boundary]]:
         """What is recomputed at once, last first: the whole stage, or one layer after a forward
         that keeps inputs."""
-        layers = stage.stage_run.layers
-        if call.settings.recompute_grain == "stage" or len(layers) == 1:
+        layers = run.stage.stage_run.layers
+        if run.call.asked.recompute_grain == "stage" or len(layers) == 1:
             yield layers, boundary
             return
         inputs = [boundary]
         for layer in layers[:-1]:
-            inputs.append(
-                self._layers.run_forward(
-                    call,
-                    stage,
-                    range(layer, layer + 1),
-                    microbatch,
-                    inputs[-1],
-                    again=True,
-                    keep=True,
-                )
-            )
+            inputs.append(self._layers.run_forward(run, range(layer, layer + 1), inputs[-1]))
         for layer in reversed(layers):
             yield range(layer, layer + 1), inputs.pop()
 
-    def _note_changes(self, call: Call, stage: Stage, microbatch: int) -> None:
+    def _note_changes(self, run: MicrobatchRun) -> None:
         """Before the results are announced, because the caller writes the buffers as soon as it has
         those."""
-        if microbatch == stage.stage_run.microbatches[-1]:
-            self._changes.note(call, stage)
+        if run.is_last:
+            self._changes.note(run.call, run.stage)
 
     # What goes between layers.
 
-    def _arrive(self, call: Call, layer: int, microbatch: int) -> Boundary:
-        boundary: Boundary = call.mailbox.take(("x", layer, microbatch))
+    def _arrive(self, run: MicrobatchRun) -> Boundary:
+        boundary = run.call.take_input(run.stage.stage_run.layers.start, run.microbatch)
         leaves = bring(boundary.leaves, boundary.source, boundary.ready, self.device)
-        if boundary.source is None and call.settings.needs_grad:
+        if boundary.source is None and run.call.asked.needs_grad:
             # The caller may reuse its own tensors before a late backward reads them again.
             leaves = tuple(map(copied, leaves))
         return boundary._replace(leaves=leaves)
 
-    def _loss(
-        self, call: Call, stage: Stage, microbatch: int, output: Any
-    ) -> tuple[list[torch.Tensor], MicrobatchLoss]:
-        settings = call.settings
-        assert settings.loss_fn is not None
-        label = bring_value(settings.labels[microbatch], self.device)
-        past_last = settings.num_layers
+    def _loss(self, run: MicrobatchRun, output: Any) -> tuple[list[torch.Tensor], MicrobatchLoss]:
+        asked, past_last = run.call.asked, run.call.model.num_layers
+        assert asked.loss_fn is not None
+        label = bring_value(asked.labels[run.microbatch], self.device)
         self._layers.current = "loss_fn"
         with (
-            self._layers.entered(call, grad=settings.needs_grad),
-            call.streams.layer(self.device, past_last, microbatch),
-            self._layers.counted(call, None, past_last, output)
-            if settings.needs_grad
-            else nullcontext(),
+            self._layers.entered(run.call, grad=asked.needs_grad),
+            run.call.streams.layer(self.device, past_last, run.microbatch),
+            self._layers.counted(run, past_last, output) if asked.needs_grad else nullcontext(),
         ):
-            loss: Any = settings.loss_fn(output, label)
+            loss: Any = asked.loss_fn(output, label)
         self._layers.current = None
-        parts: list[Any] = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+        is_sequence = isinstance(loss, (list, tuple))
+        parts: list[Any] = list(loss) if is_sequence else [loss]
         for part in parts:
             if not isinstance(part, torch.Tensor):
                 raise ConfigError(
                     f"loss_fn returned {type(part).__name__}; it must return a tensor or a "
                     "sequence of them"
                 )
-        detached = tuple(
-            copied(part.detach()) if stage.holds(part) else part.detach() for part in parts
+        own = tuple(
+            copied(part.detach()) if run.stage.holds(part) else part.detach() for part in parts
         )
-        ready = self.device.compute.record()
-        return parts, MicrobatchLoss(detached, isinstance(loss, (list, tuple)), ready)
+        return parts, MicrobatchLoss(own, is_sequence, self.device.compute.record())
 
-    def _post_gradients(
-        self,
-        call: Call,
-        layer: int,
-        microbatch: int,
-        leaves: Sequence[Any],
-        *,
-        are_gradients: bool = False,
+    def _post_gradient(
+        self, run: MicrobatchRun, layer: int, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        gradients = (
-            tuple(leaves)
-            if are_gradients
-            else tuple(leaf.grad if tracked(leaf) else None for leaf in leaves)
-        )
-        posted = BoundaryGradient(gradients, self.device, self.device.compute.record())
+        posted = BoundaryGradient(tuple(gradients), self.device, self.device.compute.record())
         if layer == 0:
-            call.input_gradients[microbatch] = posted
-        elif layer > call.settings.first_trained:
-            call.mailbox.post(("g", layer, microbatch), posted)
+            run.call.input_gradients[run.microbatch] = posted
+        elif layer > run.call.model.first_trained:
+            run.call.post_gradient(layer, run.microbatch, posted)
+
+
+def _gradients_of(leaves: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(leaf.grad if tracked(leaf) else None for leaf in leaves)

@@ -19,7 +19,7 @@ from ..transfer.spill import Spills
 from .call import Call
 from .loader import Uploads
 from .replica_cache import ReplicaCache
-from .stage import Stage
+from .stage import MicrobatchRun, Stage
 
 _NO_DRAWS = OwnDraws(())
 
@@ -30,6 +30,9 @@ class LayerFacts(NamedTuple):
 
     carries: tuple[bool, ...]
     writes_input: bool
+
+
+_NO_FACTS = LayerFacts((), False)
 
 
 class LayerKnowledge:
@@ -77,70 +80,48 @@ class LayerRunner:
         self._layer_names = layer_names
         self._knowledge = knowledge
 
-    def run_forward(
-        self,
-        call: Call,
-        stage: Stage,
-        layers: range,
-        microbatch: int,
-        boundary: Boundary,
-        *,
-        again: bool = False,
-        keep: bool = False,
-    ) -> Boundary:
+    def run_forward(self, run: MicrobatchRun, layers: range, boundary: Boundary) -> Boundary:
         """Layers without a graph. Learns, once, which of their outputs would carry a gradient."""
         if not layers:
             return boundary
-        with self.entered(call, grad=False), wanting(only_loss=call.settings.only_loss):
+        call = run.call
+        with self.entered(call, grad=False), wanting(only_loss=call.asked.only_loss):
             for layer in layers:
-                boundary = self._run_one_forward(
-                    call, stage, layer, microbatch, boundary, again, keep
-                )
+                boundary = self._run_one_forward(run, layer, boundary)
         return boundary
 
-    def _run_one_forward(
-        self,
-        call: Call,
-        stage: Stage,
-        layer: int,
-        microbatch: int,
-        boundary: Boundary,
-        again: bool,
-        keep: bool,
-    ) -> Boundary:
-        saves = keep or (not again and layer in call.settings.saved_layers)
-        if saves and not again:
+    def _run_one_forward(self, run: MicrobatchRun, layer: int, boundary: Boundary) -> Boundary:
+        call, stage = run.call, run.stage
+        if not run.again and layer in call.memory.saved_layers:
             ready = self._device.compute.record()
             kept = stage.let_go(boundary)._replace(source=self._device, ready=ready)
-            is_spilled = layer in call.settings.spilled_layers
-            call.kept.inputs[layer, microbatch] = self._spills.send(kept) if is_spilled else kept
-        facts = (
-            self._knowledge.get(stage, layer, boundary)
-            if call.settings.needs_grad
-            else LayerFacts((), False)
-        )
+            is_spilled = layer in call.memory.spilled_layers
+            call.kept.inputs[layer, run.microbatch] = (
+                self._spills.send(kept) if is_spilled else kept
+            )
+        needs_grad = call.asked.needs_grad
+        facts = self._knowledge.get(stage, layer, boundary) if needs_grad else _NO_FACTS
         if facts is None:
-            return self._learn(call, stage, layer, microbatch, boundary, again)
+            return self._learn(run, layer, boundary)
         given = boundary.leaves
-        if facts.writes_input and (keep or call.settings.saved_layers):
+        if facts.writes_input and call.memory.saved_layers:
             given = tuple(map(copied, given))  # because an input kept before may be the same memory
         value = pytree.tree_unflatten(given, boundary.spec)
-        output = self._run_layer(call, stage, layer, microbatch, value, again)
-        boundary = boundary_of(output, self._device, None, facts.carries)
-        if call.settings.needs_grad and len(boundary.carries) != len(boundary.leaves):
+        boundary = boundary_of(
+            self._run_layer(run, layer, value), self._device, None, facts.carries
+        )
+        if needs_grad and len(boundary.carries) != len(boundary.leaves):
             # It returned another structure this time. A gradient that turns out not to flow only
             # costs time.
             boundary = boundary._replace(carries=tuple(map(_is_floating, boundary.leaves)))
         return boundary
 
-    def _learn(
-        self, call: Call, stage: Stage, layer: int, microbatch: int, boundary: Boundary, again: bool
-    ) -> Boundary:
+    def _learn(self, run: MicrobatchRun, layer: int, boundary: Boundary) -> Boundary:
         """Runs a layer with autograd on but keeping nothing for a backward, to see what depends on
         what."""
-        graph = self._graph(call, stage, layer, boundary.leaves)
+        graph = self._graph(run, layer, boundary.leaves)
         with (
-            self.entered(call, grad=True),
+            self.entered(run.call, grad=True),
             torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten),
         ):
             flags = zip(boundary.leaves, boundary.carries, strict=True)
@@ -149,17 +130,17 @@ class LayerRunner:
                 for leaf, carried in flags
             ]
             versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
-            value = pytree.tree_unflatten(given, boundary.spec)
-            output = self._run_layer(call, stage, layer, microbatch, value, again)
+            output = self._run_layer(run, layer, pytree.tree_unflatten(given, boundary.spec))
         self._check_output(output)
         writes = any(
             isinstance(t, torch.Tensor) and t._version != v
             for t, v in zip(given, versions, strict=True)
         )
         carries = tuple(tracked(leaf) for leaf in pytree.tree_leaves(output))
-        if _is_settled(stage.layer_modes[layer], given, boundary.carries, output, carries):
-            self._knowledge.put(stage, layer, boundary, LayerFacts(carries, writes))
-        self._report(call, layer, graph, boundary.leaves)
+        mode = run.stage.layer_modes[layer]
+        if _is_settled(mode, given, boundary.carries, output, carries):
+            self._knowledge.put(run.stage, layer, boundary, LayerFacts(carries, writes))
+        _report(run.call, layer, graph, boundary.leaves)
         return boundary_of(pytree.tree_map(detached, output), self._device, None, carries)
 
     def _check_output(self, output: Any) -> None:
@@ -168,30 +149,24 @@ class LayerRunner:
             if any(map(tracked, inside.values())):
                 raise ConfigError(
                     f"layer {self.current} returned a {type(leaf).__name__} with tensors in it, "
-                    "whose gradients cannot "
-                    "be followed from stage to stage; return tensors in tuples, lists or "
-                    "dictionaries, or register the "
-                    "class with torch.utils._pytree.register_dataclass or register_pytree_node"
+                    "whose gradients cannot be followed from stage to stage; return tensors in "
+                    "tuples, lists or dictionaries, or register the class with "
+                    "torch.utils._pytree.register_dataclass or register_pytree_node"
                 )
 
     def run_with_grad(
-        self,
-        call: Call,
-        stage: Stage,
-        layers: range,
-        microbatch: int,
-        boundary: Boundary,
-        *,
-        again: bool = False,
+        self, run: MicrobatchRun, layers: range, boundary: Boundary
     ) -> tuple[list[Any], Any]:
         """Layers with a graph. Returns the boundary's leaves, where gradients will appear, and the
         output."""
         if not layers:
             return [], boundary.value
+        call, stage = run.call, run.stage
         facts = self._knowledge.get(stage, layers.start, boundary)
-        below = layers.start > call.settings.first_trained or call.settings.first_trained == 0
+        first_trained = call.model.first_trained
+        below = layers.start > first_trained or first_trained == 0
         carries = [carried and below for carried in boundary.carries]
-        with self.entered(call, grad=True), wanting(only_loss=call.settings.only_loss):
+        with self.entered(call, grad=True), wanting(only_loss=call.asked.only_loss):
             flags = zip(boundary.leaves, carries, strict=True)
             leaves = [
                 leaf.detach().requires_grad_() if carried else leaf for leaf, carried in flags
@@ -204,22 +179,21 @@ class LayerRunner:
                 for leaf, c in zip(leaves, carries, strict=True)
             ]
             value = pytree.tree_unflatten(given, boundary.spec)
-            is_last = microbatch == stage.stage_run.microbatches[-1]
+            is_last = run.is_last
             for layer in layers:
                 if is_last:
                     stage.depart(layer, value, self._device.compute)
-                with self.counted(call, stage, layer, value):
-                    value = self._run_layer(call, stage, layer, microbatch, value, again)
-                stage.timer.made(layer, microbatch, value)
+                with self.counted(run, layer, value):
+                    value = self._run_layer(run, layer, value)
+                stage.timer.made(layer, run.microbatch, value)
         return leaves, value
 
-    def _run_layer(
-        self, call: Call, stage: Stage, layer: int, microbatch: int, value: Any, again: bool
-    ) -> Any:
+    def _run_layer(self, run: MicrobatchRun, layer: int, value: Any) -> Any:
+        call, stage, microbatch, again, first_kept = run
         self.current = self._layer_names[layer]
-        module = self._module(call, stage, layer)
-        is_kept = not again and call.settings.is_recomputed(stage.stage_run.pass_, layer)
-        run = self._layer_run(call, layer, microbatch, again=again, is_kept=is_kept)
+        module = self._module(run, layer)
+        is_kept = layer >= first_kept
+        said = self._layer_run(run, layer, is_kept=is_kept)
         draws = _NO_DRAWS
         if is_kept:
             call.kept.states[layer, microbatch] = self._replicas.watch(stage, layer).look()
@@ -228,7 +202,7 @@ class LayerRunner:
             self._replicas.watch(stage, layer).restore(call.kept.states[layer, microbatch])
         with (
             call.streams.layer(self._device, layer, microbatch, again=again),
-            Running(run),
+            Running(said),
             stage.timer.layer("recompute" if again else "forward", layer, microbatch),
         ):
             if layer == 0:
@@ -239,69 +213,64 @@ class LayerRunner:
         output = stage.apart(layer, value, output)
         if is_kept:
             self._replicas.watch(stage, layer).learn_writes()
-        if run is not None and run.saved is None:
+        if said is not None and said.saved is None:
             draws.refuse(self.current)
-        if run is not None and run.saved is not None:
+        elif said is not None:
             call.kept.data[layer, microbatch] = boundary_of(
-                run.saved, self._device, self._device.compute.record()
+                said.saved, self._device, self._device.compute.record()
             )
         return output
 
-    def _module(self, call: Call, stage: Stage, layer: int) -> nn.Module:
-        self._uploads.need(call, stage, layer)
-        return self._replicas.module(stage, layer)
+    def _module(self, run: MicrobatchRun, layer: int) -> nn.Module:
+        self._uploads.need(run.call, run.stage, layer)
+        return self._replicas.module(run.stage, layer)
 
-    def _layer_run(
-        self, call: Call, layer: int, microbatch: int, *, again: bool, is_kept: bool
-    ) -> LayerRun | None:
-        if not call.settings.needs_grad:
+    def _layer_run(self, run: MicrobatchRun, layer: int, *, is_kept: bool) -> LayerRun | None:
+        if not run.call.asked.needs_grad:
             return None
-        data = call.kept.data.get((layer, microbatch)) if again else None
+        data = run.call.kept.data.get((layer, run.microbatch)) if run.again else None
         if data is None:
-            return LayerRun(is_recompute=again, is_kept=is_kept)
+            return LayerRun(is_recompute=run.again, is_kept=is_kept)
         leaves = bring(data.leaves, data.source, data.ready, self._device)
         # Copied, because a layer may run again twice, and may write to what it gets.
         return LayerRun(
             is_recompute=True, recalled=data._replace(leaves=tuple(map(copied, leaves))).value
         )
 
-    def counted(
-        self, call: Call, stage: Stage | None, layer: int, value: Any
-    ) -> AbstractContextManager[None]:
+    def counted(self, run: MicrobatchRun, layer: int, value: Any) -> AbstractContextManager[None]:
         """Reports what autograd keeps of a layer (past the last one: of the loss), the first
         time."""
-        if call.settings.measured is None or call.settings.measured.knows_graph(layer):
+        if run.call.memory.measured.knows_graph(layer):
             return nullcontext()
-        return self._counting(call, stage, layer, value)
+        return self._counting(run, layer, value)
 
     @contextmanager
-    def _counting(self, call: Call, stage: Stage | None, layer: int, value: Any) -> Iterator[None]:
+    def _counting(self, run: MicrobatchRun, layer: int, value: Any) -> Iterator[None]:
         inputs = pytree.tree_leaves(value)
-        graph = self._graph(call, stage, layer, inputs)
+        graph = self._graph(run, layer, inputs)
         with torch.autograd.graph.saved_tensors_hooks(graph.pack, detached):
             yield
-        self._report(call, layer, graph, inputs)
+        _report(run.call, layer, graph, inputs)
 
-    def _graph(
-        self, call: Call, stage: Stage | None, layer: int, inputs: Sequence[Any]
-    ) -> GraphBytes:
-        parameters = self._module(call, stage, layer).parameters() if stage is not None else ()
+    def _graph(self, run: MicrobatchRun, layer: int, inputs: Sequence[Any]) -> GraphBytes:
+        is_loss = layer == run.call.model.num_layers
+        parameters = () if is_loss else self._module(run, layer).parameters()
         # The caller's own inputs may be views of a whole batch; they count as the boundary that
         # they are.
         return GraphBytes(
             [*parameters, *(t for t in inputs if layer == 0 and isinstance(t, torch.Tensor))]
         )
 
-    def _report(self, call: Call, layer: int, graph: GraphBytes, inputs: Iterable[Any]) -> None:
-        if call.settings.measured is not None:
-            call.settings.measured.record_saved_bytes(layer, graph.num_bytes, graph.largest_bytes)
-            num_bytes = sum(leaf.nbytes for leaf in inputs if isinstance(leaf, torch.Tensor))
-            call.settings.measured.record_input_bytes(layer, num_bytes)
+    def entered(self, call: Call, *, grad: bool) -> AbstractContextManager[None]:
+        return call.model.ambient.entered(self._device.torch_device.type, grad=grad)
 
-    @contextmanager
-    def entered(self, call: Call, *, grad: bool) -> Iterator[None]:
-        with call.settings.ambient.entered(self._device.torch_device.type, grad=grad):
-            yield
+
+def _report(call: Call, layer: int, graph: GraphBytes, inputs: Iterable[Any]) -> None:
+    measured = call.memory.measured
+    measured.record_saved_bytes(layer, graph.num_bytes, graph.largest_bytes)
+    measured.record_input_bytes(
+        layer, sum(leaf.nbytes for leaf in inputs if isinstance(leaf, torch.Tensor))
+    )
 
 
 def _is_settled(

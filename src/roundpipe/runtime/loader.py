@@ -15,7 +15,7 @@ from ..plan.actions import StageRun
 from ..plan.memory import slot_counts
 from ..transfer.residency import FROZEN, Residency, Stamp
 from ..transfer.sender import Queued, Sender
-from .call import Call, CallSettings
+from .call import Call, ModelThen
 from .stage import Stage, UploadedLayer
 from .timing import Timer
 
@@ -50,9 +50,8 @@ class StageLoader:
         self.residency.want(wanted)
         if self.slots.num_bytes <= room:
             return
-        sizes = [
-            max(layer.num_bytes, 1) for layer in self._store.layers
-        ]  # because without weights it has a slot too
+        # At least 1, because a layer without weights has a slot too.
+        sizes = [max(layer.num_bytes, 1) for layer in self._store.layers]
         passing = (
             0 if index in wanted or index in self._store.device_states else size
             for index, size in enumerate(sizes)
@@ -61,15 +60,14 @@ class StageLoader:
         most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
         self.slots.keep_only(most)
 
-    def begin(self, stage_run: StageRun, settings: CallSettings, timer: Timer) -> Stage:
+    def begin(self, stage_run: StageRun, model: ModelThen, timer: Timer) -> Stage:
         """A stage that has nothing yet."""
-        modes = settings.modes
-        layer_modes = {}
+        modes, layer_modes = model.modes, {}
         for index in stage_run.layers:
             module = self._layers[index]
             trains = (id(use.parameter) in modes.trains for use in self._store.layers[index].uses)
             layer_modes[index] = (modes.training.get(id(module), module.training), *trains)
-        return Stage(stage_run, modes, layer_modes, settings.weights, timer)
+        return Stage(stage_run, model, layer_modes, timer)
 
     def upload(self, stage: Stage, index: int) -> None:
         """Queues those of a layer's weights that are not on the device yet on the up lane; returns
@@ -174,7 +172,7 @@ class Uploads:
         if not self._waiting:
             return
         while layer not in stage.uploaded:
-            call.mailbox.wait_until(lambda: self._is_next_written_back(call))
+            call.wait_until(lambda: self._is_next_written_back(call))
             self._upload_next()
         self._go_on(call)
 
@@ -182,11 +180,11 @@ class Uploads:
         self._waiting.clear()
 
     def _go_on(self, call: Call) -> None:
-        while self._waiting and call.mailbox.is_so(lambda: self._is_next_written_back(call)):
+        while self._waiting and call.is_so(lambda: self._is_next_written_back(call)):
             self._upload_next()
 
     def _is_next_written_back(self, call: Call) -> bool:
-        return self._is_written_back(self._waiting[0][1], call.settings.weights.version)
+        return self._is_written_back(self._waiting[0][1], call.model.weights.version)
 
     def _upload_next(self) -> None:
         self._loader.upload(*self._waiting[0])

@@ -10,15 +10,15 @@ from torch.utils import _pytree as pytree
 
 from ..device import Lane
 from ..layers.parameters import ReplicaParameters
-from ..layers.replica import Modes, Replica
+from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch
 from ..memory.slots import Slot
 from ..params.gradients import Accumulator, OffloadedLayer
 from ..params.working import LayerParameters
-from ..plan.actions import StageRun
+from ..plan.actions import Pass, StageRun
 from ..transfer.boundaries import Boundary, address_of, copied
-from ..transfer.residency import WeightsVersion
 from ..transfer.sender import Sent
+from .call import Call, ModelThen
 from .departure import Departure
 from .timing import Timer
 
@@ -38,7 +38,7 @@ class Stage:
     the device's worker.
 
     Args:
-        modes: of the call.
+        model: as the call sees it.
         layer_modes: whether a layer trains and which of its parameters do, all that its behaviour
             may depend on.
     """
@@ -46,22 +46,20 @@ class Stage:
     def __init__(
         self,
         stage_run: StageRun,
-        modes: Modes,
+        model: ModelThen,
         layer_modes: dict[int, tuple[bool, ...]],
-        weights: WeightsVersion,
         timer: Timer,
     ) -> None:
         self.stage_run = stage_run
-        self.modes = modes
+        self.modes = model.modes
         self.layer_modes = layer_modes
-        self.weights = weights
+        self.weights = model.weights
         self.timer = timer
         self.uploaded: dict[int, UploadedLayer] = {}
         self.replicas: dict[int, Replica] = {}
         self.residents: dict[int, ReplicaParameters] = {}
-        self.untouched: set[int] = (
-            set()
-        )  # layers whose forwards are over and have set nothing on their modules
+        # Layers whose forwards are over and have set nothing on their modules.
+        self.untouched: set[int] = set()
         self.watches: dict[int, LayerWatch] = {}
         self.departures: dict[int, Departure] = {}
         self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
@@ -154,3 +152,31 @@ class Stage:
     def forget_offloading(self) -> None:
         """Nobody offloads anything any more; ``offload`` mostly holds this stage."""
         self._offload = None
+
+
+class MicrobatchRun(NamedTuple):
+    """One microbatch in one stage run: all that is said of where a layer runs, but for the layer.
+
+    ``again``: it is a recompute. ``first_kept``: layers from there on leave what one starts from.
+    """
+
+    call: Call
+    stage: Stage
+    microbatch: int
+    again: bool
+    first_kept: int
+
+    @classmethod
+    def of(cls, call: Call, stage: Stage, microbatch: int) -> "MicrobatchRun":
+        pass_, first_kept = stage.stage_run.pass_, call.model.num_layers
+        if pass_ is Pass.FORWARD:
+            first_kept = min(call.memory.saved_layers, default=first_kept)
+        return cls(call, stage, microbatch, pass_ is Pass.BACKWARD, first_kept)
+
+    @property
+    def is_first(self) -> bool:
+        return self.microbatch == self.stage.stage_run.microbatches[0]
+
+    @property
+    def is_last(self) -> bool:
+        return self.microbatch == self.stage.stage_run.microbatches[-1]

@@ -2,17 +2,29 @@
 slots, and compiled forwards."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import nn
 
 from ..device import Device
+from ..layers.buffers import BufferCache, KnownBuffers
 from ..layers.compiler import BlockCompiler
+from ..layers.snapshot import Writers
 from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
+from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
 from ..transfer.sender import make_sender
 from ..transfer.spill import Spills
+from .call import Call
+from .changes import ModuleChanges
+from .executor import Executor
+from .layer_runner import LayerKnowledge
+from .loader import StageLoader
+from .replica_cache import ReplicaCache
 
 
 class WorkerPool:
@@ -35,7 +47,7 @@ class WorkerPool:
         self.next_device = 0
         # Held while a call is handed out. Calls of two threads, in another order on each device,
         # would wait for each other.
-        self.handing_out = threading.Lock()
+        self._handing_out = threading.Lock()
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
         self.spills = [Spills(device, self.blocks) for device in devices]
@@ -46,6 +58,59 @@ class WorkerPool:
         ]
         for worker, device in zip(self.workers, devices, strict=True):
             worker.submit(device.enter_thread)
+
+    def executors(
+        self,
+        layers: Sequence[nn.Module],
+        store: ParameterStore,
+        rules: GradientRules,
+        buffers: GradientBuffers,
+        is_written_back: Callable[[int, int], bool],
+        layer_names: Sequence[str],
+    ) -> list[Executor]:
+        """For ``layers``, one per device."""
+        knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
+        executors = []
+        for device, sender, slots, spills in zip(
+            self.devices, self.senders, self.slots, self.spills, strict=True
+        ):
+            loader = StageLoader(device, layers, store, sender, slots)
+            copies = BufferCache(device, known_buffers)
+            replicas = ReplicaCache(
+                device, layers, rules, self.compiler, copies, writers, loader.residency
+            )
+            executors.append(
+                Executor(
+                    device,
+                    loader,
+                    replicas,
+                    ModuleChanges(device, store, copies),
+                    buffers,
+                    spills,
+                    layer_names,
+                    knowledge,
+                    lambda layer, version: is_written_back(store.first + layer, version),
+                )
+            )
+        return executors
+
+    def start(self, call: Call, executors: Sequence[Executor]) -> None:
+        """Hands a call to the workers and returns at once."""
+        for device in self.devices:
+            # Because the caller may have queued work on its own stream that makes the inputs.
+            device.follow_caller()
+        with self._handing_out:
+            call.is_started = True
+            for executor, worker, actions in zip(
+                executors, self.workers, call.schedule.actions, strict=True
+            ):
+                worker.submit(partial(executor.run, call, actions))
+
+    def free(self, executors: Sequence[Executor]) -> None:
+        """Has what these hold on devices freed after the calls already submitted. Returns at
+        once."""
+        for executor, worker in zip(executors, self.workers, strict=True):
+            worker.submit(executor.close)
 
     def close(self) -> None:
         """Ends the workers after the jobs already submitted, among them the ends of all pipelines,

@@ -42,7 +42,12 @@ _local = _Local()
 class OptimizerCtx:
     """Inside, ``parameters()`` of every engine give the masters, in this thread only.
 
-    Entering it outside ``step_fn`` waits for all pending steps.
+    Entering it outside ``step_fn`` waits for all pending steps. A layer or ``loss_fn`` cannot enter
+    it: that is a ConfigError.
+
+    Example:
+        >>> with roundpipe.OptimizerCtx():
+        ...     norms = {name: master.norm() for name, master in engine.named_parameters()}
     """
 
     def __enter__(self) -> "OptimizerCtx":

@@ -6,7 +6,17 @@ from typing import Any
 
 
 class StepHandle:
-    """An update under way."""
+    """An update under way, as `RoundPipe.step` returns it. Any thread may wait for it.
+
+    Args:
+        condition: notified whenever something ends.
+        on_raise: told of the error that a caller has seen here.
+
+    Example:
+        >>> handle = engine.step(update)  # returns at once
+        >>> loss = engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+        >>> norm = handle.result()  # what update() returned
+    """
 
     def __init__(
         self, condition: threading.Condition, on_raise: Callable[[BaseException], None]
@@ -23,7 +33,7 @@ class StepHandle:
         return f"<StepHandle: {state}>"
 
     def wait(self) -> None:
-        """Blocks until the masters are updated. Raises what ``step_fn`` raised.
+        """Blocks until the masters are updated, and raises what ``step_fn`` raised.
 
         An interrupt is raised only after the update, so that it is never half applied.
         """

@@ -2,3 +2,7 @@
 
 Imports `device` and what that may import.
 """
+
+from .adversarial import AdversarialDevice
+
+__all__ = ["AdversarialDevice"]

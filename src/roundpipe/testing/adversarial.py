@@ -388,12 +388,15 @@ class AdversarialDevice(VirtualDevice):
         self.down: AdversarialLane = AdversarialLane(self, "down", draws)
 
     def holds(self, tensor: torch.Tensor) -> bool:
+        """Says that a ``tensor`` is here if it was made or brought here. See [5]."""
         with _lock:
             return _ledger.of(tensor).home is self
 
     def count(
         self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> None:
+        """Counts the memory of what an ``operation``, called with ``args`` and ``kwargs``, has
+        ``made``."""
         if self.capacity is not None:
             self.capacity.count(operation, (*args, *kwargs.values()), made)
 

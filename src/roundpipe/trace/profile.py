@@ -105,8 +105,11 @@ def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
     """Records what all engines do inside the block.
 
     Args:
-        path: where to write a Chrome/Perfetto trace at the end; call ``synchronize()`` before it to
-            have all of it.
+        path: where to write a Chrome/Perfetto trace at the end, its times in microseconds; call
+            ``synchronize()`` before it to have all of it. None writes none.
+
+    Yields:
+        The `Profile`, with ``blocks``, ``save(path)`` and ``plot_timeline(width)``.
 
     Example:
         >>> with roundpipe.profile("step.json") as profiled:

@@ -1,7 +1,7 @@
 """Values that cross from one stage run to another: where they are, when they are ready, and how
-they reach a device."""
+they reach a device or the caller."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..device import Device, Event
+from ..errors import InternalError
 
 
 class Boundary(NamedTuple):
@@ -45,13 +46,6 @@ def boundary_of(
     return Boundary(
         tuple(leaves), spec, tuple(carries) if carries else (False,) * len(leaves), source, ready
     )
-
-
-def user_boundary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Boundary:
-    """The first layer's input. Whether a gradient is wanted is what the caller's tensors say."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    carries = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-    return Boundary(tuple(leaves), spec, carries, None, None)
 
 
 def num_bytes(leaves: Iterable[Any]) -> int:
@@ -129,6 +123,31 @@ def bring_value(value: Any, device: Device) -> Any:
     call has returned."""
     leaves, spec = pytree.tree_flatten(value)
     return pytree.tree_unflatten([copied(leaf) for leaf in bring(leaves, None, None, device)], spec)
+
+
+def delivered(
+    boundary: Boundary, target: torch.device | None, shared: Container[int] | None
+) -> Boundary:
+    """A call's output on the caller's device (None: wherever it is), complete. Blocks until the
+    device has made it.
+
+    ``shared``: addresses of memory that a backward may still read, for a layer may return what was
+    kept as its input; None: of any. Of that the caller, who may write to it, gets a copy.
+    """
+    if boundary.source is None or boundary.ready is None:
+        raise InternalError("an output without a source device")
+    boundary.ready.wait()
+    leaves = []
+    for leaf in boundary.leaves:
+        if isinstance(leaf, torch.Tensor):
+            boundary.source.lend_to_caller(leaf)
+            # What goes to the host is no memory of the device any more, also of a device that is
+            # made of the CPU.
+            goes_down = target is not None and target.type == "cpu"
+            is_shared = shared is None or address_of(leaf) in shared
+            leaf = leaf.to(leaf.device if target is None else target, copy=goes_down or is_shared)
+        leaves.append(leaf)
+    return boundary._replace(leaves=tuple(leaves))
 
 
 class _Copy(torch.autograd.Function):

@@ -43,7 +43,7 @@ class Stamp(NamedTuple):
     version: int
 
 
-class _Held(NamedTuple):
+class _FilledSlot(NamedTuple):
     slot: Slot
     stamps: Sequence[Stamp]
     sent: Sent
@@ -55,7 +55,7 @@ class Residency:
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
         self._wanted: frozenset[int] = frozenset()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _FilledSlot] = {}
 
     def __repr__(self) -> str:
         return f"<Residency: {len(self._held)} layers of {len(self._wanted)} wanted>"
@@ -88,7 +88,7 @@ class Residency:
     ) -> None:
         """Everything that ``slot`` lacked is on its way."""
         if layer.layer in self._wanted:
-            self._held[layer.layer] = _Held(slot, stamps, sent)
+            self._held[layer.layer] = _FilledSlot(slot, stamps, sent)
 
     def release(self, layer: LayerParameters, slot: Slot, free: Event) -> None:
         """A stage run is over; the slot may be written by work that waits for ``free``."""

@@ -7,7 +7,7 @@ therefore a promise until somebody reads it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,7 +74,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._processes = processes
         self._last: StepHandle | None = None
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # returns no loss
+    # Returns no loss.
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Hands the update to the engine.
 
         Called on the user's thread. Synchronous: waits for the update; the model has it after
@@ -92,18 +93,30 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self.was_skipped = self._scaler.get_scale() < before
         self._owner.stepped(self)
 
-    def submit(self) -> StepHandle:
+    def submit(self, penalties: Mapping[torch.Tensor, torch.Tensor]) -> StepHandle:
         """One try of the engine's step. ``has_begun`` tells whether masters may have changed if it
-        raises."""
+        raises.
+
+        ``penalties``: gradients of weights of the model that did not come through the pipeline.
+        """
         self.has_begun = False
         # Read here, because the caller goes on to `zero_grad` while the update runs.
         elsewhere = [p.grad for p in self.engine.model.parameters() if p.grad is not None]
-        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
+        named = self.engine.model.named_parameters() if penalties else ()
+        more = {name: penalties[weight] for name, weight in named if weight in penalties}
+        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere, more)
 
-    def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
+    def _update(
+        self,
+        max_grad_norm: float,
+        elsewhere: Sequence[torch.Tensor],
+        penalties: Mapping[str, torch.Tensor],
+    ) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
         model's own gradients."""
         self.has_begun = True
+        if penalties:
+            _add(penalties, dict(self.engine.optim_named_parameters()))
         if self._processes is not None:
             self._processes.average_gradients(self.engine.optim_parameters())
         if self._scaler is not None:
@@ -151,7 +164,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # a plain attribute in torch
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        # A plain attribute in torch.
         return self.inner.param_groups
 
     @property
@@ -164,6 +178,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PipelineOptimizer({self.inner!r})"
+
+
+def _add(penalties: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
+    for name, gradient in penalties.items():
+        master = masters[name]
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype, copy=True)
+        else:
+            master.grad.add_(gradient)
 
 
 class PendingNorm:

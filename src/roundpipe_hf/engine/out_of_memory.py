@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe import RoundPipe
 from roundpipe.config import RecomputeGrain
 from roundpipe.errors import PlanError, clear_frames
 
@@ -48,9 +48,6 @@ class Footprint:
         if self.recompute_grain == "stage":
             return replace(self, recompute_grain="layer")
         return replace(self, is_joined=False) if self.is_joined else None
-
-    def run_config(self) -> RoundPipeRunConfig:
-        return RoundPipeRunConfig(recompute_grain=self.recompute_grain)
 
     def changes_from(self, other: "Footprint") -> str:
         """What is different here, as a user would write it."""

@@ -7,7 +7,7 @@ saving wait for all of it. So the step is only made to wait where code that is n
 Face's comes in between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,13 +56,16 @@ def reads_gradients(trainer: Any) -> bool:
     return not all(f"{call.__module__}.".startswith(_CALLBACKS) for call in calls)
 
 
-def show_gradients(trainer: Any) -> list[Shown]:
+def show_gradients(trainer: Any, penalties: Mapping[torch.Tensor, torch.Tensor]) -> list[Shown]:
     """Puts copies of the gradients into the model's ``.grad``, unscaled and clipped, as Trainer has
     them there then.
 
-    The engine's own stay where they are: they are clipped in the optimizer's step.
+    The engine's own stay where they are: they are clipped in the optimizer's step, which adds
+    ``penalties``.
     """
     trainer.synchronize()
+    for parameter, gradient in penalties.items():
+        parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
     parameters = [
         parameter for parameter in trainer.model.parameters() if parameter.grad is not None
     ]

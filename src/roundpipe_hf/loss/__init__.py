@@ -1,4 +1,4 @@
-"""A Trainer's loss over microbatches: what it is given for the model, and how its parts add up.
+"""A Trainer's loss: what is known of how it reduces its rows, and the two ways it runs.
 
 Imports `engine` and what that may import.
 """

@@ -1,15 +1,16 @@
-"""The gradients of parameters that a loss brings itself, put back before its rounds run again.
+"""The gradients that a loss makes beside those of the pipeline.
 
-Those of the model's weights belong to the engine, which drops them. These offload in the
-parameters' own ``.grad``, where a round that has failed leaves what some of its microbatches have
-added.
+Parameters of its own have theirs in ``.grad``, where a round that has failed leaves what some of
+its microbatches have added: they are put back before rounds run again. Those of the model's weights
+that come from a penalty on them wait for the step, which adds them to the pipeline's.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,7 @@ class LossGradients:
         # it was.
         self._lock = threading.Lock()
         self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._penalties: dict[torch.Tensor, torch.Tensor] = {}
 
     def noted(self, loss_fn: LossFn) -> LossFn:
         """``loss_fn``, whose own parameters' gradients are looked at before it returns, and so
@@ -33,14 +35,47 @@ class LossGradients:
         def noting(outputs: Any, label: Any) -> Sequence[torch.Tensor]:
             model = _Outputs(outputs)
             losses = loss_fn(outputs, label)
-            leaves = [leaf for loss in losses for leaf in model.leaves_beside(loss)]
-            with self._lock:
-                for leaf in leaves:
-                    if leaf not in self._before:
-                        self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
+            for loss in losses:
+                self._note(model.leaves_beside(loss))
             return losses
 
         return noting
+
+    def backward(self, loss: torch.Tensor, model: nn.Module) -> None:
+        """Goes backward through whole calls of the engine, and through what ``loss`` computes with
+        ``model``'s own weights."""
+        own = set(model.parameters())
+        leaves = set(_Outputs(()).leaves_beside(loss))
+        self._note(leaves - own)
+        penalised = leaves & own
+        before = {weight: weight.grad for weight in penalised}
+        try:
+            for weight in penalised:
+                weight.grad = None
+            loss.backward()
+            for weight in penalised:
+                if weight.grad is not None:
+                    known = self._penalties.get(weight)
+                    self._penalties[weight] = weight.grad if known is None else known + weight.grad
+        finally:
+            for weight, gradient in before.items():
+                weight.grad = gradient
+
+    @property
+    def penalties(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """Gradients of the model's weights that the pipeline does not know of."""
+        return self._penalties
+
+    def take_penalties(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The same, for the step that counts them."""
+        taken, self._penalties = self._penalties, {}
+        return taken
+
+    def _note(self, leaves: Iterable[torch.Tensor]) -> None:
+        with self._lock:
+            for leaf in leaves:
+                if leaf not in self._before:
+                    self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether a loss computes with it."""
@@ -58,6 +93,7 @@ class LossGradients:
         # Because the copies' memory is a worker's stream's again once they are gone.
         self._wait_for_devices()
         self._before.clear()
+        self._penalties.clear()
 
     def forget(self) -> None:
         """They count."""

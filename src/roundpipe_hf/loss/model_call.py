@@ -43,10 +43,8 @@ class ModelAnswer:
         """`compute_loss` calls the model once more, with what the pipeline ran with; raises unless
         the outputs that are there may answer that, too."""
         raise UnknownModelCall(
-            "compute_loss calls the model a second time; the pipeline runs one forward per "
-            "training step. "
-            "Put both inputs into one batch in the data collator and split the outputs in "
-            "compute_loss"
+            "compute_loss calls the model a second time, and a loss with a loss_reduction gets one "
+            "forward. Leave loss_reduction out, and it may call the model as often as it likes"
         )
 
 
@@ -196,8 +194,7 @@ def record_call(
         return _attribute(call.arguments, copies, num_items)
     raise UnknownModelCall(
         "compute_loss never called the model it was given; the pipeline trains through that call "
-        "only. "
-        "Call its `model` argument, not `self.model`"
+        "only. Call its `model` argument, not `self.model`"
     )
 
 
@@ -227,9 +224,9 @@ def _attribute(arguments: dict[str, Any], inputs: Mapping[str, Any], num_items: 
             from_batch[name] = key
         elif isinstance(value, torch.Tensor):
             raise UnknownModelCall(
-                f"compute_loss hands the model a tensor {name!r} that is not in the batch; the "
-                "pipeline has to know it "
-                "before the forward. Make it in the data collator"
+                f"compute_loss hands the model a tensor {name!r} that is not in the batch, and the "
+                "forward of a loss with a loss_reduction runs before it. Make it in the data "
+                "collator, or leave loss_reduction out"
             )
         else:
             constants[name] = value
@@ -247,10 +244,9 @@ def _is_same(given: Any, expected: Any) -> bool:
 def _another(name: str) -> UnknownModelCall:
     return UnknownModelCall(
         f"compute_loss calls the model with another {name!r} than the pipeline ran with. The "
-        "forward runs before "
-        "compute_loss, which therefore must pass the batch's tensors on unchanged and call the "
-        "model the same way each "
-        "time; change the batch in the data collator instead"
+        "forward of a loss with a loss_reduction runs before it, so it must pass the batch's "
+        "tensors on unchanged and call the model the same way each time; change the batch in the "
+        "data collator, or leave loss_reduction out"
     )
 
 

@@ -6,17 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe.microbatch import batch_size_of, split
 
 from ..arguments import losses_on
 from ..engine.calls import Microbatch
 from .model_call import ComputeLoss, ModelAnswer, ModelCall, Replay, copied
-from .rule import LossRule, Measure, weighted
 
 # They describe all rows of a packed batch together: a batch that has them is not cut.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+AmountOf = Callable[[Mapping[str, Any]], float]
+"""How much of what a mean is over a batch has."""
 
 
 class StashedBatch(NamedTuple):
@@ -45,11 +47,13 @@ def cut_window(
     batches: Sequence[StashedBatch],
     call: ModelCall,
     answer: ModelAnswer,
-    rule: LossRule,
     num_microbatch: int,
-    measure: Measure,
+    amount_of: AmountOf | None,
 ) -> list[Microbatch]:
-    """All microbatches of the window, batch by batch, each row once."""
+    """All microbatches of the window, batch by batch, each row once.
+
+    ``amount_of``: what the loss is a mean over; None for a sum.
+    """
     return [
         (
             (),
@@ -57,7 +61,7 @@ def cut_window(
             MicrobatchLabel(index, inputs, batch.num_items, weight),
         )
         for index, batch in enumerate(batches)
-        for inputs, weight in _cut(batch.inputs, rule, num_microbatch, measure)
+        for inputs, weight in _cut(batch.inputs, num_microbatch, amount_of)
     ]
 
 
@@ -79,17 +83,28 @@ def rows_of(inputs: Mapping[str, Any]) -> int:
 
 
 def _cut(
-    inputs: Mapping[str, Any], rule: LossRule, num_microbatch: int, measure: Measure
+    inputs: Mapping[str, Any], num_microbatch: int, amount_of: AmountOf | None
 ) -> list[tuple[dict[str, Any], float]]:
-    parts = parts_of(inputs, num_microbatch if rule.can_cut else 1)
-    if rule.mean_over is None or len(parts) == 1:
+    parts = parts_of(inputs, num_microbatch)
+    if amount_of is None or len(parts) == 1:
         return [(part, 1.0) for part in parts]
-    counted = measure(inputs, rule.mean_over)
-    if (
-        not counted
-    ):  # a mean over nothing: whatever the loss makes of that, it makes of the whole batch
+    counted = amount_of(inputs)
+    if not counted:
+        # A mean over nothing: whatever the loss makes of that, it makes of the whole batch.
         return [(part, 1.0) for part in parts_of(inputs, 1)]
-    return [(part, (measure(part, rule.mean_over) or 0.0) / counted) for part in parts]
+    return [(part, amount_of(part) / counted) for part in parts]
+
+
+def rows_at(inputs: Mapping[str, Any], rows: Sequence[int]) -> dict[str, Any]:
+    """Those rows of everything that has rows."""
+    size, index = rows_of(inputs), torch.tensor(rows)
+
+    def take(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.size(0) == size
+        return leaf.index_select(0, index.to(leaf.device)) if is_cut else leaf
+
+    taken: dict[str, Any] = tree_map(take, dict(inputs))
+    return taken
 
 
 class RoundLoss:
@@ -109,7 +124,6 @@ class RoundLoss:
         compute_loss: ComputeLoss,
         call: ModelCall,
         answer: ModelAnswer,
-        rule: LossRule,
         batches: Sequence[StashedBatch],
         finish_outputs: Callable[[Any], Any],
         *,
@@ -119,7 +133,6 @@ class RoundLoss:
         self._compute_loss = compute_loss
         self._call = call
         self._answer = answer
-        self._rule = rule
         self._divisors = [batch.divisor for batch in batches]
         self._container = type(batches[0].inputs)
         self._finish_outputs = finish_outputs
@@ -135,22 +148,20 @@ class RoundLoss:
     def _share(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
         if label.weight == 0.0:  # a mean over nothing is nan, and so would be its gradient
             return _no_loss(outputs)
-        return weighted(
-            self._rule, label.weight, lambda times: self._evaluate(outputs, label, times)
-        )
+        loss = self._evaluate(outputs, label)
+        return loss if label.weight == 1.0 else loss * label.weight
 
-    def _evaluate(self, outputs: Any, label: MicrobatchLabel, times: int) -> torch.Tensor:
-        num_items = (
-            label.num_items if times == 1 or label.num_items is None else label.num_items * times
-        )
+    def _evaluate(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
         given = copied(label.inputs) if self._writes else label.inputs
         inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
-        expected = self._answer.arguments(self._call.arguments(given, num_items))
+        expected = self._answer.arguments(self._call.arguments(given, label.num_items))
         replay = Replay(
             self._model, self._answer, self._finish_outputs(outputs), expected, label.batch
         )
         with losses_on(replay.device):
-            loss: torch.Tensor = self._compute_loss(replay, inputs, num_items_in_batch=num_items)
+            loss: torch.Tensor = self._compute_loss(
+                replay, inputs, num_items_in_batch=label.num_items
+            )
         return loss
 
 

@@ -13,10 +13,10 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 
 from ..arguments import HOST, losses_on
 from ..compat import note_rows, returns_loss, should_reduce_batch_size
+from ..engine.calls import run_config
 from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
 from ..engine.precision import Precision, full_eval_of, precision_of
 from ..engine.slot import EngineSlot, runs_by_preset
-from ..errors import UnknownModelCall
 from ..loss.model_call import EngineStandIn, ModelAnswer, ModelStandIn
 from ..loss.round import rows_of
 from ..processes import Processes
@@ -36,7 +36,6 @@ class EvaluationMixin(_Base):
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
     processes: Processes | None = None
     is_in_loop: bool  # while `train()` runs
-    _replays: bool = True  # until a loss turns out to call the model in another way
 
     def _engine(self, *, trains: bool = True) -> RoundPipe:
         return self._slot.engine_for(self.model, self.args, trains=trains)
@@ -46,7 +45,7 @@ class EvaluationMixin(_Base):
         self._slot.synchronize(self.model, is_in_run=self.is_in_loop)
 
     def precision(self) -> Precision:
-        """What the engine computes in now."""
+        """Returns the precision that the engine computes in now."""
         return precision_of(self.args, self.model, full_eval=self._full_eval)
 
     def compute_loss(
@@ -56,6 +55,8 @@ class EvaluationMixin(_Base):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
+        """Computes Trainer's loss; where ``model`` is the engine, its call runs through that,
+        without gradients."""
         return super().compute_loss(
             self._stand_in_for(model),
             inputs,
@@ -64,18 +65,22 @@ class EvaluationMixin(_Base):
         )
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Trainer's around a loss that it computes itself, from outputs that come to the host."""
+        """Adds to Trainer's context that outputs come to the host, where it computes the loss."""
         contexts = super().compute_loss_context_manager()
         contexts.enter_context(losses_on(HOST))
         return contexts
 
     def has_stock_loss(self) -> bool:
-        """Whether the loss is Trainer's own, so that what is known about that need not be asked."""
+        """Returns True if the loss is Trainer's own, so that what is known about that need not be
+        asked."""
         owners = {cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)}
         return owners <= {EvaluationMixin, Trainer} and "compute_loss" not in vars(self)
 
     def stand_in(self, *, num_microbatch: int | None = None) -> EngineStandIn:
-        """A model for `compute_loss` whose call runs through the engine, without gradients."""
+        """Makes a model for `compute_loss` whose call runs through the engine, without gradients.
+
+        ``num_microbatch`` microbatches are made of a batch; None lets the engine choose.
+        """
         return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
 
     @losses_on(None)  # because it is a loss that calls it
@@ -88,13 +93,39 @@ class EvaluationMixin(_Base):
         def attempt(footprint: Footprint) -> Any:
             count = num_microbatch or footprint.num_microbatch
             with precision.in_model():
-                return engine(
-                    roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count), **arguments
+                config = RoundPipeRunConfig(
+                    num_microbatch=count, output_device=self._outputs_device(engine)
                 )
+                return engine(roundpipe_run_config=config, **arguments)
 
         outputs = self._window.evaluating(
             engine, attempt, lambda: num_microbatch or rows_of(arguments)
         )
+        return self.answer.outputs(precision.finish(outputs), given)
+
+    def _outputs_device(self, engine: RoundPipe) -> torch.device | None:
+        """Where a call without gradients puts its outputs: to the host."""
+
+    @losses_on(None)  # because it is a loss that calls it
+    def call_engine(
+        self,
+        engine: RoundPipe,
+        given: dict[str, Any],
+        footprint: Footprint,
+        device: torch.device | None,
+    ) -> Any:
+        """Runs a call of the model through the engine, as part of the caller's graph.
+
+        Args:
+            engine: the engine of the model.
+            given: what the model is called with, by name; tensors of shape (rows, ...).
+            footprint: how the call uses memory.
+            device: where the outputs go; None for the host.
+        """
+        precision = self.precision()
+        config = run_config(engine, footprint, device)
+        with precision.in_model():
+            outputs = engine(roundpipe_run_config=config, **self.answer.arguments(given))
         return self.answer.outputs(precision.finish(outputs), given)
 
     def _stand_in_for(self, model: Any) -> Any:
@@ -112,23 +143,16 @@ class EvaluationMixin(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Where only the loss is wanted it is computed where the outputs are; else outputs come to
-        the host."""
+        """Predicts one batch. Where only the loss is wanted it is computed where the outputs are;
+        else outputs come to the host."""
         if self.processes is None:
             note_rows(self, inputs)
-        if (
-            prediction_loss_only
-            and model is self._slot.current
-            and self._replays
-            and returns_loss(self, inputs)
-        ):
+        if prediction_loss_only and model is self._slot.current and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
             num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
-            try:
-                loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+            loss = self._window.evaluate(self._engine(trains=False), inputs, num_items)
+            if loss is not None:
                 return self._to_gather((loss, None, None))
-            except UnknownModelCall:
-                self._replays = False  # because here the model may be called in any way
         found = super().prediction_step(
             self._stand_in_for(model), inputs, prediction_loss_only, *args, **kwargs
         )
@@ -142,6 +166,8 @@ class EvaluationMixin(_Base):
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs Trainer's loop on the newest weights. A batch that is too large for a device raises
+        an error that says what to lower."""
         self.synchronize()
         given = self.args.bf16_full_eval, self.args.fp16_full_eval
         if not self.is_in_train:

@@ -36,11 +36,16 @@ logger = logging.getLogger(__name__)
 
 
 class RoundPipeTrainerMixin(SavingMixin):
-    """Put it before a Trainer class among the bases: ``class MyTrainer(RoundPipeTrainerMixin,
-    Trainer)``.
+    """Makes a Trainer run through the pipeline. Put it before that class among the bases.
+
+    Takes the Trainer's arguments; ``model`` may also be an engine, or a name or folder to load.
 
     A Trainer with a loss of its own also says how that loss is fed: ``answer`` if it asks more of
     the model than its outputs, ``has_stock_loss`` if it is known to add up like Trainer's.
+
+    Example:
+        >>> class MyTrainer(RoundPipeTrainerMixin, Trainer):
+        ...     pass
     """
 
     optimizer: Any
@@ -58,15 +63,18 @@ class RoundPipeTrainerMixin(SavingMixin):
     # --- for users ---
 
     def optim_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The pipeline's own copies of the trainable weights: what an optimizer has to be made
-        over."""
+        """Yields names and the pipeline's own copies of the trainable weights, which an optimizer
+        has to be made over.
+
+        A copy has its weight's shape and the dtype that ``optim_dtype`` says.
+        """
         return iter(self._engine().optim_named_parameters())
 
     # --- construction ---
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first thing every Trainer's constructor calls, so the place to refuse what cannot be
-        honoured."""
+        """Refuses what cannot be honoured, then does what Trainer does. It is the first thing that
+        every Trainer's constructor calls."""
         refuse_arguments(self.args)
         refuse_model(self.model)
         compat.use_one_gpu(self.args)
@@ -100,7 +108,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.model_accepts_loss_kwargs = False
             self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
-            self.training_step = _with_loss_on(self.args, self.training_step)  # type: ignore[method-assign]
+            step = _with_loss_on(self.args, self.training_step)
+            self.training_step = step  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays in host memory."""
@@ -123,7 +132,12 @@ class RoundPipeTrainerMixin(SavingMixin):
     # --- optimizer ---
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As Trainer's, over the pipeline's copies of the weights; made anew if the model was."""
+        """Makes Trainer's optimizer over the pipeline's copies of the weights; made anew if the
+        ``model`` was.
+
+        Raises:
+            ConfigError: the model has changed, and the optimizer is the caller's own.
+        """
         engine = self._engine()
         made = unwrapped(self.optimizer)
         if made is None or (isinstance(made, PipelineOptimizer) and made.engine is not engine):
@@ -211,8 +225,9 @@ class RoundPipeTrainerMixin(SavingMixin):
         """Stashes the batch; the last one of the accumulation window trains on all of them in one
         pipeline round.
 
-        Returns zero for a stashed batch. What Trainer has summed up when the window closes is what
-        it would have been.
+        ``inputs`` stay in host memory; ``num_items_in_batch`` counts the window's items. Returns a
+        0-d tensor, zero for a stashed batch. What Trainer has summed up when the window closes is
+        what it would have been.
         """
         inputs = self._prepare_inputs(inputs)
         self._window.add(

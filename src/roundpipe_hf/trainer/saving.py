@@ -34,6 +34,7 @@ class SavingMixin(EvaluationMixin):
     _unfinished: str | None = None  # where a checkpoint is being made
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the newest weights, as Trainer does."""
         self.synchronize()
         super().save_model(output_dir, _internal_call)
 

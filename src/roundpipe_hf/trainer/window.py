@@ -6,18 +6,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from roundpipe import GradScaler, OptimizerCtx, RoundPipe, StepHandle
+from roundpipe import (
+    AutoRoundPipe,
+    GradScaler,
+    OptimizerCtx,
+    RoundPipe,
+    RoundPipeRunConfig,
+    StepHandle,
+)
 from roundpipe.errors import ConfigError
 
-from ..arguments import pipeline_of
+from ..arguments import LossReduction, pipeline_of
 from ..compat import tell_skipped
-from ..engine.calls import LossFn, forward_backward, forward_loss, num_cut
+from ..engine.calls import LossFn, cuts_batches
 from ..engine.optimizer import PipelineOptimizer
 from ..engine.out_of_memory import Footprint, OutOfMemoryBackoff
 from ..engine.watchers import Shown, reads_gradients, reads_weights, refuse_written, show_gradients
+from ..loss.fused import FusedLoss
 from ..loss.gradients import LossGradients
-from ..loss.learnt import LearntLoss
-from ..loss.round import StashedBatch
+from ..loss.round import StashedBatch, most_parts, rows_of
+from ..loss.whole import WholeBatchLoss
 
 if TYPE_CHECKING:
     from .mixin import RoundPipeTrainerMixin
@@ -38,8 +46,9 @@ class AccumulationWindow:
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
         self._trainer = trainer
-        self._loss = LearntLoss(trainer)
         self._loss_gradients = LossGradients()
+        self._fused = FusedLoss(trainer)
+        self._whole = WholeBatchLoss(trainer, self._loss_gradients)
         self._batches: Round = []
         self._since_step: list[Round] = []
         self._shown: list[Shown] = []
@@ -61,11 +70,12 @@ class AccumulationWindow:
         self._batches.append(batch)
 
     def forget(self) -> None:
-        """Drops batches and all that was learnt about the loss: a new run starts."""
+        """Drops batches and all that is known of the loss: a new run starts."""
         self._batches.clear()
         self._since_step.clear()
         self._shown = []
-        self._loss.forget()
+        self._fused.forget()
+        self._whole.forget()
         self._loss_gradients.forget()
 
     def run(self, engine: RoundPipe) -> list[torch.Tensor]:
@@ -93,7 +103,11 @@ class AccumulationWindow:
 
     def before_step(self) -> None:
         """Before the callbacks that come before the step: some look at its gradients."""
-        self._shown = show_gradients(self._trainer) if reads_gradients(self._trainer) else []
+        penalties = self._loss_gradients.penalties
+        if reads_gradients(self._trainer):
+            self._shown = show_gradients(self._trainer, penalties)
+        else:
+            self._shown = []
 
     def hand_over(self, optimizer: PipelineOptimizer) -> StepHandle:
         """Steps with what the rounds left; where one ran out of memory behind our back, runs them
@@ -111,7 +125,7 @@ class AccumulationWindow:
             if attempts > 1:
                 self._again(engine, rounds, footprint)
             try:
-                return optimizer.submit()
+                return optimizer.submit(self._loss_gradients.penalties)
             except Exception as error:
                 if optimizer.has_begun or not rounds:
                     return error  # nothing to do with the rounds, or nothing to run again
@@ -120,6 +134,7 @@ class AccumulationWindow:
         done = self._attempted(engine, rounds, attempt)
         self._since_step = []
         self._loss_gradients.forget()
+        self._loss_gradients.take_penalties()
         if isinstance(done, Exception):
             raise done
         return done
@@ -133,19 +148,24 @@ class AccumulationWindow:
 
     def evaluate(
         self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
-    ) -> torch.Tensor:
-        """The batch's loss. Outputs are dropped where they were made."""
-        batch = StashedBatch(inputs, num_items, divisor=1)
+    ) -> torch.Tensor | None:
+        """The batch's loss, its outputs dropped where they were made. None for a loss that has to
+        see whole batches."""
+        batches = [StashedBatch(inputs, num_items, divisor=1)]
+        reduction = self._reduction(engine, batches)
+        if reduction is None:
+            return None
 
         def attempt(footprint: Footprint) -> torch.Tensor:
-            microbatches, loss_fn = self._loss.cut(engine, [batch], num_cut(engine, footprint))
+            microbatches, loss_fn = self._fused.cut(
+                engine, batches, reduction, footprint.num_microbatch
+            )
             with self._trainer.precision().in_model():
-                (loss,) = forward_loss(engine, microbatches, loss_fn, footprint)
+                loss: torch.Tensor
+                (loss,) = engine.forward_loss(microbatches=microbatches, loss_fn=loss_fn)
             return loss
 
-        loss: torch.Tensor = self.evaluating(
-            engine, attempt, lambda: self._loss.most_microbatches(engine, [batch])
-        )
+        loss: torch.Tensor = self.evaluating(engine, attempt, lambda: most_parts(inputs))
         return loss
 
     def evaluating(
@@ -177,7 +197,18 @@ class AccumulationWindow:
         )
 
     def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:
-        return max(self._loss.most_microbatches(engine, batches) for batches in rounds)
+        return max(self._most_of(engine, batches) for batches in rounds)
+
+    def _most_of(self, engine: RoundPipe, batches: Round) -> int:
+        if self._reduction(engine, batches) is not None:
+            return max(most_parts(batch.inputs) for batch in batches)
+        return max(rows_of(batch.inputs) for batch in batches) if cuts_batches(engine) else 1
+
+    def _reduction(self, engine: RoundPipe | AutoRoundPipe, batches: Round) -> LossReduction | None:
+        """A model that runs in parts has no last stage that a loss could be fused with."""
+        if isinstance(engine, AutoRoundPipe):
+            return None
+        return self._fused.reduction(engine, batches)
 
     def _again(
         self, engine: RoundPipe, rounds: Iterable[Round], footprint: Footprint
@@ -197,15 +228,29 @@ class AccumulationWindow:
     def _forward_backward(
         self, engine: RoundPipe, batches: Round, footprint: Footprint
     ) -> list[torch.Tensor]:
+        reduction = self._reduction(engine, batches)
+        if reduction is None:
+            losses = [self._whole.forward_backward(engine, batch, footprint) for batch in batches]
+        else:
+            losses = self._fused_forward_backward(engine, batches, reduction, footprint)
+        return losses
+
+    def _fused_forward_backward(
+        self, engine: RoundPipe, batches: Round, reduction: LossReduction, footprint: Footprint
+    ) -> list[torch.Tensor]:
         trainer = self._trainer
-        microbatches, loss_fn = self._loss.cut(engine, batches, num_cut(engine, footprint))
         scaler = trainer.scaler
+        microbatches, loss_fn = self._fused.cut(
+            engine, batches, reduction, footprint.num_microbatch
+        )
+        config = RoundPipeRunConfig(recompute_grain=footprint.recompute_grain)
         with trainer.precision().in_model():
-            losses = forward_backward(
-                engine,
-                microbatches,
-                self._loss_gradients.noted(loss_fn if scaler is None else _scaled(loss_fn, scaler)),
-                footprint,
+            losses: list[torch.Tensor] = engine.forward_backward(
+                microbatches=microbatches,
+                loss_fn=self._loss_gradients.noted(
+                    loss_fn if scaler is None else _scaled(loss_fn, scaler)
+                ),
+                run_config=config,
             )
         self._refuse_gradients_of_the_model(engine)
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
@@ -217,10 +262,9 @@ class AccumulationWindow:
             if parameter in self._loss_gradients:
                 engine.zero_grad()
                 raise ConfigError(
-                    f"compute_loss computes with the model's own parameter {name!r}, whose "
-                    "gradient would be lost: the "
-                    "pipeline works on copies. Take a penalty on weights into the optimizer, as "
-                    "weight_decay is"
+                    f"a loss with a loss_reduction computes with the model's own parameter "
+                    f"{name!r}, whose gradient would be lost: the pipeline works on copies. Leave "
+                    "loss_reduction out, or take the penalty into the optimizer, as weight_decay is"
                 )
 
     def _wait_for_the_largest(self, rounds: Iterable[Round]) -> None:

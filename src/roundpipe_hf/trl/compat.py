@@ -19,8 +19,6 @@ __all__ = [
     "tokens_in",
 ]
 
-_FIELDS = ("log_probs", "entropy", "is_top1")
-
 
 class _LastStep:
     """What TRL's fused head asks of a model, where the backbone has run already."""
@@ -41,17 +39,22 @@ class _LastStep:
 
 
 def fused_outputs(
-    config: Any, head: nn.Module, hidden_states: torch.Tensor, labels: torch.Tensor
+    config: Any,
+    head: nn.Module,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    settings: Mapping[str, Any],
 ) -> Any:
-    """Log-probability, entropy and rank of each next label, by TRL's own kernel, which makes logits
-    tile by tile.
+    """What is asked of the logits of each next label, by TRL's own kernel, which makes them tile by
+    tile.
 
     Args:
         hidden_states: (rows, tokens, hidden), after the final norm.
         labels: (rows, tokens), not shifted; -100 where none counts.
+        settings: those of `add_fused_lm_head`.
     """
     step: Any = _LastStep(config, head, hidden_states)
-    add_fused_lm_head(step, outputs=_FIELDS)
+    add_fused_lm_head(step, **settings)
     outputs: Any = step.forward(fused_lm_head=True, labels=labels)
     outputs.loss = None  # a mean over this microbatch, which nothing can be made of
     return outputs

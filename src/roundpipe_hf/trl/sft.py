@@ -1,18 +1,13 @@
 """`trl.SFTTrainer` over the pipeline engine. Data, packing and loss are TRL's; here is what the
 loss gets of the model.
 
-[Note: fused head] TRL calls the model with ``fused_lm_head=True`` and gets no logits but what it
-needs of them: for each next label its log-probability, the entropy there and whether it is the
-likeliest. The pipeline's last layer answers with TRL's own kernel, so logits exist only tile by
-tile. Where the loss is made of logits (a loss function of the user's, label smoothing), and for
-architectures without a preset of their own, the pipeline runs the model plainly, and loss and
-metrics are made of the same logits.
+What its model calls are answered with: see [Note: fused head] in heads.py.
 """
 
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,26 +23,20 @@ from roundpipe.presets.preset import has_own_preset
 from ..arguments import PipelineArguments
 from ..compat import base_model
 from ..engine.slot import runs_by_preset
-from ..loading import model_for_trainer
 from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
 from ..trainer.mixin import RoundPipeTrainerMixin
-from .compat import (
-    FusedCausalLMOutput,
-    drop_fused_forward,
-    fused_outputs,
-    note,
-    notes_of,
-    tokens_in,
-)
+from .by_name import load_by_name
+from .compat import FusedCausalLMOutput, drop_fused_forward, note, notes_of, tokens_in
+from .heads import FusedAnswer, Head, LogitsAnswer
 
 logger = logging.getLogger(__name__)
 
-_IGNORED = -100
+_HEAD = Head(fields=("log_probs", "entropy", "is_top1"))
 
 
 @dataclass
 class RoundPipeSFTConfig(PipelineArguments, SFTConfig):
-    """`trl.SFTConfig` plus the engine's settings."""
+    """`trl.SFTConfig` plus the engine's settings, see `PipelineArguments`."""
 
 
 class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
@@ -55,7 +44,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     Takes the same arguments and gives the same results and metrics; packing and padding-free
     batches included, whose single row is one microbatch, so accumulate to keep several devices
-    busy. A model given by its name is loaded in the dtype of its files and into host memory.
+    busy. ``model`` is a model in host memory, or a name or folder, loaded in the dtype of its files
+    and into host memory; ``args`` a `RoundPipeSFTConfig` or a plain `SFTConfig`; ``others`` what
+    `SFTTrainer` takes.
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
@@ -74,7 +65,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
         given = getattr(args, "model_init_kwargs", None)
         if isinstance(model, str):
-            model = model_for_trainer(model, args)
+            model = load_by_name(model, args, kwargs)
             if given is not None:
                 args.model_init_kwargs = None  # for TRL would say that they had been ignored
         super().__init__(model, args, *others, **kwargs)
@@ -114,11 +105,11 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
         wants_logits = smooths or self.compute_loss_func is not None
         has_head = has_own_preset(self.model) and runs_by_preset(self._engine(trains=False))
-        return FusedAnswer() if has_head and not wants_logits else LogitsAnswer()
+        return FusedAnswer(_HEAD) if has_head and not wants_logits else LogitsAnswer(_HEAD)
 
     def has_stock_loss(self) -> bool:
-        """TRL's loss adds up as Trainer's does: log-probabilities, summed and divided by the
-        window's tokens."""
+        """Returns True for TRL's own loss, which adds up as Trainer's does: log-probabilities,
+        summed and divided by the window's tokens."""
         owners = [cls for cls in type(self).__mro__ if "compute_loss" in vars(cls)]
         return owners[0] is RoundPipeSFTTrainer and "compute_loss" not in vars(self)
 
@@ -129,6 +120,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
+        """Computes TRL's loss, and counts for its metrics what each microbatch says of its
+        tokens."""
         watched = _Watched(model, self._tally) if isinstance(model, Replay) else model
         return super().compute_loss(
             watched, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -137,6 +130,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
+        """Trains as `RoundPipeTrainerMixin` does, and counts the tokens of ``inputs`` for TRL."""
         self._stashed_tokens += tokens_in(inputs)
         return super().training_step(model, inputs, *args, **kwargs)
 
@@ -151,6 +145,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return losses
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Predicts one batch, and notes one value of each metric for it."""
         with self._one_value_per_batch("eval"):
             return super().prediction_step(*args, **kwargs)
 
@@ -200,7 +195,8 @@ class _Watched(ModelStandIn):
     """Counts what a microbatch's answer says about tokens."""
 
     def __init__(self, replay: Replay, tally: Tally) -> None:
-        super().__init__(replay)  # type: ignore[arg-type]  # reads fall through to it, and on to the model
+        # Reads fall through to it, and on to the model.
+        super().__init__(replay)  # type: ignore[arg-type]
         self._replay = replay
         self._tally = tally
 
@@ -209,51 +205,3 @@ class _Watched(ModelStandIn):
         if isinstance(outputs, FusedCausalLMOutput):
             self._tally.add(self._replay.batch, outputs)
         return outputs
-
-
-class FusedAnswer(ModelAnswer):
-    """The last layer answers with per-token values. See [Note: fused head]."""
-
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        asked = {name: value for name, value in given.items() if name != "fused_lm_head"}
-        return asked | {"readout": _read_out} if given.get("fused_lm_head") else asked
-
-
-class LogitsAnswer(ModelAnswer):
-    """The pipeline runs the model without labels; every call is answered with those logits or what
-    they say."""
-
-    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value for name, value in given.items() if name not in ("fused_lm_head", "labels")
-        }
-
-    def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
-        return (
-            _of_logits(outputs.logits, given["labels"]) if given.get("fused_lm_head") else outputs
-        )
-
-    def repeat(self) -> None:
-        """TRL calls the model for its loss, then for its metrics."""
-
-
-def _read_out(head: Any, hidden_states: torch.Tensor, labels: torch.Tensor | None) -> Any:
-    if labels is None:
-        raise ConfigError(
-            "RoundPipeSFTTrainer needs labels in every batch; the data collator made none"
-        )
-    return fused_outputs(head.config, head.head, hidden_states, labels)
-
-
-def _of_logits(logits: torch.Tensor, labels: torch.Tensor) -> Any:
-    """What the fused head says."""
-    targets = labels[:, 1:].to(logits.device)
-    mask = targets != _IGNORED
-    log_p = logits[:, :-1].float().log_softmax(dim=-1)
-    chosen = targets.clamp(min=0).unsqueeze(-1)
-    return FusedCausalLMOutput(
-        log_probs=log_p.gather(-1, chosen).squeeze(-1).masked_fill(~mask, 0.0),
-        entropy=-(log_p.exp() * log_p).sum(dim=-1).masked_fill(~mask, 0.0),
-        is_top1=(log_p.argmax(dim=-1) == targets) & mask,
-        label_mask=mask,
-    )

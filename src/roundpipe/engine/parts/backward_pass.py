@@ -3,6 +3,8 @@ count all or none."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -67,20 +69,18 @@ class BackwardPasses:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._running: dict[int, BackwardPass] = {}
+        # Held by autograd, which drops a pass that fails.
+        self._running: WeakValueDictionary[int, BackwardPass] = WeakValueDictionary()
 
     def current(self) -> BackwardPass:
         """The pass that autograd runs on this thread. Its gradients are committed when it ends,
         unless it fails."""
         task = torch._C._current_graph_task_id()
-        if task not in self._running:
-            self._running[task] = BackwardPass()
-            when_pass_ends(lambda: self._end(task))
-        return self._running[task]
-
-    def drop_failed(self) -> None:
-        """Between passes: what is still here never came to its end."""
-        self._running.clear()
+        running = self._running.get(task)
+        if running is None:
+            running = self._running[task] = BackwardPass()
+            when_pass_ends(partial(self._end, running))
+        return running
 
     def resident(self, layer: LayerParameters) -> nn.Parameter:
         """A parameter for one forward on the CPU: the working copy's memory, its gradient taken as
@@ -105,8 +105,7 @@ class BackwardPasses:
 
         return take
 
-    def _end(self, task: int) -> None:
-        finished = self._running.pop(task)
+    def _end(self, finished: BackwardPass) -> None:
         finished.offload(self._host)
         self._host.steps.commit(finished)
 

@@ -11,7 +11,7 @@ from ...layers.rebinding import CODE, mentioned
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ModelPart:
     """A module that becomes an engine.
 
     ``path`` is its name in the model, empty for the model itself; ``config`` is what the rules say,
@@ -55,7 +55,7 @@ def find_parts(
     lower_threshold: int,
     upper_threshold: int,
     skip: Collection[nn.Module] = (),
-) -> list[Part]:
+) -> list[ModelPart]:
     """The parts of ``model``, in the order of its modules; no part holds another or a skipped
     module.
 
@@ -74,9 +74,9 @@ def find_parts(
     )
 
 
-def whole(model: nn.Module, *, lower_threshold: int) -> Part:
+def whole(model: nn.Module, *, lower_threshold: int) -> ModelPart:
     """The model as its only part, for one in which nothing is worth an engine of its own."""
-    return Part(path="", module=model, config=_cut_if_large(model, lower_threshold))
+    return ModelPart(path="", module=model, config=_cut_if_large(model, lower_threshold))
 
 
 def num_bytes(module: nn.Module) -> int:
@@ -93,12 +93,12 @@ class _Search:
 
     def walk(
         self, path: str, module: nn.Module, *, in_list: bool = False, is_last: bool = False
-    ) -> Iterator[Part]:
+    ) -> Iterator[ModelPart]:
         if id(module) in self._skip or id(module) in self._seen or num_bytes(module) == 0:
             return
         self._seen.add(id(module))
         if self._is_part(module, in_list):
-            yield Part(
+            yield ModelPart(
                 path=path,
                 module=module,
                 config=self._config(module, feeds_next=in_list and not is_last),

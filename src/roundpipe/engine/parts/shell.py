@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...layers.replica import Modes, attributes_set, pairs, replicate
+from ...layers.modes import Modes
+from ...layers.replica import attributes_set, pairs, replicate
 from ...layers.structure import Structure
 from .find import is_sequence
 

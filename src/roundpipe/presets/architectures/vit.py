@@ -102,7 +102,8 @@ class Suffix(nn.Module):
                 state["loss_weight"],
                 lambda: self.loss.function(labels, logits, self.config, **kwargs),
             )
-        return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]  # FloatTensor, says its stub
+        # Its stub says FloatTensor.
+        return ImageClassifierOutput(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
 def split_batch(

@@ -1,0 +1,314 @@
+"""From a batch to its results: a plan, a call of the pipeline, and what the caller gets of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..autoplan.cost_model import first_trained
+from ..autoplan.planner import Planned, Planner
+from ..config import RoundPipeRunConfig
+from ..errors import ConfigError
+from ..layers.modes import Modes
+from ..layers.saved import Kept
+from ..layers.structure import Structure
+from ..microbatch.sizes import elements_of, size_class, tokens_of
+from ..params.gradient_memory import GradientBuffers
+from ..params.working import ParameterStore
+from ..plan.actions import Passes
+from ..plan.execute_plan import RunType
+from ..plan.schedule import backward_passes, forward_passes, fused_passes, round_robin, saved_layers
+from ..recompute.random_streams import AmbientState, RandomStreams
+from ..runtime.autograd import Gradients, attach, commits_held
+from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
+from ..runtime.changes import refuse_shared_buffers, write_buffers
+from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
+from ..transfer.residency import WeightsVersion
+from .batches import (
+    Batch,
+    Destinations,
+    backward_into,
+    input_gradients,
+    outputs_as_loss,
+    sum_losses,
+)
+from .device_memory import DeviceMemory
+from .out_of_memory import OutOfMemoryBackoff
+from .state import Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Says what a batch is run for.
+
+    Args:
+        what: the engine's method, for messages.
+        run_type: ``"fused"`` runs backward too, ``"train"`` leaves that to the caller's graph.
+        loss_fn: None where outputs are all that is wanted.
+    """
+
+    what: str
+    run_type: RunType
+    loss_fn: LossFn | None = None
+    returns_outputs: bool = True
+
+
+class Results(NamedTuple):
+    """``losses`` are summed, ``outputs`` joined; None where they were not asked for."""
+
+    losses: Any
+    outputs: Any
+
+
+class BatchRunner:
+    """Runs batches through one sequence of layers. Used by the caller's thread. Holds no reference
+    to an engine.
+
+    Args:
+        name: for messages.
+        store: the layers' part of ``host.store``.
+        commit: makes the gradients of a backward pass count, which it is called in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        layers: Sequence[nn.Module],
+        store: ParameterStore,
+        buffers: GradientBuffers,
+        planner: Planner,
+        memory: DeviceMemory,
+        commit: Callable[[Call], None],
+    ) -> None:
+        self.name = name
+        self.layers = layers
+        self.planner = planner
+        self.memory = memory
+        self._host = host
+        self._store = store
+        self._commit = commit
+        self._structure = Structure(layers)
+        self._pool = host.worker_pool
+        self.backoff = OutOfMemoryBackoff(name, planner, self._pool.devices)
+        self._layer_names = list(map(str, range(len(layers))))
+        self.executors = self._pool.executors(
+            layers, store, host.rules, buffers, host.steps.is_written_back, self._layer_names
+        )
+        host.steps.update_listeners.append(planner.rates.record_update)
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Errors name layers as in ``model``."""
+        names = {id(module): name for name, module in model.named_modules()}
+        for index, layer in enumerate(self.layers):
+            found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
+            self._layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
+
+    def forward(self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig) -> Any:
+        """The outputs, as parts of the caller's graph if ``config`` wants one."""
+        run_type: RunType = "train" if config.builds_graph else "infer"
+        batch = Batch.cut(args, kwargs, None, len(self._pool.devices) + 1, config)
+        return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
+
+    def free_devices(self) -> None:
+        """Submits to the workers what frees all that is held for the layers. Returns at once."""
+        self._pool.free(self.executors)
+
+    def run(self, batch: Batch, request: Request) -> Results:
+        """Makes one call, or more where that helps: see [Note: out of memory]."""
+        return self.backoff.run(request.what, batch, lambda batch: self._run(batch, request))
+
+    def _run(self, batch: Batch, request: Request) -> Results:
+        call, later = self._prepare(batch, request)
+        tensors, is_fused = batch.wanted, request.run_type == "fused"
+        losses = joined = None
+
+        def commit() -> None:
+            write_buffers(call)
+            for commit_before in before:
+                commit_before()
+            if is_fused:
+                self._host.steps.commit(call)
+
+        with (
+            self._host.device_states.noting_failures(),
+            batch.spent_by(call),
+            commits_held() as before,
+            call.awaited(self._start(call), commit),
+        ):
+            # Meanwhile the planner thinks, because the caller has nothing else to do.
+            self.planner.reconsider()
+            call.wait_results()
+            self.planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
+            if not is_fused or call.streams.drawn or tensors:
+                call.wait_finished()
+            refuse_shared_buffers(call)
+            if request.loss_fn is not None:
+                losses = sum_losses(call)
+            if request.returns_outputs:
+                outputs = batch.delivered(call)
+                self.planner.note_outputs(sum(num_bytes(output.leaves) for output in outputs))
+                # Because the call lives until its backward, and they are on devices.
+                call.outputs.clear()
+                values = [output.value for output in outputs]
+                if request.run_type == "train":
+                    carries = [output.carries for output in outputs]
+                    targets, made_at = batch.destinations, self._host.steps.weights
+                    backward = partial(self._run_backward, call, later, targets, carries, made_at)
+                    values = attach(outputs, tensors, backward)
+                joined = batch.joined(values, outputs)
+            if is_fused and tensors:
+                batch.is_spent = True  # because a graph can be gone through once
+                backward_into(tensors, input_gradients(call, batch.destinations))
+        return Results(losses, joined)
+
+    def _prepare(self, batch: Batch, request: Request) -> tuple[Call, Passes]:
+        """A call to start, and the stage runs that will follow it in a call of their own."""
+        planned = self._plan(batch, request)
+        plan, run_type = planned.plan, request.run_type
+        first = first_trained(self._store, wants_gradients=batch.wants_gradients)
+        passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
+        later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
+        rounds = [passes, later] if later else [passes]
+        planned = self.memory.settle(planned, later)
+        if run_type != "infer":
+            refuse_hooks(self._store)
+        call = self._call(
+            passes,
+            Asked(
+                needs_grad=run_type != "infer",
+                loss_fn=request.loss_fn,
+                labels=batch.labels,
+                keeps_outputs=request.returns_outputs,
+                only_loss=request.loss_fn is outputs_as_loss and not request.returns_outputs,
+                recompute_grain=batch.grain,
+            ),
+            self._model_now(first),
+            MemoryPlan(
+                saved_layers=saved_layers([*passes, *later]),
+                spilled_layers=planned.spilled,
+                resident_layers=self.memory.resident_layers(planned, rounds),
+                slot_limit=self.memory.slot_limit(planned),
+                measured=planned.measured,
+                is_timed=planned.is_timed,
+            ),
+            RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
+            Kept(),
+        )
+        for microbatch, boundary in enumerate(batch.boundaries):
+            call.post_input(0, microbatch, boundary)
+        return call, later
+
+    def _model_now(self, first_trained: int) -> ModelThen:
+        steps = self._host.steps
+        return ModelThen(
+            num_layers=len(self._store.layers),
+            first_trained=first_trained,
+            weights=WeightsVersion(steps.version, steps.num_loads),
+            modes=Modes.of(self._structure),
+            ambient=AmbientState.of_caller({d.torch_device.type for d in self._pool.devices}),
+        )
+
+    def _call(
+        self,
+        passes: Passes,
+        asked: Asked,
+        model: ModelThen,
+        memory: MemoryPlan,
+        streams: RandomStreams,
+        kept: Kept,
+    ) -> Call:
+        schedule = round_robin(
+            passes,
+            num_devices=len(self._pool.devices),
+            num_microbatches=asked.num_microbatches,
+            first_device=self._pool.next_device,
+            spilled=memory.spilled_layers,
+        )
+        self._pool.next_device = schedule.next_device
+        return Call(
+            asked=asked,
+            model=model,
+            memory=memory,
+            schedule=schedule,
+            streams=streams,
+            condition=self._host.condition,
+            kept=kept,
+        )
+
+    def _start(self, call: Call) -> Callable[[], None]:
+        return lambda: self._pool.start(call, self.executors)
+
+    def _plan(self, batch: Batch, request: Request) -> Planned:
+        inputs = [boundary.leaves for boundary in batch.boundaries]
+        return self.planner.plan(
+            request.run_type,
+            batch.num_microbatches,
+            batch.config.execute_plan,
+            shapes=size_class(inputs),
+            elements=elements_of(inputs),
+            tokens=tokens_of(inputs),
+            input_bytes=max(map(num_bytes, inputs)),
+            caller_bytes=bytes_with_caller(batch.boundaries),
+            wants_gradients=batch.wants_gradients,
+            returns=request.returns_outputs,
+            grain=batch.grain,
+        )
+
+    def _run_backward(
+        self,
+        forward: Call,
+        passes: Passes,
+        targets: Destinations,
+        carries: list[tuple[bool, ...]],
+        made_at: tuple[int, int, int],
+        gradients: list[Gradients],
+    ) -> Gradients:
+        """The backward of a forward call: a call of its own, made when the caller's backward comes
+        to it, at most once.
+
+        Is given neither what the forward was given nor what it returned, because that is memory of
+        the devices. Empties ``gradients``, because a stage run lets go of each as soon as it is
+        through with it.
+
+        Args:
+            targets: where gradients for what the forward was given go; they are the result.
+            carries: of what the forward returned, per microbatch.
+            made_at: which weights the forward has used.
+        """
+        self._host.begin("backward()", self._structure)
+        self._host.steps.refuse_other_than(made_at)
+        forward.streams.take_over()
+        call = self._call(
+            passes, forward.asked, forward.model, forward.memory, forward.streams, forward.kept
+        )
+        for microbatch, given in enumerate(gradients):
+            of_all = _of_all_leaves(given, carries[microbatch])
+            call.post_gradient(forward.model.num_layers, microbatch, of_all)
+        gradients.clear()
+        with (
+            self._host.device_states.noting_failures(),
+            call.awaited(self._start(call), lambda: self._commit(call), advance=False),
+        ):
+            call.wait_finished()
+        return input_gradients(call, targets)
+
+
+def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
+    remaining = iter(given)
+    return BoundaryGradient(
+        tuple(next(remaining) if carried else None for carried in carries), None, None
+    )
+
+
+def refuse_hooks(store: ParameterStore) -> None:
+    """Devices compute with resident copies, so a hook on the user's own parameter would silently
+    never run."""
+    for parameter in store.parameters:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
+                "gradients are complete only in step_fn; change master.grad there"
+            )

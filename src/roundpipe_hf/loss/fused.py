@@ -1,0 +1,195 @@
+"""Losses whose reduction is known: computed by workers for each microbatch, where its outputs are.
+
+See [Note: two paths] in reduction.py for which those are.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from roundpipe import RoundPipe
+from roundpipe.errors import ConfigError
+
+from ..arguments import HOST, LossReduction, losses_on
+from ..compat import base_model, makes_causal_loss
+from ..engine.calls import Microbatch
+from ..engine.slot import runs_by_preset
+from .model_call import EngineStandIn, LossAnswer, ModelAnswer, ModelCall, copied, record_call
+from .reduction import amount_of, declared_reduction, is_users, reduction_of
+from .round import RoundLoss, StashedBatch, cut_window, most_parts, rows_at
+
+# Relative. Losses of one row and of two come from other kernels, below fp32 with other roundings.
+_TOLERANCE, _TOLERANCE_BELOW_FP32 = 1e-4, 2e-2
+
+
+class FusedLoss:
+    """Used by the user's thread only."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._calls: dict[tuple[Any, ...], ModelCall] = {}
+        self._about: tuple[Any, ...] = ()
+        self._fits: bool | None = None  # None until a batch could tell
+
+    def forget(self) -> None:
+        """A new run starts, perhaps with another loss."""
+        self._calls.clear()
+        self._fits = None
+
+    def reduction(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> LossReduction | None:
+        """None for a loss that runs on whole batches.
+
+        Raises:
+            ConfigError: the loss does not reduce its rows as it was declared to.
+        """
+        self._forget_another_loss()
+        trainer = self._trainer
+        reduction = reduction_of(trainer, batches)
+        if reduction is None or not is_users(trainer):
+            return reduction
+        if self._fits is None:
+            self._check(engine, batches, reduction)
+        return None if self._fits is False else reduction
+
+    def cut(
+        self,
+        engine: RoundPipe,
+        batches: Sequence[StashedBatch],
+        reduction: LossReduction,
+        num_microbatch: int,
+    ) -> tuple[list[Microbatch], RoundLoss]:
+        """The microbatches of a round, and its loss function."""
+        trainer = self._trainer
+        call = self._call_for(batches[0])
+        precision = trainer.precision()
+
+        def compute_loss(*args: Any, **kwargs: Any) -> Any:
+            with precision.in_loss():
+                return trainer.compute_loss(*args, **kwargs)
+
+        answer = LossAnswer() if self._reads_only_losses(engine, batches) else trainer.answer
+        loss_fn = RoundLoss(
+            engine.model,
+            compute_loss,
+            call,
+            answer,
+            batches,
+            precision.finish,
+            writes=is_users(trainer),
+        )
+        amount = None if reduction == "sum" else partial(amount_of, trainer, reduction=reduction)
+        return cut_window(batches, call, answer, num_microbatch, amount), loss_fn
+
+    def _forget_another_loss(self) -> None:
+        """A callback, or the user between two evaluations, may have put another loss or model in
+        the trainer."""
+        trainer = self._trainer
+        # A reference, because the model before is not to outlive its replacement.
+        model = weakref.ref(trainer.model)
+        about = (trainer.compute_loss, trainer.compute_loss_func, trainer.label_smoother, model)
+        if about != self._about:
+            self.forget()
+            self._about = about
+
+    def _call_for(self, batch: StashedBatch) -> ModelCall:
+        """See [Note: the model call]. Recorded once, because what `compute_loss` does before the
+        call runs again."""
+        trainer = self._trainer
+        key = (*sorted(batch.inputs), batch.num_items is not None, trainer.model.training)
+        if key not in self._calls:
+            self._calls[key] = record_call(
+                trainer.compute_loss, trainer.model, batch.inputs, batch.num_items
+            )
+        return self._calls[key]
+
+    def _reads_only_losses(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> bool:
+        """Whether nobody looks at logits, and the model is one whose preset need not make them.
+
+        Not where a loss is divided by nothing: the gradients of masked rows are zero even then if
+        there are logits.
+        """
+        trainer = self._trainer
+        return (
+            not is_users(trainer)
+            and trainer.label_smoother is None
+            and type(trainer.answer) is ModelAnswer
+            and makes_causal_loss(base_model(trainer.model))
+            and all(batch.num_items is not None and bool(batch.num_items > 0) for batch in batches)
+            and runs_by_preset(engine)
+        )
+
+    # --- a declaration that does not fit ---
+
+    def _check(
+        self, engine: RoundPipe, batches: Sequence[StashedBatch], reduction: LossReduction
+    ) -> None:
+        """Compares the loss of two rows with those of each, once, without gradients and without
+        dropout."""
+        batch = next((batch for batch in batches if most_parts(batch.inputs) > 1), None)
+        if batch is None:
+            return
+        trainer = self._trainer
+        rows = _unlike(trainer, batch.inputs)
+        parts = [rows_at(batch.inputs, [row]) for row in rows]
+        weights = [1.0] * len(parts)
+        if reduction != "sum":
+            amounts = [amount_of(trainer, part, reduction) for part in parts]
+            if not all(amounts):
+                return  # a mean over nothing tells nothing
+            weights = [amount / sum(amounts) for amount in amounts]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            whole, *each = (
+                self._loss_of(engine, inputs, batch.num_items)
+                for inputs in (rows_at(batch.inputs, rows), *parts)
+            )
+        expected = sum(weight * loss for weight, loss in zip(weights, each, strict=True))
+        scale = max(abs(whole), abs(expected))
+        self._fits = not abs(whole - expected) > self._tolerance() * scale  # nan tells nothing
+        if not self._fits and declared_reduction(trainer) is not None:
+            raise ConfigError(
+                f"loss_reduction={reduction!r} does not fit the loss: two rows together have the "
+                f"loss {whole:.6g}, and one by one {each[0]:.6g} and {each[1]:.6g}, which would "
+                f"make {expected:.6g}. Declare another one, or none: the loss is then computed on "
+                "whole batches"
+            )
+
+    def _loss_of(
+        self, engine: RoundPipe, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
+    ) -> float:
+        trainer = self._trainer
+        mode = trainer.model.training
+
+        def run(**given: Any) -> Any:
+            engine.eval()
+            try:
+                return trainer.stand_in(num_microbatch=1)(**given)
+            finally:
+                engine.train(mode)
+
+        model = EngineStandIn(trainer.model, run)
+        with losses_on(HOST):
+            given = copied(inputs)
+            return float(trainer.compute_loss(model, given, num_items_in_batch=num_items))
+
+    def _tolerance(self) -> float:
+        trainer = self._trainer
+        is_exact = trainer.precision().autocast is None and all(
+            parameter.dtype.itemsize >= 4
+            for parameter in trainer.model.parameters()
+            if parameter.is_floating_point()
+        )
+        return _TOLERANCE if is_exact else _TOLERANCE_BELOW_FP32
+
+
+def _unlike(trainer: Any, inputs: Mapping[str, Any]) -> list[int]:
+    """Two rows of a batch: those with the most and the fewest labels that count."""
+    count = most_parts(inputs)
+    labels = inputs.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
+        return [0, count - 1]
+    valid = labels.ne(-100).sum(dim=1)
+    most, fewest = int(valid.argmax()), int(valid.argmin())
+    return sorted({most, fewest}) if most != fewest else [0, count - 1]

@@ -1,0 +1,35 @@
+"""Models that a script of TRL's names by a path: loaded into host memory, with what else TRL would
+load for them."""
+
+import json
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoProcessor, PreTrainedModel
+
+from ..loading import model_for_trainer
+
+logger = logging.getLogger(__name__)
+
+
+def load_by_name(name_or_path: str, args: Any, settings: dict[str, Any]) -> PreTrainedModel:
+    """The model. Its tokenizer, of the same revision, goes into ``settings`` where TRL would not
+    find it any more."""
+    model = model_for_trainer(name_or_path, args)
+    given = getattr(args, "model_init_kwargs", None) or {}
+    given = json.loads(given) if isinstance(given, str) else given
+    if "revision" in given and settings.get("processing_class") is None:
+        settings["processing_class"] = AutoProcessor.from_pretrained(
+            name_or_path,
+            revision=given["revision"],
+            trust_remote_code=given.get("trust_remote_code", False),
+        )
+    if model.dtype is not torch.float32 and not {"dtype", "torch_dtype"} & set(given):
+        logger.warning(
+            "%s is loaded in %s, the dtype of its files. TRL would load float32, which "
+            "model_init_kwargs={'dtype': 'float32'} asks for",
+            name_or_path,
+            str(model.dtype).removeprefix("torch."),
+        )
+    return model

@@ -1,0 +1,173 @@
+"""What TRL's trainers with losses of their own share over the pipeline engine.
+
+[Note: TRL's model calls] Their loss runs on whole batches (see loss/whole.py). Besides the model
+that it is given it calls ``self.model`` with the adapter off, and a reference model, both with
+``fused_lm_head=True``. TRL has patched that argument into their forward; here the patch is replaced
+by one that hands such a call to an engine. A call without it, as generation makes them, runs on the
+host's weights as ever. The reference model has an engine of its own.
+"""
+
+import functools
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import TrainingArguments
+
+from roundpipe import RoundPipe
+from roundpipe.errors import ConfigError
+from roundpipe.presets.preset import has_own_preset
+
+from ..compat import base_model
+from ..engine.out_of_memory import Footprint
+from ..engine.slot import EngineSlot, runs_by_preset
+from ..loss.model_call import ModelAnswer, by_name
+from ..loss.whole import loss_device
+from ..trainer.mixin import RoundPipeTrainerMixin
+from .by_name import load_by_name
+from .heads import FusedAnswer, Head, LogitsAnswer
+
+
+class TRLMixin(RoundPipeTrainerMixin):
+    """Put it before one of TRL's trainers among the bases."""
+
+    # What the trainer's loss asks of the logits; None if it asks for the logits themselves.
+    head_fields: tuple[str, ...] | None = None
+    ref_model: Any = None
+    _ref_slot: EngineSlot | None = None
+
+    def __init__(self, model: Any = None, *others: Any, **kwargs: Any) -> None:
+        args = next((one for one in (*others, kwargs.get("args")) if _is_arguments(one)), None)
+        if getattr(args, "sync_ref_model", False):
+            raise ConfigError(
+                f"{type(self).__name__} does not support sync_ref_model: the reference model's "
+                "engine would not see what is written to it; leave it out"
+            )
+        if isinstance(model, str):
+            model = load_by_name(model, args, kwargs)
+        super().__init__(model, *others, **kwargs)
+        if self.processes is not None:
+            raise ConfigError(
+                f"{type(self).__name__} does not support several processes: start the script with "
+                "plain python, which drives all devices"
+            )
+        self._refuse_data_and_model()
+        self._route_calls()
+
+    @property
+    def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model
+        """See [Note: fused head]."""
+        return self._answer_of(self.model, self._engine(trains=False))
+
+    def has_stock_loss(self) -> bool:
+        """TRL's losses here are of whole batches: pairs, or means over them."""
+        return False
+
+    def _answer_of(self, model: nn.Module, engine: RoundPipe) -> ModelAnswer:
+        if self.head_fields is None:
+            return ModelAnswer()
+        head = self._head(self.head_fields)
+        return (
+            FusedAnswer(head)
+            if has_own_preset(model) and runs_by_preset(engine)
+            else LogitsAnswer(head)
+        )
+
+    def _head(self, fields: tuple[str, ...]) -> Head:
+        return Head(fields=fields)
+
+    def _outputs_device(self, engine: RoundPipe) -> torch.device | None:
+        """Where the trainer has its batches, in evaluation, too: TRL brings them there itself."""
+        return loss_device(engine)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by TRL's constructor, before ours can go on."""
+        self._refuse_data_and_model()
+        self._route_calls()
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]  # of TRL's
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        device = self._outputs_device(self._engine(trains=False))
+        return super().prediction_step(model, _to(inputs, device), *args, **kwargs)
+
+    def _refuse_data_and_model(self) -> None:
+        name = type(self).__name__
+        if getattr(self, "_is_vision_dataset", False):
+            raise ConfigError(
+                f"{name} does not support data sets with images: no preset cuts such models"
+            )
+        if getattr(self, "aux_loss_enabled", False):
+            raise ConfigError(
+                f"{name} does not support router_aux_loss_coef yet: the auxiliary loss is no sum "
+                "over microbatches; set router_aux_loss_coef=0.0"
+            )
+
+    # --- calls of the models themselves ---
+
+    def _route_calls(self) -> None:
+        """See [Note: TRL's model calls]."""
+        if self.head_fields is None:
+            return
+        _route(self.model, _OnEngine(self, "_call_policy"))
+        if self.ref_model is not None and self._ref_slot is None:
+            self.ref_model.requires_grad_(False)
+            self._ref_slot = EngineSlot()
+            _route(self.ref_model, _OnEngine(self, "_call_reference"))
+
+    def _call_policy(self, given: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            engine = self._engine()
+            return self.call_engine(engine, given, _PLAIN, loss_device(engine))
+        return self._run_forward(None, **given)
+
+    def _call_reference(self, given: dict[str, Any]) -> Any:
+        assert self._ref_slot is not None
+        engine = self._ref_slot.engine_for(self.ref_model, self.args, trains=False)
+        engine.train(self.ref_model.training)
+        answer = self._answer_of(self.ref_model, engine)
+        with torch.no_grad(), self.precision().in_model():
+            outputs = engine(**answer.arguments(given))
+        device = self._outputs_device(engine)
+        return answer.outputs(_to(self.precision().finish(outputs), device), given)
+
+
+_PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True)
+
+
+class _OnEngine:
+    """A call of a trainer's, which it does not keep alive."""
+
+    def __init__(self, trainer: TRLMixin, name: str) -> None:
+        self._trainer = weakref.ref(trainer)
+        self._name = name
+
+    def __call__(self, given: dict[str, Any]) -> Any:
+        trainer = self._trainer()
+        if trainer is None:
+            raise ConfigError("fused_lm_head=True: the trainer of this model is gone")
+        return getattr(trainer, self._name)(given)
+
+
+def _route(model: nn.Module, call: _OnEngine) -> None:
+    base = base_model(model)
+
+    @functools.wraps(type(base).forward)
+    def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return type(self).forward(self, *args, **kwargs)
+        return call(by_name(self, args, kwargs) | {"fused_lm_head": True})
+
+    base.forward = types.MethodType(forward, base)
+
+
+def _to(outputs: Any, device: torch.device | None) -> Any:
+    if device is None:
+        return outputs
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), outputs)
+
+
+def _is_arguments(value: Any) -> bool:
+    return isinstance(value, TrainingArguments)

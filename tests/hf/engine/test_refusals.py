@@ -1,0 +1,162 @@
+"""What cannot be honoured is refused by the constructor, naming the option and what to use
+instead."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig, TaskType, get_peft_model
+from transformers import get_constant_schedule
+
+from roundpipe.engine.wrap import wrap_model_to_roundpipe
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf.engine.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
+from tests.support.models import make_llama
+from tests.support.trainers import MODELS, make_trainer, run, token_rows
+
+ROWS = token_rows(3)
+
+
+def refused(message: str, model: Any = None, **settings: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(RoundPipeTrainer, model or MODELS["full"](), ROWS, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fp16": True, "async_optimizer": True}, "fp16 with async_optimizer.*bf16"),
+        (
+            {"torch_compile": True, "torch_compile_mode": "max-autotune"},
+            "torch_compile_mode='max-autotune'",
+        ),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
+        ({"trace_dir": "traces"}, "trace_dir"),
+    ],
+)
+def test_arguments(settings: dict[str, Any], message: str) -> None:
+    refused(message, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("deepspeed", "ds.json", "deepspeed.*leave it out"),
+        ("fsdp", "full_shard", "fsdp.*leave it out"),
+        ("parallelism_config", object(), "parallelism_config"),
+        ("activation_offloading", True, "activation offloading"),
+        (
+            "use_liger_kernel",
+            True,
+            "fused loss.*set liger_kernel_config={'fused_linear_cross_entropy': False}",
+        ),
+    ],
+)
+def test_arguments_that_need_what_is_not_installed(name: str, value: Any, message: str) -> None:
+    args = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS).args
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=message):
+        refuse_arguments(args)
+
+
+@pytest.mark.parametrize(
+    ("optim", "why"),
+    [
+        ("galore_adamw", "hooks"),
+        ("apollo_adamw_layerwise", "hooks"),
+        ("lomo", "inside backward"),
+        ("schedule_free_adamw", "swaps weights"),
+        ("adamw_bnb_8bit", "state on a GPU"),
+        ("paged_lion_32bit", "pages its state"),
+        ("stable_adamw", "nobody has tried"),
+    ],
+)
+def test_optimizers(optim: str, why: str) -> None:
+    refused(f"optim='{optim}': .*{why}.*Use one of .*adamw_torch_fused", optim=optim)
+    assert optim not in {supported.value for supported in SUPPORTED_OPTIMIZERS}
+
+
+def test_an_optimizer_over_the_models_own_weights() -> None:
+    """With the model, and with an engine that has copies of its weights: either way it would train
+    nothing."""
+    model = MODELS["full"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(
+        "optimizer_cls_and_kwargs.*engine.optim_parameters()", model, optimizers=(optimizer, None)
+    )
+    refused("lr_scheduler_type", model, optimizers=(None, get_constant_schedule(optimizer)))
+    with wrap_model_to_roundpipe(model, devices=1) as engine:
+        refused("engine.optim_parameters()", engine, optimizers=(optimizer, None))
+
+
+class OwnOptimizer(RoundPipeTrainer):
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def test_an_overridden_create_optimizer_over_the_models_own_weights() -> None:
+    """It would step parameters without gradients, and train nothing."""
+    with pytest.raises(ConfigError, match="would train nothing.*optim_named_parameters"):
+        run(make_trainer(OwnOptimizer, MODELS["full"](), ROWS))
+
+
+class StepOfTheModelItself(RoundPipeTrainer):
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+
+class StepOfNothing(RoundPipeTrainer):
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        return torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("async_optimizer", [False, True])
+def test_a_training_step_past_the_pipeline(async_optimizer: bool) -> None:
+    """Losses were logged as ever, and nothing was trained. A step that leaves a batch out is none
+    of that."""
+    with pytest.raises(ConfigError, match="call the model it is given, not self.model"):
+        run(
+            make_trainer(
+                StepOfTheModelItself, MODELS["full"](), ROWS * 3, async_optimizer=async_optimizer
+            )
+        )
+    run(make_trainer(StepOfNothing, MODELS["full"](), ROWS, async_optimizer=async_optimizer))
+
+
+def test_models_that_lie_on_devices() -> None:
+    model = MODELS["full"]()
+    model.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    refused("device_map.*device_map=None", model)
+
+
+def test_quantized_models() -> None:
+    model = MODELS["full"]()
+    model.hf_quantizer = object()
+    with pytest.raises(ConfigError, match="quantized weights"):
+        make_trainer(RoundPipeTrainer, model, ROWS)
+
+
+def test_prompt_learning_adapters() -> None:
+    config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    refused(
+        "prompt-learning adapter 'default'.*LoRA", get_peft_model(make_llama(tied=False), config)
+    )
+
+
+def test_models_made_later_are_checked_too() -> None:
+    def prompted() -> Any:
+        config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+        return get_peft_model(make_llama(tied=False), config)
+
+    trainer = make_trainer(RoundPipeTrainer, None, ROWS, model_init=prompted)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="prompt-learning"):
+        run(trainer)

@@ -1,0 +1,122 @@
+"""GRPO and RLOO do what TRL's trainers do, rollouts included: the same losses, weights, metrics and
+logged keys."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+from roundpipe.errors import ConfigError
+from roundpipe_hf.trl import (
+    RoundPipeGRPOConfig,
+    RoundPipeGRPOTrainer,
+    RoundPipeRLOOConfig,
+    RoundPipeRLOOTrainer,
+)
+from tests.hf.trl.test_preferences import make_model
+from tests.support.example_data import save_tokenizer, sentences
+from tests.support.trainers import Pair, assert_same, run
+
+PROMPTS = Dataset.from_dict({"prompt": sentences(8)})
+KINDS: dict[str, tuple[tuple[type, type], tuple[type, type]]] = {
+    "grpo": ((RoundPipeGRPOTrainer, GRPOTrainer), (RoundPipeGRPOConfig, GRPOConfig)),
+    "rloo": ((RoundPipeRLOOTrainer, RLOOTrainer), (RoundPipeRLOOConfig, RLOOConfig)),
+}
+LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and its tokenizer, because TRL loads reference models by name."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    make_model().save_pretrained(folder)
+    return folder
+
+
+def length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(completion) % 7) for completion in completions]
+
+
+def make_one(kind: str, is_ours: bool, folder: Path, **settings: Any) -> Any:
+    trainers, configs = KINDS[kind]
+    more = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
+    given = {
+        "output_dir": "out-ours" if is_ours else "out-plain",
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 7,
+        "max_steps": 3,
+        "devices": 2,
+    } | settings
+    if not is_ours:
+        given.pop("devices")
+    model = make_model()
+    model.name_or_path = model.config._name_or_path = str(folder)  # where TRL finds the reference
+    torch.manual_seed(1)  # which adapters are drawn from
+    return trainers[0 if is_ours else 1](
+        model,
+        reward_funcs=length,
+        args=configs[0 if is_ours else 1](**given),
+        train_dataset=PROMPTS,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        **more,
+    )
+
+
+def trained(kind: str, folder: Path, **settings: Any) -> Pair:
+    return Pair(*(run(make_one(kind, is_ours, folder, **settings)) for is_ours in (True, False)))
+
+
+@both
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_all_weights(kind: str, devices: int, folder: Path) -> None:
+    assert_same(trained(kind, folder, devices=devices))
+
+
+@both
+def test_adapters_a_reference_and_accumulation(kind: str, folder: Path) -> None:
+    assert_same(
+        trained(
+            kind,
+            folder,
+            peft_config=LORA,
+            beta=0.1,
+            gradient_accumulation_steps=2,
+            temperature=0.8,
+        )
+    )
+
+
+@both
+def test_rollouts_that_are_used_twice(kind: str, folder: Path) -> None:
+    """Old log-probabilities come from the engine as well, and a reference of its own does."""
+    assert_same(trained(kind, folder, num_iterations=2, beta=0.1, max_steps=4))
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
+def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
+    assert_same(
+        trained("grpo", folder, peft_config=LORA, loss_type=loss_type, steps_per_generation=2)
+    )
+
+
+@both
+def test_vllm_is_refused(kind: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="use_vllm"):
+        make_one(kind, True, folder, use_vllm=True)
