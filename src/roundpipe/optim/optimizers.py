@@ -149,14 +149,16 @@ class AdamFamily(OnePass):
     def new_moments(
         self, master: Master, group: dict[str, Any]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names and tensors of what a master's state begins with."""
+        """Makes what the state of a ``master`` in a param ``group`` begins with: names and
+        tensors."""
         names = _moment_names(amsgrad=group["amsgrad"])
         return ((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
 
     def decided(
         self, masters: Sequence[Master], group: dict[str, Any], *, amsgrad: bool, is_decoupled: bool
     ) -> Iterator[tuple[Master, dict[str, Any], AdamRule]]:
-        """Each master with its state, in which one more step is counted, and the rule of that step.
+        """Counts one more step for each of ``masters``, and returns it with its state and the rule
+        of that step, which has the numbers of ``group``, and ``amsgrad`` and ``is_decoupled``.
 
         They are counted in one call of torch's, because after each the interpreter has to be waited
         for again.
