@@ -23,13 +23,10 @@ from typing import NamedTuple
 import measure
 import torch
 
-from roundpipe.kernels import native
-from roundpipe.kernels.chunks import sum_of_squares
+from roundpipe.kernels import native, updates
+from roundpipe.kernels.updates import RuleUpdate, UpdateInto, sum_of_squares
 from roundpipe.memory import huge_pages
 from roundpipe.optim.optimizers import AdamRule
-from roundpipe.params.placement.pending import UpdateInto
-from roundpipe.step import updates
-from roundpipe.step.updates import RuleUpdate
 
 BYTES = 28
 RULE = AdamRule(

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, virtual
-from roundpipe.optim.optimizers import OnePass  # internal, as the next: may change
-from roundpipe.step.updates import RuleUpdate, update_of
+from roundpipe.kernels.updates import RuleUpdate  # internal, as the next: may change
+from roundpipe.optim.optimizers import OnePass, update_of
 
 
 class SignMomentum(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 gain a note."""
 
 import traceback
+from collections.abc import Callable, Iterable
 
 
 class RoundPipeError(Exception):
@@ -36,3 +37,19 @@ def clear_frames(error: BaseException) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             waiting += [one.__cause__, one.__context__]
+
+
+def do_all(jobs: Iterable[Callable[[], None]]) -> None:
+    """One that raises keeps none of the others from being done: the first error is raised when they
+    are."""
+    first_error: Exception | None = None
+    for job in jobs:
+        try:
+            job()
+        except Exception as error:
+            first_error = first_error or error
+    if first_error is not None:
+        try:
+            raise first_error
+        finally:
+            first_error = None  # because its traceback has this frame, which would keep it

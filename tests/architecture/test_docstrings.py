@@ -25,7 +25,9 @@ from roundpipe.device.protocol import Device
 NAMES: dict[ModuleType, list[str]] = {
     roundpipe: roundpipe.__all__,
     roundpipe.errors: [
-        name for name, kind in vars(roundpipe.errors).items() if inspect.isclass(kind)
+        name
+        for name, kind in vars(roundpipe.errors).items()
+        if inspect.isclass(kind) and issubclass(kind, BaseException)
     ],
     roundpipe.optim: roundpipe.optim.__all__,
     roundpipe.presets: ["Cut", "register_preset"],

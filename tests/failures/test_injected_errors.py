@@ -5,14 +5,15 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
 
 from roundpipe import RoundPipe
-from roundpipe.params.masters import Masters
 from roundpipe.params.working import LayerParameters
 from roundpipe.step import write_back
+from roundpipe.step.write_back import WriteBack
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, engine_gradients, engine_weights
 from tests.support.injection import (
@@ -167,16 +168,16 @@ def test_a_step_after_the_error_was_raised_is_not_cancelled(
 
 @contextmanager
 def failing_to_write_back(layer: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    real = Masters.write_back
+    real = WriteBack._write
 
-    def failing(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
+    def failing(self: WriteBack, layers: list[LayerParameters], *rest: Any, **more: Any) -> Any:
         if layers[0].layer == layer:
             INJECTION.reach("write_back")
-        real(self, layers, *rest)
+        return real(self, layers, *rest, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)
-        patch.setattr(Masters, "write_back", failing)
+        patch.setattr(WriteBack, "_write", failing)
         yield
         assert not INJECTION.is_armed
 

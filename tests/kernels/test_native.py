@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.kernels import chunks, native
+from roundpipe.kernels import native, updates
+from roundpipe.kernels.updates import RuleUpdate, UpdateInto
 from roundpipe.optim.optimizers import AdamRule, SGDRule
-from roundpipe.params.placement.pending import UpdateInto
-from roundpipe.step import updates
-from roundpipe.step.updates import RuleUpdate
 
 WIDTHS = [torch.float32, torch.bfloat16, torch.float16]
 COUNT = 3 * 64 * 1024 + 4096  # several chunks, the last one short
@@ -147,7 +145,7 @@ def test_squares_are_summed_precisely_and_alike_on_any_number_of_threads(
         sums = set()
         for number in (1, 2, 5):
             threads(number)
-            sums.add(chunks.sum_of_squares(some))
+            sums.add(updates.sum_of_squares(some))
         total = sum((part.float() for part in some[1:]), start=some[0].float())
         assert len(sums) == 1
         assert sums.pop() == pytest.approx(float(total.double().square().sum()), rel=1e-6)

@@ -11,7 +11,7 @@ from torch import nn
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.memory import huge_pages
 from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
-from roundpipe.params.placement.pending import Held
+from roundpipe.params.placement.held import Held
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, run_batch
 from tests.support.models import Batch

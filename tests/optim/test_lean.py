@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import roundpipe
 from roundpipe import ConfigError, RoundPipe, load_checkpoint, save_checkpoint
 from roundpipe.kernels import chunks
+from roundpipe.kernels.updates import BLOCK
 from roundpipe.optim import AdamW, LeanAdamW
 from roundpipe.optim.moments import BFloat16, Blocks8, Format, Noise, round_to_bf16
-from roundpipe.params.masters import Master
-from roundpipe.step.updates import BLOCK
+from roundpipe.params.window import Master
 from tests.support.device_sets import ONE, THREE, TWO
 from tests.support.engines import Engines, engine_weights, run_batch
 from tests.support.models import Batch, make_mlp, mlp_batch

@@ -16,9 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roundpipe.params.masters import Master
-from roundpipe.params.placement import pending as pending_module
-from roundpipe.params.placement.pending import Held, PendingUpdates, UpdateInto
+from roundpipe.kernels.updates import UpdateInto
+from roundpipe.params.placement import held, newest
+from roundpipe.params.placement.held import Held, holder_of
+from roundpipe.params.placement.newest import Hold, PendingUpdates
+from roundpipe.params.window import Master
 from tests.support.optimizers import PATIENCE_S
 
 
@@ -28,6 +30,9 @@ class AddOne(NamedTuple):
     weight: Tensor
     moments: tuple[Tensor, ...]
     seen: bool = False
+
+    def moved(self, weight: Tensor, moments: tuple[Tensor, ...]) -> "AddOne":
+        return AddOne(weight, moments)
 
 
 def add_one(updates: Sequence[UpdateInto]) -> None:
@@ -229,8 +234,8 @@ class Look(NamedTuple):
 
 
 def look_interrupted_at(moment: int) -> Look:
-    """The update is computed before the line of pending.py with that number, as the look comes past
-    them."""
+    """The update is computed before the line of held.py or newest.py with that number, as the look
+    comes past them."""
     master, looked_at = zeros()
     pending = made_elsewhere(add_one)
     pending.add([AddOne(master, (looked_at,))])
@@ -238,7 +243,7 @@ def look_interrupted_at(moment: int) -> Look:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal lines, is_last
-        if frame.f_code.co_filename != pending_module.__file__:
+        if frame.f_code.co_filename not in (held.__file__, newest.__file__):
             return None
         if event == "line" and master in pending:
             lines += 1
@@ -307,15 +312,17 @@ def test_state_of_a_class_of_its_own_is_updated_at_once() -> None:
 
 
 class There:
-    """A place that notes what is done there, and whether that is part of the work."""
+    """A device state that notes what is done there, and whether that is part of the work."""
 
     def __init__(self) -> None:
         self.is_at_work = False
         self.seen: list[str] = []
+        self.lock = threading.RLock()
 
-    def adopt(self, updates: Sequence[Any]) -> Any:
+    def adopt(self, holds: Sequence[Hold]) -> None:
         self.seen.append("adopted")
-        return [self for _ in updates]
+        for hold in holds:
+            hold.device_state, hold.there = self, hold.tensors  # type: ignore[assignment]
 
     @contextmanager
     def work(self) -> Iterator[None]:
@@ -323,28 +330,37 @@ class There:
         yield
         self.is_at_work = False
 
-    # As what holds the tensors, too.
-
-    @property
-    def place(self) -> "There":
-        return self
-
-    def moved(self, update: AddOne) -> AddOne:
-        self.seen.append("moved at work" if self.is_at_work else "moved")
-        return update
-
-    def take_back(self, tensors: Sequence[Any]) -> None:
-        self.seen.append("taken back")
-        for tensor in tensors:
-            tensor._holder = self
-
 
 def test_gradients_are_brought_to_a_device_as_part_of_the_work_there() -> None:
     """Their memory may be used again as soon as they are dropped, so it must belong to the lane
     that reads them."""
     master, moment = zeros()
-    pending, there = PendingUpdates(add_one), There()
-    pending.add([AddOne(master, (moment,))])
+    there: Any = There()
+
+    class Moving(AddOne):
+        def moved(self, weight: Tensor, moments: tuple[Tensor, ...]) -> AddOne:
+            there.seen.append("moved at work" if there.is_at_work else "moved")
+            return AddOne(weight, moments)
+
+    pending = PendingUpdates(add_one)
+    pending.add([Moving(master, (moment,))])
     pending.compute([(master, None)], there)
-    assert there.seen == ["adopted", "moved at work", "taken back"]
+    assert there.seen == ["adopted", "moved at work"]
     assert isinstance(master, Held)
+
+
+def test_all_tensors_of_a_master_change_hands_at_once() -> None:
+    """When their update is computed on a device. Else whoever touches one of them meanwhile would
+    fetch all, and find some held by the update still."""
+    master, moment = zeros()
+    there: Any = There()
+    pending = PendingUpdates(add_one)
+    pending.add([AddOne(master, (moment,))])
+    before = holder_of(master)
+    pending.compute([(master, None)], there)
+    assert before is holder_of(master) is holder_of(moment)
+    assert isinstance(before, Hold)
+    assert before.decided is None
+    assert before.decide_again(AddOne(master, (moment,)), pending)
+    assert before is holder_of(master) is holder_of(moment)
+    assert before.decided is pending

@@ -2,15 +2,19 @@
 trains nothing."""
 
 import gc
+import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import roundpipe
 from roundpipe import ConfigError, RoundPipe
 from roundpipe.step.hyperparameters import LearntOptimizers, StepOptimizers
 from tests.support.engines import Engines
 from tests.support.models import make_mlp
+from tests.support.optimizers import PATIENCE_S
 
 
 def make_sgd(lr: float) -> torch.optim.Optimizer:
@@ -65,3 +69,47 @@ def test_a_plain_optimizer_is_refused_while_any_engine_is_open(how: str, engines
     gc.collect()
     with pytest.raises(ConfigError, match="working weights"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Mine(torch.optim.SGD):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.Adafactor, roundpipe.optim.SGD, Mine]
+)
+def test_an_optimizer_is_known_from_when_it_is_made(kind: Any, engines: Engines) -> None:
+    """By the engine whose masters it is over, also if these come in a group that is added later:
+    its first step has the hyper-parameters of the call, whatever a scheduler does meanwhile."""
+    engine, other = engines(nn.Sequential(nn.Linear(2, 2))), engines(nn.Sequential(nn.Linear(2, 2)))
+    masters = engine.optim_parameters()
+    own = kind(masters, lr=0.1)
+    elsewhere = kind(other.optim_parameters(), lr=0.1)
+    later = kind([nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert engine._steps._learnt.snapshot().keys() == {id(own)}
+    later.add_param_group({"params": masters[:1]})
+    assert engine._steps._learnt.snapshot().keys() == {id(own), id(later)}
+    assert other._steps._learnt.snapshot().keys() == {id(elsewhere)}
+
+
+def test_all_that_an_asynchronous_first_step_steps_have_the_hyper_parameters_of_the_call(
+    engines: Engines,
+) -> None:
+    """Also the second, which nobody has seen when the first has begun and the caller goes on."""
+    engine = engines(nn.Sequential(nn.Linear(2, 2)))
+    masters = engine.optim_parameters()
+    optimizers = [torch.optim.SGD([master], lr=0.1) for master in masters]
+    has_changed = threading.Event()
+
+    def step_fn() -> None:
+        optimizers[0].step()
+        assert has_changed.wait(PATIENCE_S)
+        optimizers[1].step()
+
+    before = [master.detach().clone() for master in masters]
+    engine.forward_backward((torch.ones(2, 2),), loss_fn=lambda out, _: out.sum())
+    handle = engine.step(step_fn)
+    optimizers[1].param_groups[0]["lr"] = 0.0
+    has_changed.set()
+    handle.wait()
+    assert not torch.equal(before[1], masters[1].detach())

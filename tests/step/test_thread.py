@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from roundpipe.step.thread import leave_cores_for
+from roundpipe.system.cores import leave_cores_for
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from roundpipe.kernels import native
+from roundpipe.kernels import foreach, native, updates
+from roundpipe.kernels.updates import RuleUpdate, UpdateInto
 from roundpipe.optim.optimizers import AdamRule
-from roundpipe.params.placement.pending import UpdateInto
-from roundpipe.step import updates
-from roundpipe.step.updates import RuleUpdate
 
 SHAPES = [(3, 7), (70000,), (1,), (300, 500), (200000,)]
 RULE = AdamRule(
@@ -62,9 +60,9 @@ def one_by_one(made: list[UpdateInto]) -> list[Tensor]:
 def test_pieces_and_batches_change_nothing(
     scale: float, num_parts: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "_PIECE", piece)
+    monkeypatch.setattr(foreach, "_PIECE", piece)
     made = make(scale, num_parts)
-    updates._on_accelerator(made)
+    foreach.update(made)
     for actual, expected in zip(tensors_of(made), one_by_one(make(scale, num_parts)), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
@@ -87,7 +85,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
 def test_where_memory_is_short_smaller_pieces_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made, expected = make(0.3, 1), one_by_one(make(0.3, 1))
     asked = short_of_memory(monkeypatch, 1 << 16)
-    updates._on_accelerator(made)
+    foreach.update(made)
     assert max(asked) > 1 << 16
     for actual, one in zip(tensors_of(made), expected, strict=True):
         torch.testing.assert_close(actual, one, rtol=1e-6, atol=1e-7)
@@ -96,7 +94,16 @@ def test_where_memory_is_short_smaller_pieces_do(monkeypatch: pytest.MonkeyPatch
 def test_without_memory_for_the_smallest_piece_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     short_of_memory(monkeypatch, 0)
     with pytest.raises(torch.OutOfMemoryError, match="the update of 21 elements"):
-        updates._on_accelerator(make(1.0, 1))
+        foreach.update(make(1.0, 1))
+
+
+def test_on_a_device_a_rule_that_raises_keeps_no_other_from_being_done() -> None:
+    made, expected = make(0.3, 1), one_by_one(make(0.3, 1))
+    made[0] = made[0]._replace(update=made[0].update._replace(rule=replace(RULE, eps="none")))
+    with pytest.raises(TypeError):
+        foreach.update(made)
+    for tensor, wanted in zip(tensors_of(made)[4:], expected[4:], strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])

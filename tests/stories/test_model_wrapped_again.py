@@ -291,13 +291,13 @@ def test_an_engine_that_cannot_write_back_stops_the_others_until_it_is_closed(
     start = {name: value.clone() for name, value in model.state_dict().items()}
     num_failed = 0
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         nonlocal num_failed
         num_failed += 1
         raise OSError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(first._masters, "write_back", fail)
+        patch.setattr(first._steps._write_back, "_write", fail)
         train(first, sgd(first.optim_parameters(), case), 0, is_async=False)
         for use in (second, second, lambda _: wrap(model, case)):
             with pytest.raises(OSError, match="no room") as raised:
@@ -325,11 +325,11 @@ def test_what_was_not_written_back_at_the_close_is_written_back_when_others_go_o
     model, plain = make_mlp(), make_mlp()
     first, second = wrap_for(model, SEQUENCE), wrap(model)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(first._masters, "write_back", fail)
+        patch.setattr(first._steps._write_back, "_write", fail)
         train(first, sgd(first.optim_parameters()), 0, is_async=False)
         with pytest.raises(OSError, match="no room"):
             first.close()

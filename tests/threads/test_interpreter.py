@@ -3,20 +3,13 @@ afterwards."""
 
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from roundpipe.step.hyperparameters import LearntOptimizers
 from roundpipe.threads import interpreter
 from roundpipe.threads.interpreter import QuietInterpreter
-from tests.support.optimizers import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -38,83 +31,11 @@ def test_what_has_settled_is_not_collected_again_until_the_end() -> None:
     assert frozen[:4] == [0, 0, 0, 0] < frozen[4:]
 
 
-def test_optimizers_are_found_also_when_they_are_frozen() -> None:
-    """The first step after four calls of accumulation looks for all that will step, because
-    schedulers go on."""
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    quiet = QuietInterpreter()
-    for _ in range(4):
-        quiet.begin_call()
-    learnt = LearntOptimizers()
-    learnt.find([parameter])
-    quiet.close()
-    assert learnt.snapshot().keys() == {id(optimizer)}
-
-
-def make_optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-
-
 def settled() -> QuietInterpreter:
     quiet = QuietInterpreter()
     for _ in range(4):
         quiet.begin_call()
     return quiet
-
-
-def test_optimizers_are_looked_for_while_another_thread_freezes_more() -> None:
-    """The first step of one engine and the fourth call of another, on two threads."""
-    optimizers, quiet = [make_optimizer(), make_optimizer()], [settled()]
-    optimizers.append(make_optimizer())
-    is_looking = threading.Event()
-
-    def go_on_elsewhere(frame: FrameType, event: str, _: Any) -> None:
-        """One has been looked at, the next has not."""
-        if event == "return" and frame.f_code.co_name == "__iter__" and not is_looking.is_set():
-            is_looking.set()
-            other = threading.Thread(target=lambda: quiet.append(settled()))
-            other.start()
-            other.join(PATIENCE_S)
-
-    sys.setprofile(go_on_elsewhere)
-    try:
-        found = interpreter.optimizers()
-        found_later = interpreter.optimizers()
-    finally:
-        sys.setprofile(None)
-        for each in quiet:
-            each.close()
-    assert is_looking.is_set()
-    assert set(optimizers[:2]) <= set(found)
-    assert set(optimizers) <= set(found_later)
-
-
-def test_what_another_thread_is_making_is_let_alone() -> None:
-    """A tuple cannot be finished that somebody else knows of already."""
-    found = []
-
-    def making() -> Iterator[int]:
-        found.append(interpreter._collectable_optimizers())
-        yield from range(3)
-
-    assert tuple(making()) == (0, 1, 2)
-
-
-def test_optimizers_of_the_users_own_classes_are_found() -> None:
-    class Mine(torch.optim.SGD):
-        pass
-
-    mine = Mine([nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert any(found is mine for found in interpreter.optimizers())
-
-
-def test_what_was_frozen_is_found_once_when_it_no_longer_is() -> None:
-    """However often engines come and go."""
-    optimizer = make_optimizer()
-    for _ in range(2):
-        settled().close()
-        assert sum(found is optimizer for found in interpreter.optimizers()) == 1
 
 
 class Dropped:

@@ -73,7 +73,7 @@ from roundpipe import OptimizerCtx, RoundPipe
 model, is_over = nn.Sequential(nn.Linear(2, 2)), threading.Event()
 engine = RoundPipe(model, devices=1)
 engine.forward_backward((torch.ones(1, 2),), loss_fn=lambda outputs, _: outputs.sum())
-engine._steps._submit(is_over.wait)
+engine._steps._jobs.submit(is_over.wait)
 child = os.fork()
 if child == 0:
     with OptimizerCtx(), RoundPipe(nn.Sequential(model[0]), devices=1) as other:

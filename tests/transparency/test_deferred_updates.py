@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import roundpipe
 from roundpipe import ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.planner import Planner
-from roundpipe.kernels import native
-from roundpipe.params.placement.pending import Held
+from roundpipe.kernels import native, updates
+from roundpipe.params.placement.held import Held
 from roundpipe.step import write_back
 from roundpipe.step.write_back import WriteBack
 from tests.support.device_sets import ONE, TWO, DeviceSet
@@ -290,18 +290,16 @@ def test_a_forward_overlaps_the_rest_of_a_synchronous_update(
 ) -> None:
     """The update of the last layer begins only when the first layer has been seen to run the next
     call."""
-    from roundpipe.params.masters import Masters
-
-    real, ran = Masters.write_back, threading.Event()
+    real, ran = WriteBack._write, threading.Event()
     waited: list[bool] = []
 
-    def write_back_last_late(self: Masters, layers: Any, *rest: Any) -> None:
+    def write_back_last_late(self: WriteBack, layers: Any, *rest: Any, **more: Any) -> list[int]:
         if layers[0].layer == 6 and is_stepped:
             waited.append(ran.wait(20))
-        real(self, layers, *rest)
+        return real(self, layers, *rest, **more)
 
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 0)
-    monkeypatch.setattr(Masters, "write_back", write_back_last_late)
+    monkeypatch.setattr(WriteBack, "_write", write_back_last_late)
     is_stepped = False
     model, reference = make_mlp(), Reference(make_mlp(), plain_adamw)
     expected = reference_steps(reference, BATCHES[:2], 2)
@@ -414,9 +412,9 @@ def test_a_layer_is_one_call_of_the_kernel_or_many_small_ones_are(
         pytest.skip("this machine has no C compiler")
     monkeypatch.setattr(write_back, "_TOGETHER_BYTES", together)
     jobs: list[int] = []
-    update = native.update
+    by_kernel = updates._by_kernel
     monkeypatch.setattr(
-        native, "update", lambda kernel, some: (jobs.append(len(some)), update(kernel, some))[1]
+        updates, "_by_kernel", lambda some: (jobs.append(len(some)), by_kernel(some))[1]
     )
     engine = engines(make_mlp(), TWO)
     optimizer = adamw(engine)

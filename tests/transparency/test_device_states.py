@@ -8,9 +8,7 @@ import io
 import itertools
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +24,13 @@ from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.copier import NUM_SLICES, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.optim import SGD, Adam, AdamW, Lion
-from roundpipe.params.masters import Masters
-from roundpipe.params.placement.device_state import DeviceState, DeviceStates, Link, _Away
-from roundpipe.params.placement.pending import Held, free
+from roundpipe.params.placement.device_state import DeviceState, DeviceStates
+from roundpipe.params.placement.held import Held, free
+from roundpipe.params.placement.newest import Whereabouts
 from roundpipe.params.working import LayerParameters
 from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.runtime.worker_pool import WorkerPool
+from roundpipe.step.write_back import WriteBack
 from tests.support.adversaries import Adversaries
 from tests.support.device_sets import ONE, TWO, DeviceSet
 from tests.support.engines import Engines
@@ -719,20 +718,21 @@ def test_a_layer_that_writes_to_its_weights_has_no_device_state(
 def test_an_interrupt_while_device_states_are_left_waits_until_they_are(
     is_async: bool, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_devices = Masters.leave_devices
+    give_up = DeviceStates.give_up
     caught: list[None] = []
+    left: list[None] = []
 
-    def interrupted(masters: Masters, version: int) -> Iterator[int]:
-        """Behind the first layer that was told of; once, because a second interrupt does not
+    def interrupted(device_states: DeviceStates, group: Any) -> None:
+        """Behind the first layer that was brought home; once, because a second interrupt does not
         wait."""
-        behind = leave_devices(masters, version)
-        yield from itertools.islice(behind, 1)
-        signal.raise_signal(signal.SIGINT)
-        yield from behind
+        left.append(None)
+        if len(left) == 1:
+            signal.raise_signal(signal.SIGINT)
+        give_up(device_states, group)
 
     expected = run(engines, None, is_async=is_async, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=0, none_from=4)
-    monkeypatch.setattr(Masters, "leave_devices", interrupted)
+    monkeypatch.setattr(DeviceStates, "give_up", interrupted)
     forward_backward = RoundPipe.forward_backward
 
     def again(engine: RoundPipe, *args: Any, **kwargs: Any) -> Any:
@@ -874,28 +874,29 @@ def test_an_error_while_device_states_are_left_loses_no_version(
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, what: str, place: int) -> None:
-    """A method of device states raises at its ``place``-th call while device states are left."""
+    """A method raises at its ``place``-th call while device states are left."""
+    owner: type = Whereabouts if what == "bring_home" else DeviceState
     leave_devices, method, is_leaving, places = (
-        Masters.leave_devices,
-        getattr(DeviceState, what),
+        WriteBack.leave_devices,
+        getattr(owner, what),
         [False],
         itertools.count(),
     )
 
-    def leave(masters: Masters, version: int) -> Iterator[int]:
+    def leave(write_back: WriteBack, version: int) -> None:
         is_leaving[0] = True
         try:
-            yield from leave_devices(masters, version)
+            leave_devices(write_back, version)
         finally:
             is_leaving[0] = False
 
-    def failing(device_state: DeviceState, *args: Any) -> Any:
+    def failing(self: Any, *args: Any) -> Any:
         if is_leaving[0] and next(places) == place:
             raise ValueError("injected")
-        return method(device_state, *args)
+        return method(self, *args)
 
-    monkeypatch.setattr(Masters, "leave_devices", leave)
-    monkeypatch.setattr(DeviceState, what, failing)
+    monkeypatch.setattr(WriteBack, "leave_devices", leave)
+    monkeypatch.setattr(owner, what, failing)
 
 
 def test_state_comes_home_also_if_a_worker_does_not_end_well(
@@ -918,23 +919,3 @@ def test_state_comes_home_also_if_a_worker_does_not_end_well(
         engine.close()
     assert engine.statistics()["device_state_bytes"] == 0
     assert not any(isinstance(master, Held) for master in engine.optim_parameters())
-
-
-def test_tensors_are_taken_back_all_at_once() -> None:
-    """Else whoever touches one of them meanwhile would fetch all, and find some held by the update
-    still."""
-    store: Any = type("Store", (), {"uses": ()})()
-    device = VirtualDevice(0)
-    link = Link(device, PinnedCopier(device.compute, PAGEABLE, 1))
-    device_state = DeviceState(store, 0, link, threading.RLock())
-    could_fetch: list[bool] = []
-
-    class Watched:
-        def __setattr__(self, name: str, value: Any) -> None:
-            with ThreadPoolExecutor() as others:
-                could_fetch.append(
-                    others.submit(device_state.lock.acquire, blocking=False).result()
-                )
-
-    _Away(device_state, (), ()).take_back([Watched(), Watched()])
-    assert could_fetch == [False, False]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..params.gradients import GradientRules
+from ..params.gradient_memory import GradientRules
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.costs import LayerCosts
 from .measurements import LayerSize, estimate_costs, estimate_update_ms

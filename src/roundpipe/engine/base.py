@@ -206,7 +206,6 @@ class Engine(ForwardingModule):
         self._flush("load_state_dict()")
         self._steps.zero_grad()
         self._steps.note_load()
-        self._host.device_states.follow_load()
         try:
             return self.model.load_state_dict(state_dict, strict=strict)
         finally:
@@ -240,7 +239,6 @@ class Engine(ForwardingModule):
             )
         self._steps.zero_grad()
         self._steps.note_load()
-        self._host.device_states.follow_load()
         for parameter, _ in self._masters.existing():
             self._masters.follow_load(parameter, None)
 

@@ -30,7 +30,7 @@ from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
-from ..params.gradients import GradientBuffers
+from ..params.gradient_memory import GradientBuffers
 from ..presets.adapters import base_of
 from .base import Engine
 from .device_memory import KeptInputs, SharedMemory

@@ -15,7 +15,7 @@ from ..errors import ClosedError, ConfigError
 from ..layers.compiler import BlockCompiler
 from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
-from ..params.gradients import GradientBuffers, GradientRules
+from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow
@@ -23,8 +23,9 @@ from ..params.working import ParameterStore
 from ..runtime.worker_pool import WorkerPool
 from ..step import context
 from ..step.hyperparameters import WorkingWeights
-from ..step.thread import StepThread, leave_cores_for
+from ..step.thread import StepThread
 from ..step.turns import make_way
+from ..system.cores import leave_cores_for
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
@@ -103,7 +104,7 @@ class Host:
         self.device_states = DeviceStates(
             store, devices[0] if len(devices) == 1 else None, self.memory
         )
-        self.masters = Masters(store, rules, self.device_states)
+        self.masters = Masters(store, rules)
         self._worker = Worker("roundpipe-optimizer")
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
         # for.
@@ -115,6 +116,7 @@ class Host:
             self.condition,
             store,
             self.masters,
+            self.device_states,
             lambda: GradientWindow(store, rules, buffers),
         )
         self.steps.name = name
@@ -173,7 +175,7 @@ class Host:
                 f"{self.name}: {what} was called in a forked process, which has none of the "
                 "engine's threads; call it in the process that made the engine"
             )
-        self.steps.take_turn()
+        self.steps.turns.take()
         self.steps.raise_late_error()
         if self._interpreter is not None:
             self._interpreter.begin_call()

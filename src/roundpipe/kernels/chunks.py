@@ -6,13 +6,10 @@ master and moments from there, and the new weights are copied on while they are 
 gradient never exists in memory.
 """
 
-import math
 import threading
 from collections.abc import Iterator, Sequence
 
 import torch
-
-from . import native
 
 _CHUNK = 1 << 22  # elements: 16 MiB of fp32; with smaller ones threads spend their time waking up
 _local = threading.local()
@@ -37,25 +34,6 @@ def chunks(
         for other in others:
             values.add_(other[where])
         yield where, values if scale == 1.0 else values.mul_(scale)
-
-
-def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
-    """Of the sum of ``parts``. Products are summed in fp32 within a chunk and in double over
-    chunks."""
-    if not any(part.is_cpu for part in parts):
-        return _sum_of_squares_there(parts)
-    kernel = native.library()
-    if kernel is not None and native.can_read(parts):
-        return native.sum_of_squares(kernel, parts)
-    return math.fsum(float(torch.dot(values, values)) for _, values in chunks(parts))
-
-
-def _sum_of_squares_there(parts: Sequence[torch.Tensor]) -> float:
-    """Of gradients that stay on their device."""
-    norms = []
-    for pieces in zip(*(part.reshape(-1).split(_CHUNK) for part in parts), strict=True):
-        norms.append(torch.linalg.vector_norm(sum(piece.float() for piece in pieces)))
-    return float(torch.stack(norms).double().square().sum())
 
 
 def _buffer() -> torch.Tensor:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..params.gradients import Accumulator, GradientRules
+from ..params.gradient_memory import GradientRules
+from ..params.gradients import Accumulator
 from ..params.working import LayerParameters, view_of
 from ..transfer.residency import Residency
 

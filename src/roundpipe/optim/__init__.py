@@ -8,8 +8,7 @@ from .clipping import clip_grad_norm_
 from .grad_scaler import GradScaler
 from .lean import LeanAdamW
 from .lion import Lion
-from .optimizers import SGD, Adam, AdamW
-from .plain import Adafactor, Muon
+from .optimizers import SGD, Adafactor, Adam, AdamW, Muon
 
 __all__ = [
     "SGD",

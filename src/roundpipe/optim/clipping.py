@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..kernels.chunks import sum_of_squares
-from ..params.masters import Master
+from ..kernels.updates import sum_of_squares
+from ..params.window import Master
 from ..step import context
 
 

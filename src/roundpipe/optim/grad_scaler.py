@@ -1,80 +1,19 @@
 """Loss scaling for fp16 over three threads: losses on workers, gradients on the optimizer thread,
-the scale on yours.
+the scale on yours. See [Note: iterations]."""
 
-[Note: iterations] An iteration lies between two calls of ``update``. A step belongs to the
-iteration in which it was called, and what it finds is kept there. A synchronous ``update`` takes up
-its own iteration; an asynchronous one the iteration before, whether or not its own step is already
-done, so that timing decides nothing.
-"""
-
-import math
 import threading
 import weakref
 from collections.abc import Iterable
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import ConfigError
-from ..kernels.chunks import chunks
-from ..params.masters import Master
 from ..step import context
 from ..step.handle import StepHandle
 from ..step.hyperparameters import StepOptimizers
 from .clipping import offloaded_squares
-
-
-class _Stage(Enum):
-    """READY -> UNSCALED by ``unscale_``; either -> STEPPED by ``step``. A new iteration begins at
-    READY."""
-
-    READY = 0
-    UNSCALED = 1
-    STEPPED = 2
-
-
-class _Checked:
-    """What one iteration knows of one optimizer. ``found_inf`` is None until some gradient was
-    looked at."""
-
-    def __init__(self, found_inf: bool | None = None) -> None:
-        self.stage = _Stage.READY
-        self.found_inf = found_inf
-
-
-class _Iteration:
-    """See [Note: iterations]. ``optimizers`` belongs to the optimizer thread until all of ``steps``
-    are over."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepHandle] = []
-        self.optimizers: dict[int, _Checked] = {}
-
-    def wait_found(self) -> list[bool]:
-        """Blocks until its steps are over: one entry per optimizer that was checked, True for infs
-        or NaNs.
-
-        Raises:
-            ConfigError: no step failed, and yet none checked a gradient.
-        """
-        have_succeeded = [handle.wait_over() for handle in self.steps]
-        found = [
-            checked.found_inf
-            for checked in self.optimizers.values()
-            if checked.found_inf is not None
-        ]
-        if not found and all(have_succeeded):
-            raise ConfigError(_NOTHING_CHECKED)
-        return found
-
-
-class _Called(NamedTuple):
-    """What a step remembers of its call: its iteration, and the scale that its losses were
-    multiplied with."""
-
-    iteration: _Iteration
-    scale: torch.Tensor | None
+from .found_inf import NOTHING_CHECKED, Called, Checked, Iteration, Stage, unscale_gradient
 
 
 class GradScaler:
@@ -125,20 +64,17 @@ class GradScaler:
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
-        self._lock = (
-            threading.Lock()
-        )  # because workers read the scale while the caller's thread replaces it
+        # Because workers read the scale while the caller's thread replaces it.
+        self._lock = threading.Lock()
         # Replaced and never written: the backward of a loss multiplied with it may still be
         # running.
         self._scale = torch.full((), init_scale, dtype=torch.float32, device="cpu")
         self._multiplied: torch.Tensor | None = None  # the scale of the newest losses
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device="cpu")
-        self._current = _Iteration()
-        self._pending: _Iteration | None = None  # the one before, its findings not yet taken up
+        self._current = Iteration()
+        self._pending: Iteration | None = None  # the one before, its findings not yet taken up
         self._is_async = False
-        self._calls: weakref.WeakKeyDictionary[StepOptimizers, _Called] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._calls: weakref.WeakKeyDictionary[StepOptimizers, Called] = weakref.WeakKeyDictionary()
         context.listen(self)
 
     def __repr__(self) -> str:
@@ -165,7 +101,7 @@ class GradScaler:
         """Notes the scale that belongs to a step. `RoundPipe.step` calls it, on the caller's thread
         and before the step is queued, with the ``step``, its ``handle`` and its ``is_async``."""
         with self._lock:
-            self._calls[step] = _Called(self._current, self._multiplied)
+            self._calls[step] = Called(self._current, self._multiplied)
             self._current.steps.append(handle)
             self._is_async = is_async
 
@@ -184,14 +120,14 @@ class GradScaler:
         if not self._enabled:
             return
         called, checked = self._look_up(optimizer, "unscale_()")
-        if checked.stage is _Stage.UNSCALED:
+        if checked.stage is Stage.UNSCALED:
             raise RuntimeError(
                 "unscale_() has already been called on this optimizer since the last update()."
             )
-        if checked.stage is _Stage.STEPPED:
+        if checked.stage is Stage.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._unscale(optimizer, called, checked)
-        checked.stage = _Stage.UNSCALED
+        checked.stage = Stage.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer unless a gradient of any of its parameters is inf or NaN; unscales
@@ -209,19 +145,19 @@ class GradScaler:
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         called, checked = self._look_up(optimizer, "step()")
-        if checked.stage is _Stage.STEPPED:
+        if checked.stage is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if checked.stage is _Stage.READY:
+        if checked.stage is Stage.READY:
             self._unscale(optimizer, called, checked)
         if checked.found_inf is None:
             raise ConfigError(
                 "no parameter of this optimizer has a gradient, so there is nothing to step"
             )
         result = None if checked.found_inf else optimizer.step(*args, **kwargs)
-        checked.stage = _Stage.STEPPED
+        checked.stage = Stage.STEPPED
         return result
 
-    def _look_up(self, optimizer: torch.optim.Optimizer, what: str) -> tuple[_Called, _Checked]:
+    def _look_up(self, optimizer: torch.optim.Optimizer, what: str) -> tuple[Called, Checked]:
         step = context.current_step()
         if step is None:
             raise ConfigError(
@@ -232,12 +168,10 @@ class GradScaler:
             raise ConfigError(
                 "this GradScaler was made after step() was called; make it before the first loss"
             )
-        return called, called.iteration.optimizers.setdefault(id(optimizer), _Checked())
+        return called, called.iteration.optimizers.setdefault(id(optimizer), Checked())
 
     @torch.no_grad()
-    def _unscale(
-        self, optimizer: torch.optim.Optimizer, called: _Called, checked: _Checked
-    ) -> None:
+    def _unscale(self, optimizer: torch.optim.Optimizer, called: Called, checked: Checked) -> None:
         if called.scale is None:
             raise ConfigError(
                 "no loss was multiplied by GradScaler.scale() before this step; do so in loss_fn"
@@ -255,7 +189,7 @@ class GradScaler:
         inverse = float(called.scale.double().reciprocal().float())
         squares = offloaded_squares(parameters)
         found = [
-            _unscale(parameter, square, inverse)
+            unscale_gradient(parameter, square, inverse)
             for parameter, square in zip(parameters, squares, strict=True)
         ]
         checks = [found_inf for found_inf in found if found_inf is not None]
@@ -284,7 +218,7 @@ class GradScaler:
         if not self._enabled:
             return
         if new_scale is None and not self._current.steps:
-            raise ConfigError(_NOTHING_CHECKED)
+            raise ConfigError(NOTHING_CHECKED)
         waits_on = self._is_async if is_async is None else is_async
         due = [self._pending] if waits_on else [self._pending, self._current]
         try:
@@ -312,7 +246,7 @@ class GradScaler:
         with self._lock:
             self._scale, self._growth_tracker = scale, tracker
             self._pending = self._current if waits_on else None
-            self._current = _Iteration()
+            self._current = Iteration()
 
     def get_scale(self) -> float:
         """The scale of the next losses; 1.0 if disabled."""
@@ -383,26 +317,22 @@ class GradScaler:
             )
         pending = None
         if state_dict.get("_found_pending") is not None:
-            pending = _Iteration()
+            pending = Iteration()
             pending.optimizers = {
-                place: _Checked(found) for place, found in enumerate(state_dict["_found_pending"])
+                place: Checked(found) for place, found in enumerate(state_dict["_found_pending"])
             }
         with self._lock:
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32, device="cpu")
             self._growth_tracker = torch.full(
                 (), state_dict["_growth_tracker"], dtype=torch.int32, device="cpu"
             )
-            self._current, self._pending, self._multiplied = _Iteration(), pending, None
+            self._current, self._pending, self._multiplied = Iteration(), pending, None
         self._growth_factor = state_dict["growth_factor"]
         self._backoff_factor = state_dict["backoff_factor"]
         self._growth_interval = state_dict["growth_interval"]
 
 
 _TORCH_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_NOTHING_CHECKED = (
-    "no gradient was checked since the last GradScaler.update(); call scaler.step(optimizer) in a "
-    "step_fn first"
-)
 
 
 def _times(outputs: Any, scale: torch.Tensor) -> Any:
@@ -415,33 +345,3 @@ def _times(outputs: Any, scale: torch.Tensor) -> Any:
     raise ConfigError(
         f"scale() takes a tensor or an iterable of tensors, not a {type(outputs).__name__}"
     )
-
-
-def _unscale(parameter: torch.Tensor, square: float | None, inverse: float) -> bool | None:
-    """Whether the gradient has infs or NaNs; None if there is no gradient."""
-    if isinstance(parameter, Master):
-        parts = parameter.offloaded()
-        if not parts:
-            return None
-        parameter.scale *= inverse
-        if square is not None and math.isfinite(square):
-            return False  # the device has looked already
-        # Uses of a tied weight may each be finite and their sum not; a square may overflow where
-        # its root does not.
-        values = parts if len(parts) == 1 else (chunk for _, chunk in chunks(parts))
-        return not all(map(_is_finite, values))
-    if parameter.grad is None:
-        return None
-    found_inf = torch.zeros((), dtype=torch.float32, device=parameter.grad.device)
-    torch._amp_foreach_non_finite_check_and_unscale_(
-        [parameter.grad], found_inf, torch.full_like(found_inf, inverse)
-    )
-    return bool(found_inf)
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """In one pass that writes nothing: both extremes are NaN if any value is."""
-    if values.numel() == 0:
-        return True
-    smallest, largest = torch.aminmax(values)
-    return bool(torch.isfinite(smallest) & torch.isfinite(largest))

@@ -5,7 +5,7 @@ Bytes per parameter beside the working copy and the gradient: masters 4 (bf16: 2
 (bf16: 4, 8 bits: 2.03). See docs/optimizers.md.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels.updates import BLOCK, RuleUpdate
 from ..memory.scratch import scratch
-from ..params.masters import Master
-from ..step.updates import BLOCK, RuleUpdate, update_of
+from ..params.window import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
-from .optimizers import AdamRule, OnePass, adam_rule, count_steps
+from .optimizers import AdamFamily, AdamRule, update_of
 
 MomentFormat = torch.dtype | Literal["8bit"]
 
@@ -81,7 +81,7 @@ class LeanRule:
         """The one-pass kernel has no such rule."""
 
 
-class LeanAdamW(OnePass, torch.optim.AdamW):
+class LeanAdamW(AdamFamily, torch.optim.AdamW):
     """AdamW whose moments, and masters if they are bf16, are rounded stochastically.
 
     It computes in fp32 and rounds up or down at random, so that what is stored is right on average
@@ -131,24 +131,19 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
         for master in self.param_groups[-1]["params"]:
             self._places[id(master)] = len(self._places)
 
+    def new_moments(
+        self, master: Master, group: dict[str, Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for form, names in zip(_FORMATS[group["moments"]], _NAMES, strict=True):
+            yield from zip(names, form.zeros(master.data), strict=False)
+
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        formats = _FORMATS[group["moments"]]
-        states = [self.state[master] for master in masters]
-        for master, state in zip(masters, states, strict=True):
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                for form, names in zip(formats, _NAMES, strict=True):
-                    state.update(zip(names, form.zeros(master.data), strict=False))
-        steps = count_steps(states)
-        rules = {
-            step: adam_rule(step, group, amsgrad=False, is_decoupled=True) for step in set(steps)
-        }
-        updates = []
-        for master, state, step in zip(masters, states, steps, strict=True):
+        formats, updates = _FORMATS[group["moments"]], []
+        for master, state, rule in self.decided(masters, group, amsgrad=False, is_decoupled=True):
             # Another for each parameter and step, and the same whenever a run is repeated.
-            noise = Noise(int(step) << 32 | self._places[id(master)])
+            noise = Noise(int(rule.step) << 32 | self._places[id(master)])
             moments = tuple(state[name] for names in _NAMES for name in names if name in state)
-            updates.append(update_of(master, moments, LeanRule(rules[step], formats, noise)))
+            updates.append(update_of(master, moments, LeanRule(rule, formats, noise)))
         return updates
 
     def _has_rules(self) -> bool:
@@ -169,9 +164,8 @@ class LeanAdamW(OnePass, torch.optim.AdamW):
         """Loads a ``state_dict`` of its own to the bit, or one of ``torch.optim.AdamW`` rounded
         into this optimizer's formats."""
         formats = [group["moments"] for group in self.param_groups]
-        super().load_state_dict(
-            {**state_dict, "state": {}}
-        )  # because torch would cast codes to the master's dtype
+        # Without the state, because torch would cast codes to the master's dtype.
+        super().load_state_dict({**state_dict, "state": {}})
         for group, own in zip(self.param_groups, formats, strict=True):
             group.setdefault("moments", own)
         saved = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels.updates import RuleUpdate
 from ..memory import huge_pages
 from ..memory.scratch import scratch
-from ..params.masters import Master
-from ..step.updates import RuleUpdate, update_of
-from .optimizers import OnePass
+from ..params.window import Master
+from .optimizers import OnePass, update_of
 
 
 @dataclass(frozen=True)

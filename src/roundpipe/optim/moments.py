@@ -15,13 +15,12 @@ from typing import Literal, Protocol
 
 import torch
 
+from ..kernels.updates import BLOCK
 from ..memory import huge_pages
 from ..memory.scratch import scratch
-from ..step.updates import BLOCK
 
-PIECE = (
-    1 << 18
-)  # elements handled at a time, so that values in between stay in the cache; whole blocks
+# Elements handled at a time, so that values in between stay in the cache; whole blocks.
+PIECE = 1 << 18
 
 _KEEP_UPPER_HALF = -(1 << 16)
 

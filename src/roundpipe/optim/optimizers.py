@@ -3,18 +3,17 @@ update in one pass."""
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.native import Formula
+from ..kernels.updates import Formula, Rule, RuleUpdate, UpdateInto, compute
 from ..memory import huge_pages
-from ..params.masters import Master
+from ..params.window import Master
 from ..step import context
-from ..step.updates import RuleUpdate, record, update_of
 from .state import SteadyState
 
 _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
@@ -24,12 +23,11 @@ class OnePass(SteadyState, torch.optim.Optimizer):
     """Steps by rules where it can, else as torch does. To be named before a class of
     ``torch.optim``.
 
-    ``step`` only decides; see [Note: pending updates] in params/pending.py.
+    ``step`` only decides; see [Note: newest values].
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(params, *args, **_fused_by_default(kwargs))
-        context.introduce(self)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         """Decides what this step does to those ``masters`` of a param ``group`` that have a
@@ -59,7 +57,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.offloaded()]
             if masters:
-                record(self.updates(masters, group))
+                _record(self.updates(masters, group))
         return loss
 
     def _has_rules(self) -> bool:
@@ -70,6 +68,22 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             and set(map(operator.attrgetter("dtype"), group["params"])) <= {torch.float32}
             for group in self.param_groups
         )
+
+
+def update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
+    """The update of a master by the gradient that it has now."""
+    return RuleUpdate(
+        master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule
+    )
+
+
+def _record(updates: Sequence[RuleUpdate]) -> None:
+    """Leaves the updates to the optimizer thread's one pass."""
+    step = context.current_step()
+    if step is None:
+        compute([UpdateInto(update, None) for update in updates])
+    else:
+        step.updates.add(updates)
 
 
 @dataclass(frozen=True)
@@ -129,55 +143,62 @@ class AdamRule:
         )
 
 
-def adam_rule(step: float, group: dict[str, Any], amsgrad: bool, is_decoupled: bool) -> AdamRule:
-    """What a param group says, at one step."""
-    beta1, beta2 = group["betas"]
-    return AdamRule(
-        step=step,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        amsgrad=amsgrad,
-        maximize=group["maximize"],
-        is_decoupled=is_decoupled,
-    )
+class AdamFamily(OnePass):
+    """What optimizers have in common whose state counts steps and has moments."""
 
+    def new_moments(
+        self, master: Master, group: dict[str, Any]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Makes what the state of a ``master`` in a param ``group`` begins with: names and
+        tensors."""
+        names = _moment_names(amsgrad=group["amsgrad"])
+        return ((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
 
-def count_steps(states: Sequence[dict[str, Any]]) -> list[float]:
-    """Counts one more step in each state and returns the counts.
+    def decided(
+        self, masters: Sequence[Master], group: dict[str, Any], *, amsgrad: bool, is_decoupled: bool
+    ) -> Iterator[tuple[Master, dict[str, Any], AdamRule]]:
+        """Counts one more step for each of ``masters``, and returns it with its state and the rule
+        of that step, which has the numbers of ``group``, and ``amsgrad`` and ``is_decoupled``.
 
-    All in one call of torch's, because after each the interpreter has to be waited for again.
-    """
-    steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1)
-    counts: list[float] = torch.stack(steps).tolist()
-    return counts
-
-
-class _AdamFamily(OnePass):
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        names = (
-            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if group["amsgrad"]
-            else ("exp_avg", "exp_avg_sq")
-        )
+        They are counted in one call of torch's, because after each the interpreter has to be waited
+        for again.
+        """
         states = [self.state[master] for master in masters]
         for master, state in zip(masters, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
-        steps = count_steps(states)
+                state.update(self.new_moments(master, group))
+        counts = [state["step"] for state in states]
+        torch._foreach_add_(counts, 1)
+        steps: list[float] = torch.stack(counts).tolist()
+        beta1, beta2 = group["betas"]
         rules = {
-            step: adam_rule(step, group, group["amsgrad"], group["decoupled_weight_decay"])
+            step: AdamRule(
+                step=step,
+                lr=float(group["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=amsgrad,
+                maximize=group["maximize"],
+                is_decoupled=is_decoupled,
+            )
             for step in set(steps)
         }
-        moments = map(operator.itemgetter(*names), states)
-        return [
-            update_of(*given)
-            for given in zip(masters, moments, map(rules.__getitem__, steps), strict=True)
-        ]
+        return zip(masters, states, map(rules.__getitem__, steps), strict=True)
+
+    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+        amsgrad = group["amsgrad"]
+        decided = self.decided(
+            masters, group, amsgrad=amsgrad, is_decoupled=group["decoupled_weight_decay"]
+        )
+        moments_of = operator.itemgetter(*_moment_names(amsgrad=amsgrad))
+        return [update_of(master, moments_of(state), rule) for master, state, rule in decided]
+
+
+def _moment_names(*, amsgrad: bool) -> tuple[str, ...]:
+    return "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if amsgrad else ())
 
 
 @dataclass(frozen=True)
@@ -264,7 +285,7 @@ class SGD(OnePass, torch.optim.SGD):
         return updates
 
 
-class Adam(_AdamFamily, torch.optim.Adam):
+class Adam(AdamFamily, torch.optim.Adam):
     """Adam (Kingma and Ba 2014), with ``amsgrad`` as in Reddi et al. 2018.
 
     Takes the arguments of ``torch.optim.Adam`` and keeps its state: two fp32 moments, 8 bytes per
@@ -273,7 +294,7 @@ class Adam(_AdamFamily, torch.optim.Adam):
     """
 
 
-class AdamW(_AdamFamily, torch.optim.AdamW):
+class AdamW(AdamFamily, torch.optim.AdamW):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2017).
 
     Takes the arguments of ``torch.optim.AdamW`` and keeps its state: two fp32 moments, 8 bytes per
@@ -282,6 +303,33 @@ class AdamW(_AdamFamily, torch.optim.AdamW):
     Example:
         >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
         >>> engine.step(optimizer.step)
+    """
+
+
+# torch's own, whose update is more than elementwise: they run as torch wrote them, on ``.grad``.
+
+
+class Adafactor(SteadyState, torch.optim.Adafactor):
+    """Adafactor (Shazeer and Stern 2018), which keeps a row and a column instead of a matrix of
+    second moments.
+
+    Takes the arguments of ``torch.optim.Adafactor`` and keeps its state. Runs torch's own step on
+    ``.grad``, which takes 4 bytes per element while it runs. Construct it over
+    ``optim_parameters()``.
+    """
+
+
+class Muon(SteadyState, torch.optim.Muon):
+    """Muon (Jordan et al. 2024): momentum made orthogonal by Newton-Schulz iterations.
+
+    Takes the arguments of ``torch.optim.Muon`` and keeps its state, 4 bytes per element. Runs
+    torch's own step on ``.grad``, which takes 4 more while it runs. Construct it over the matrices
+    among ``optim_parameters()``, and another optimizer over the rest.
+
+    Example:
+        >>> masters = engine.optim_parameters()
+        >>> muon = roundpipe.optim.Muon([master for master in masters if master.ndim == 2])
+        >>> adamw = roundpipe.optim.AdamW([master for master in masters if master.ndim != 2])
     """
 
 

@@ -6,9 +6,8 @@ import torch
 
 from ..step import context
 
-KERNEL_CHOICES = frozenset(
-    ("capturable", "differentiable", "foreach", "fused")
-)  # in param groups, yet no state
+# In param groups, yet no state.
+KERNEL_CHOICES = frozenset(("capturable", "differentiable", "foreach", "fused"))
 
 
 class SteadyState(torch.optim.Optimizer):

@@ -1,5 +1,8 @@
-"""The gradients between two optimizer steps: what offloaded in one call or more, added up."""
+"""The gradients between two optimizer steps: what offloaded in one call or more, added up, and what
+of it each master shows to ``step_fn``."""
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,7 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .gradients import GradientBuffer, GradientBuffers, GradientRules, OffloadedLayer
+from ..errors import ConfigError
+from .gradient_memory import GradientBuffer, GradientBuffers, GradientRules
+from .gradients import OffloadedLayer
+from .placement.held import Held, hold_as
 from .working import LayerParameters, ParameterStore
 
 
@@ -151,3 +157,96 @@ class _LayerSums:
             if buffer is not None:
                 self._buffers.give_back(buffer)
         self.gradients.clear()
+
+
+class Master(nn.Parameter):
+    """A trainable parameter's copy for the optimizer.
+
+    During a step its gradient first is what offloaded, in the offloaded dtype and not yet scaled by
+    clipping; RoundPipe's own optimizers read that directly. ``.grad`` in the master's dtype is made
+    when somebody else first reads it. Only the optimizer thread sees the gradient: a ``zero_grad``
+    of the caller's must not reach into a step under way.
+    """
+
+    _offloaded: Offloaded | None = None
+    _made: torch.Tensor | None = None
+    _thread: int | None = None
+    scale: float = 1.0
+
+    def open(self, offloaded: Offloaded | None) -> None:
+        """The calling thread's step owns the gradient, if there is one, from here on."""
+        self._offloaded, self._made, self.scale, self._thread = (
+            offloaded,
+            None,
+            1.0,
+            threading.get_ident(),
+        )
+
+    def close(self) -> None:
+        self._offloaded = self._made = self._thread = None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the calling thread runs a step of this master's engine."""
+        return self._thread == threading.get_ident()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._thread is not None and self._thread != threading.get_ident()
+
+    def offloaded(self) -> tuple[torch.Tensor, ...]:
+        """The gradient before ``scale`` is applied, as parts to be added, in whatever dtypes; empty
+        if none arrived.
+
+        Valid until the step ends; not to be written.
+        """
+        if self._offloaded is not None:
+            return self._offloaded.parts
+        return () if self._made is None else (self._made,)
+
+    @property
+    def is_gradient_seen(self) -> bool:
+        """Whether ``.grad`` was made or set, so that somebody else may write to it."""
+        return self._made is not None
+
+    @property
+    def gradient_norms(self) -> torch.Tensor | None:
+        """Of ``offloaded`` what `norms_of` gives, where the device has sent it along."""
+        return None if self._offloaded is None else self._offloaded.norms
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if self._is_elsewhere:
+            return None
+        _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
+        if self._offloaded is not None:
+            # A copy, because step_fn may keep it while the offloaded memory already serves the next
+            # call.
+            self._made, self._offloaded = self._offloaded.total().to(self.dtype, copy=True), None
+        if self._made is not None and self.scale != 1.0:
+            self._made.mul_(self.scale)
+        self.scale = 1.0
+        return self._made
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if not self._is_elsewhere:
+            self._offloaded, self._made, self.scale = None, gradient, 1.0
+
+
+class HeldMaster(Held, Master):
+    """A master that an update is going to write. See [Note: newest values]."""
+
+
+hold_as(Master, HeldMaster)
+
+
+def _refuse_torch_grad_scaler(reader: str) -> None:
+    """Its scale may have moved on by now and its skips would come too late. ``reader``: the module
+    that reads."""
+    if reader.startswith("torch.") and reader.endswith("grad_scaler"):
+        raise ConfigError(
+            "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes "
+            "into loss_fn, "
+            "unscale_() and step() into step_fn, and update() after RoundPipe.step()"
+        )

@@ -12,7 +12,8 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
-from .placement.second_buffer import Place, SecondBuffer
+from .placement.newest import Whereabouts
+from .placement.second_buffer import SecondBuffer
 
 if TYPE_CHECKING:
     from .placement.device_state import DeviceState
@@ -79,11 +80,13 @@ class ParameterStore:
         # Those that have a master, also if they are frozen now: an update of theirs may still be on
         # its way.
         self.stepped: set[int] = set()
-        self.spares: dict[int, SecondBuffer] = {}  # by layer; see [Note: two working copies]
         self.device_states: dict[int, DeviceState] = {}  # by layer; see [Note: device states]
-        self.written: set[int] = (
-            set()
-        )  # layers whose forward has written to a weight, which only a slot may hold then
+        self.whereabouts = [Whereabouts(layer, self.device_states) for layer in self.layers]
+        self._of_whole = self.whereabouts  # by the layer numbers of uses
+        # The ids of parameters that are behind their masters in every copy; [Note: newest values].
+        self.ahead: set[int] = set()
+        # Layers whose forward has written to a weight, which only a slot may hold then.
+        self.written: set[int] = set()
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
@@ -114,6 +117,7 @@ class ParameterStore:
         part.first = layers.start
         own = self.layers[layers.start : layers.stop]
         part.layers = tuple(replace(layer, layer=index) for index, layer in enumerate(own))
+        part.whereabouts = self.whereabouts[layers.start : layers.stop]
         part._arenas = {
             index - layers.start: arena for index, arena in self._arenas.items() if index in layers
         }
@@ -122,16 +126,15 @@ class ParameterStore:
     def working(self, use: ParameterUse, version: int) -> torch.Tensor:
         """Where the parameter's value at that version lies on the host."""
         home = self.uses[id(use.parameter)][0]
-        spare = self.spares.get(home.layer)
-        is_there = spare is not None and home.place in spare.tensors and spare.holds(version)
-        return (
-            spare.tensors[home.place] if spare is not None and is_there else use.parameter.detach()
-        )
+        second = self._of_whole[home.layer].second_at(version)
+        if second is not None and home.place in second.tensors:
+            return second.tensors[home.place]
+        return use.parameter.detach()
 
-    def spare_of(self, layer: LayerParameters, version: int) -> SecondBuffer | None:
-        """The layer's second working copy, if that is what a call at that version reads."""
-        spare = self.spares.get(layer.layer)
-        return spare if spare is not None and spare.holds(version) else None
+    def second_of(self, layer: LayerParameters, version: int) -> SecondBuffer | None:
+        """The layer's second buffer, if that is what a call at that version reads. Of a layer of a
+        part too."""
+        return self._of_whole[layer.uses[0].layer].second_at(version) if layer.uses else None
 
     def image_of(self, layer: LayerParameters) -> torch.Tensor | None:
         """The user's own parameters of the layer as one block of bytes, if they (still) lie in
@@ -144,20 +147,18 @@ class ParameterStore:
         return arena.bytes
 
     def second_buffer_bytes(self) -> int:
-        """What ``make_spares`` would take."""
-        return sum(map(_trained_bytes, self._spareable()))
+        """What ``make_second_buffers`` would take."""
+        return sum(map(_trained_bytes, self._to_have_two_copies()))
 
-    def make_spares(self) -> None:
+    def make_second_buffers(self) -> None:
         """Gives layers a second working copy of what trains, on devices only.
 
         Where the caller's thread computes with a parameter it has to be up to date itself.
         """
-        for layer in self._spareable():
-            places = [
-                Place(use.place, use.offset, use.parameter.shape, use.parameter.dtype)
-                for use in layer.trainable
-            ]
-            self.spares[layer.layer] = SecondBuffer(places, _trained_bytes(layer), self._memory)
+        for layer in self._to_have_two_copies():
+            self.whereabouts[layer.layer].second = SecondBuffer(
+                layer.trainable, _trained_bytes(layer), self._memory
+            )
 
     def tied_with(self, layer: LayerParameters) -> list[LayerParameters]:
         """The layer and all that have weights in common with it or with each other, shallow
@@ -169,7 +170,7 @@ class ParameterStore:
             wanted = {use.layer for key in parameters for use in self.uses[key]} - found
         return [self.layers[index] for index in sorted(found)]
 
-    def _spareable(self) -> list[LayerParameters]:
+    def _to_have_two_copies(self) -> list[LayerParameters]:
         if self._memory.needs_staging:
             return []  # because who leaves weights where they are has no memory for them
         on_host = {

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
-from ..params.gradients import Accumulator, GradientBuffers, OffloadedLayer, offload
+from ..params.gradient_memory import GradientBuffers
+from ..params.gradients import Accumulator, OffloadedLayer, offload
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..trace import spans
 from ..transfer.boundaries import (

@@ -77,8 +77,7 @@ class StageLoader:
         the stage run's results.
         """
         layer = self._store.layers[index]
-        device_state = self._store.device_states.get(index)
-        image = device_state.image_at(stage.weights.version) if device_state is not None else None
+        image = self._store.whereabouts[index].image_at(stage.weights.version)
         if image is not None:
             here = self._device.compute.record()  # it was written on that lane
             stage.uploaded[index] = UploadedLayer(

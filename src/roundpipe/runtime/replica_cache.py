@@ -13,7 +13,7 @@ from ..layers.compiler import BlockCompiler
 from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch, Writers
-from ..params.gradients import GradientRules
+from ..params.gradient_memory import GradientRules
 from ..plan.actions import Pass
 from ..transfer.residency import Residency
 from .stage import Stage

@@ -14,7 +14,7 @@ from ..layers.snapshot import Writers
 from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
-from ..params.gradients import GradientBuffers, GradientRules
+from ..params.gradient_memory import GradientBuffers, GradientRules
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
 from ..transfer.sender import make_sender

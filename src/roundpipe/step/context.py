@@ -3,7 +3,7 @@ not affected."""
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -100,11 +100,11 @@ def running_step(optimizers: "StepOptimizers") -> Iterator[None]:
         _local.depth -= 1
 
 
-def introduce(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer known to the engines whose masters it holds, so that its first step is
-    snapshotted too."""
+def introduce(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Makes an optimizer known to the engines whose masters are among its ``parameters``, so that
+    its first step is snapshotted too."""
     for thread in _threads:
-        thread.introduce(optimizer)
+        thread.introduce(optimizer, parameters)
 
 
 def register(thread: "StepThread") -> None:
@@ -116,9 +116,8 @@ def threads() -> "Iterator[StepThread]":
     return iter(_threads)
 
 
-if hasattr(
-    os, "register_at_fork"
-):  # because none of them runs there, so that whoever waited would wait forever
+# Because none of them runs there, so that whoever waited would wait forever.
+if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_threads.clear)
 
 

@@ -39,9 +39,8 @@ class StepHandle:
         """
         self._wait(lambda: self._is_done)
         if self._error is not None:
-            self._on_raise(
-                self._error
-            )  # because what the caller has seen here is not to come up again later
+            # Because what the caller has seen here is not to come up again later.
+            self._on_raise(self._error)
             raise self._error
 
     def wait_over(self) -> bool:

@@ -5,8 +5,12 @@ torch tells of every optimizer step through a global pre-hook, which may also re
 of that step, ``self`` included. So each step inside ``step_fn`` runs on a *stand-in*: the same
 state and the same parameters, with param groups of its own. The optimizer's own groups belong to
 the caller's thread alone and are never written late.
+
+Nothing of torch's tells that an optimizer was made, which has to be known before its first step is
+called: so its ``add_param_group`` is wrapped, which every optimizer goes through that has masters.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,9 +23,8 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ConfigError
-from ..params.masters import Master
-from ..params.placement.pending import PendingUpdates
-from ..threads import interpreter
+from ..params.placement.newest import PendingUpdates
+from ..params.window import Master
 from ..threads.weak_registry import WeakRegistry
 from . import context
 
@@ -41,21 +44,12 @@ class Taken(NamedTuple):
 
 
 class LearntOptimizers:
-    """The optimizers an engine's ``step_fn``s have stepped. Changed on the optimizer thread, read
-    by the caller."""
+    """The optimizers over an engine's masters. Changed where they are made or stepped, read by the
+    caller."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self.self_written: dict[int, set[str]] = {}
-
-    def find(self, masters: Iterable[torch.Tensor]) -> None:
-        """Learns every optimizer alive that holds one of the masters, before any has been seen to
-        step."""
-        wanted = {id(master) for master in masters}
-        for candidate in interpreter.optimizers():
-            groups = candidate.__dict__.get("param_groups", [])
-            if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
-                self.learn(candidate)
 
     def learn(self, optimizer: Optimizer) -> None:
         known = self._known.get(id(optimizer))
@@ -220,3 +214,13 @@ def hook_optimizers() -> None:
         _hooked = True
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
+        Optimizer.add_param_group = _introducing(Optimizer.add_param_group)  # type: ignore[method-assign]
+
+
+def _introducing(add_param_group: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(add_param_group)
+    def added(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        add_param_group(optimizer, *args, **kwargs)
+        context.introduce(optimizer, optimizer.param_groups[-1]["params"])
+
+    return added

@@ -4,14 +4,14 @@ weights written back.
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version
 ``max(t - 1, s)``, s being the last step before a flush. Step t's job first writes back W_(t-1),
 layer by layer, then runs ``step_fn``; it may write working copies because every call that read
-older ones was committed by a job queued before it. Layers with a second working copy are written
-back by their own step; see [Note: two working copies].
+older ones was committed by a job queued before it. Layers with an idle copy are written back by
+their own step; see [Note: newest values].
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,18 +19,18 @@ import torch
 
 from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
+from ..params.placement.device_state import DeviceStates
+from ..params.placement.newest import PendingUpdates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
-from ..system.cores import usable_cores
 from ..threads.interrupts import SteadyCondition, deferred
-from ..threads.worker import Job, Worker
+from ..threads.worker import Worker
 from ..trace import spans
 from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
-from .late_error import LateError
+from .jobs import Jobs, LateError
 from .turns import Turns
-from .updates import pending_updates
 from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
@@ -57,25 +57,6 @@ def _noted(what: str) -> Iterator[None]:
         raise
 
 
-def leave_cores_for(num_devices: int) -> Job:
-    """A job that limits the intra-op threads of the thread it runs on.
-
-    Each device's worker issues work from a core of its own and the caller needs one; an update that
-    takes all cores is several times slower than one that leaves a quarter of them, because its
-    threads then wait for each other.
-    """
-    cores = usable_cores()
-    count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
-
-    def limit() -> None:
-        torch.set_num_threads(count)
-        # Until a thread first asks, torch has it follow whatever number another thread has set
-        # since.
-        torch.get_num_threads()
-
-    return limit
-
-
 class StepThread:
     """Owns masters and windows while jobs run. All public methods but ``is_written_back`` are for
     the caller's thread."""
@@ -86,27 +67,25 @@ class StepThread:
         condition: SteadyCondition,
         store: ParameterStore,
         masters: Masters,
+        device_states: DeviceStates,
         new_window: Callable[[], GradientWindow],
     ) -> None:
-        self._worker = worker
         self._condition = condition
         self._store = store
         self._masters = masters
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers()
-        self._late = late = LateError(condition)
-        self._write_back = WriteBack(condition, store, masters, late)
-        self._jobs_left = 0
+        self._late = LateError(condition)
+        self._write_back = WriteBack(condition, store, masters, device_states, self._late)
+        self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = 0
         self.num_steps = 0
-        self.update_listeners: list[
-            Callable[[float], None]
-        ] = []  # told what a step took, in milliseconds
+        # Told what a step took, in milliseconds.
+        self.update_listeners: list[Callable[[float], None]] = []
         self.num_loads = 0
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
-        self._is_over = False
         # Because a forgotten engine writes back on its own thread, while the caller may have it
         # give way.
         self._bringing_home = threading.Lock()
@@ -115,10 +94,9 @@ class StepThread:
         context.register(self)
 
     def __repr__(self) -> str:
-        written_back = self._write_back.version
         return (
-            f"<StepThread: {self.num_steps} steps, {self._jobs_left} jobs pending, "
-            f"written back {written_back}>"
+            f"<StepThread: {self.num_steps} steps, {self._jobs.num_left} jobs pending, "
+            f"written back {self._write_back.version}>"
         )
 
     @property
@@ -137,8 +115,7 @@ class StepThread:
         if self.weights != weights:
             raise RuntimeError(
                 "step(), a flush or a load ran between this forward and its backward, so the "
-                "weights are no longer "
-                "those of the forward; call backward() first"
+                "weights are no longer those of the forward; call backward() first"
             )
 
     @property
@@ -149,7 +126,7 @@ class StepThread:
     @property
     def is_idle(self) -> bool:
         """Whether all calls committed and all steps taken are over."""
-        return self._jobs_left == 0
+        return self._jobs.num_left == 0
 
     def is_written_back(self, layer: int, version: int) -> bool:
         """Whether the layer's working copies hold ``version``. Called by workers under the engine's
@@ -159,30 +136,28 @@ class StepThread:
         """
         return self._write_back.is_written_back(layer, version)
 
-    def introduce(self, optimizer: torch.optim.Optimizer) -> None:
-        """Learns an optimizer that has just been made, if it is over masters of this engine."""
-        masters = {id(master) for _, master in self._masters.existing()}
-        if any(
-            id(parameter) in masters
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+    def introduce(
+        self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
+    ) -> None:
+        """Learns an optimizer if there are masters of this engine among its ``parameters``."""
+        if self._masters.has_any(parameters):
             self._learnt.learn(optimizer)
 
     def raise_late_error(self) -> None:
         """Raises, once, what failed behind the caller's back since the last engine call."""
-        self._raise_kept()
+        self.raise_kept()
         with self._condition:
             # After an interrupted flush too, when all layers hold ``version`` but not all the
             # newest one.
             is_behind = (
                 self._write_back.error is not None or self._write_back.version < self.version
             )
-            is_idle = self._jobs_left == 0
+            is_idle = self._jobs.num_left == 0
         if is_behind and is_idle:
             self._write_back_all()  # because writing back failed, which the caller was told
 
-    def _raise_kept(self) -> None:
+    def raise_kept(self) -> None:
+        """The same without trying once more what has failed."""
         with self._condition:
             error = self._late.take()
             if error is not None:
@@ -198,72 +173,34 @@ class StepThread:
         self.num_loads += 1
         self.turns.tell_others()
 
-    # Where other engines have the same weights. See [Note: turns].
-
-    def take_turn(self) -> None:
-        """Before an engine call: goes on from what the others have made of the weights."""
-        self.turns.take(self._follow_others)
-
-    def _follow_others(self) -> None:
+    def follow_others(self) -> None:
+        """Goes on from what other engines have made of the weights."""
         self.num_loads += 1
         self._masters.follow_others()
 
-    def give_way(self) -> None:
-        """Another engine is to be used: what is under way ends, and the user's parameters hold the
-        newest weights.
-
-        What they have been written since the update stays, as it does if an engine loads it. Raises
-        what failed behind the caller's back. After ``close()``, which has raised what kept it from
-        writing back, it is tried once more.
-        """
-        if self._is_over:
-            return
-        self.wait_idle()
-        try:
-            self._bring_home()
-            self._raise_kept()
-        except Exception as error:
-            if self.is_closed:
-                self._is_over = (
-                    True  # because later it might overwrite what others have made of the weights
-                )
-                _log.warning(
-                    "%s was closed before its weights were written back: the model is without some",
-                    self.name,
-                )
-                return
-            self._add_whose(error)
-            raise
-
-    def _add_whose(self, error: BaseException) -> None:
-        """For the caller of another engine."""
-        error.add_note(
-            f"RoundPipe: this comes from the engine {self.name}, which has the same weights"
-        )
-        if error is self._write_back.error:
-            error.add_note(
-                "RoundPipe: the model may hold some of its weights after the last update and some "
-                "before; if it goes "
-                "on like this, close() that engine, and load weights through another one"
-            )
-
-    def end_forgotten(self) -> None:
-        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so
-        it never waits."""
-        self._worker.submit(self._end_forgotten)
-
-    def _end_forgotten(self) -> None:
-        try:
-            self._bring_home()
-            self._raise_kept()
-        except BaseException:
-            _log.exception("an engine was forgotten before what had failed could be raised")
-
-    def _bring_home(self) -> None:
+    def bring_home(self) -> None:
+        """Writes the newest weights to the user's parameters. With no job left, or in the last.
+        What these have been written since the update stays, as it does if an engine loads it."""
         with self._bringing_home:
             if self._masters.are_ahead:
                 self._masters.leave_written()
                 self._write_back_all()
+
+    def has_failed_to_write_back(self, error: BaseException) -> bool:
+        """Whether that is what keeps the user's parameters from being the newest."""
+        return error is self._write_back.error
+
+    def end_forgotten(self) -> None:
+        """Queues the last job: nobody is there any more who could flush. Called by a finalizer, so
+        it never waits."""
+        self._jobs.submit_last(self._end_forgotten)
+
+    def _end_forgotten(self) -> None:
+        try:
+            self.bring_home()
+            self.raise_kept()
+        except BaseException:
+            _log.exception("an engine was forgotten before what had failed could be raised")
 
     def wait_written_back(self, layer: int) -> None:
         """Blocks the caller, who computes with the layer himself, until its working copies hold
@@ -278,8 +215,9 @@ class StepThread:
         """Queues adding a call's gradients to the current window; that job waits for its late
         backward stage runs."""
         window = self._window
-        self._submit(lambda: self._commit(call, window))
+        self._jobs.submit(lambda: self._commit(call, window))
 
+    @deferred()  # because a step that is counted must be queued, or others would wait forever
     def step(
         self,
         step_fn: Callable[..., Any],
@@ -289,36 +227,22 @@ class StepThread:
     ) -> StepHandle:
         """Queues step t. Ownership of the accumulated gradients passes here; later calls start from
         zero."""
-        # Because a step that is counted must be queued, or others would wait for its weights
-        # forever.
-        with deferred():
-            return self._queue_step(step_fn, is_async, args, kwargs)
-
-    def _queue_step(
-        self,
-        step_fn: Callable[..., Any],
-        is_async: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> StepHandle:
         handle = StepHandle(self._condition, self._late.forget)
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
         number = self.num_steps
         self.turns.tell_others()
         is_first = self._learnt.forget_gone()
-        if is_first:
-            self._learnt.find(master for _, master in self._masters.existing())
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         context.tell_called(optimizers, handle, is_async)
-        self._submit(
+        self._jobs.submit(
             lambda: self._step(
                 handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)
             )
         )
         if is_async and is_first:
-            # An optimizer made inside step_fn could not be found above: its hyper-parameters are
-            # read when it steps.
+            # An optimizer made inside step_fn is not known yet: its hyper-parameters are read when
+            # it steps.
             handle.wait_entered()
         if not is_async:
             self._flushed = number
@@ -328,7 +252,7 @@ class StepThread:
     def zero_grad(self) -> None:
         """Drops gradients not yet stepped, those still in flight included."""
         window, self._window = self._window, self._new_window()
-        self._submit(window.release)
+        self._jobs.submit(window.release)
 
     def flush(self) -> None:
         """A synchronisation point: waits for all jobs and writes back the newest weights."""
@@ -347,46 +271,18 @@ class StepThread:
         self._flushed = self.num_steps
 
     def leave_devices(self) -> None:
-        """See `Masters.leave_devices`. Calls go on to compute with the versions that they would
+        """See `WriteBack.leave_devices`. Calls go on to compute with the versions that they would
         have computed with."""
         self.wait_idle()
         self.raise_late_error()
         with deferred():  # because a layer that has left must be known to be behind
-            for layer in self._masters.leave_devices(self.version):
-                self._write_back.set_back(layer, self.version)
+            self._write_back.leave_devices(self.version)
 
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
-        self._condition.wait_interruptibly(lambda: self._jobs_left == 0)
-
-    def _submit(self, job: Callable[[], None]) -> None:
-        def counted() -> None:
-            failure: BaseException | None = None
-            try:
-                job()
-            except BaseException as error:
-                failure = (
-                    error  # because an error that ended this thread would leave its waiters waiting
-                )
-            with self._condition:
-                if failure is not None:
-                    self._fail_late(failure)
-                self._jobs_left -= 1
-                self._condition.notify_all()
-
-        with deferred():
-            with self._condition:
-                self._jobs_left += 1
-            self._worker.submit(counted)
+        self._jobs.wait_idle()
 
     # Jobs, on the optimizer thread.
-
-    def _fail_late(self, error: BaseException) -> None:
-        self._masters.note_failure(error)
-        if (
-            error is not self._write_back.error
-        ):  # which is late already, or a waiting call has raised it
-            self._late.keep(error)
 
     def _commit(self, call: Backward, window: GradientWindow) -> None:
         try:
@@ -396,7 +292,7 @@ class StepThread:
                 window.commit(call.offloaded)
         except BaseException as error:
             window.error = error
-            self._fail_late(error)
+            self._write_back.note_failure(error)
 
     def _step(
         self,
@@ -408,7 +304,7 @@ class StepThread:
         step_fn: Callable[[], Any],
     ) -> None:
         began, result, error = time.perf_counter(), None, None
-        updates = optimizers.updates = pending_updates()
+        updates = optimizers.updates = PendingUpdates()
         try:
             self._write_back.write_back_behind(number - 1)
             if window.error is not None:
@@ -429,14 +325,13 @@ class StepThread:
             if error is not self._write_back.error:
                 self._write_back.advance(number - 1 if is_async else number)
             if error is not window.error:
-                self._fail_late(error)
+                self._write_back.note_failure(error)
         finally:
             try:
                 self._masters.take_gradients()
             finally:
-                handle._finish(
-                    result, error
-                )  # whatever happens, because somebody may be waiting for it
+                # Whatever happens, because somebody may be waiting for it.
+                handle._finish(result, error)
         try:
             if error is None and not is_async:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads

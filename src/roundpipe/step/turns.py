@@ -12,7 +12,9 @@ they would go on from weights of which some are older than others. That ends whe
 what the model holds is what there is.
 """
 
-from collections.abc import Callable, Collection, Iterable
+import logging
+import weakref
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +24,8 @@ from . import context
 
 if TYPE_CHECKING:
     from .thread import StepThread
+
+_log = logging.getLogger("roundpipe")
 
 
 class Turns:
@@ -33,19 +37,21 @@ class Turns:
 
     def __init__(self, own: "StepThread", weights: Collection[int]) -> None:
         self.weights = frozenset(weights)
+        self._own = weakref.proxy(own)
         self._is_behind = False
+        self._is_over = False
         self._others: WeakRegistry[StepThread] = WeakRegistry()
         for other in _over(self.weights):
             self._others.add(other)
             other.turns._others.add(own)
 
-    def take(self, follow: Callable[[], None]) -> None:
-        """Before an engine call. ``follow``: takes over what others have changed since this
+    def take(self) -> None:
+        """Before an engine call: goes on from what the others have made of the weights since this
         engine's last one."""
         for other in self._others:
-            other.give_way()
+            other.turns.give_way()
         if self._is_behind:
-            follow()
+            self._own.follow_others()
             self._is_behind = False  # only now, because an interrupt may have come before
 
     def tell_others(self) -> None:
@@ -53,13 +59,48 @@ class Turns:
         for other in self._others:
             other.turns._is_behind = True
 
+    def give_way(self) -> None:
+        """Another engine is to be used: what is under way ends, and the user's parameters hold the
+        newest weights.
+
+        Raises what failed behind the caller's back. After ``close()``, which has raised what kept
+        it from writing back, it is tried once more.
+        """
+        if self._is_over:
+            return
+        own = self._own
+        own.wait_idle()
+        try:
+            own.bring_home()
+            own.raise_kept()
+        except Exception as error:
+            if own.is_closed:
+                self._is_over = (
+                    True  # because later it might overwrite what others have made of the weights
+                )
+                _log.warning(
+                    "%s was closed before its weights were written back: the model is without some",
+                    own.name,
+                )
+                return
+            error.add_note(
+                f"RoundPipe: this comes from the engine {own.name}, which has the same weights"
+            )
+            if own.has_failed_to_write_back(error):
+                error.add_note(
+                    "RoundPipe: the model may hold some of its weights after the last update and "
+                    "some before; if it goes on like this, close() that engine, and load weights "
+                    "through another one"
+                )
+            raise
+
 
 def make_way(parameters: Iterable[torch.Tensor]) -> None:
     """Before an engine is made over the parameters: what others have yet to write there is
     written."""
     for other in _over({id(parameter) for parameter in parameters}):
         context.refuse_inside("wrapping a model that has an engine")
-        other.give_way()
+        other.turns.give_way()
 
 
 def _over(weights: Collection[int]) -> "list[StepThread]":

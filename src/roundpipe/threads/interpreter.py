@@ -5,9 +5,9 @@ of every device.
 [1] A full garbage collection looks at every object there is and holds the interpreter meanwhile:
     over half a second once torch, transformers and compiled code are loaded. What is alive when
     training has settled is frozen, so that collections from then on look only at what came later.
-    Nor does the collector find it for us any more, so the optimizers among it are noted. Nor would
-    it ever be freed if it was dropped in a circle of references, as a Trainer is: so all is thawed
-    when its run has ended, and when another engine is made, which may be to take its place.
+    Nor would it ever be freed if it was dropped in a circle of references, as a Trainer is: so all
+    is thawed when its run has ended, and when another engine is made, which may be to take its
+    place.
 [2] A thread that wants the interpreter leaves it to a busy one for a whole switch interval, 5 ms by
     default, and a worker wants it back after every operation, which lets go of it.
 """
@@ -16,12 +16,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
-
-from torch.optim import Optimizer
-
-from .weak_registry import WeakRegistry
 
 _SWITCH_INTERVAL_S = 1e-4
 # Calls after which a freeze pays: compiled code and the like is there, then what the first steps
@@ -29,7 +24,6 @@ _SWITCH_INTERVAL_S = 1e-4
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
-_frozen_optimizers: WeakRegistry[Optimizer] = WeakRegistry()
 _thaws = SimpleNamespace(count=0)  # so that all who are open know that calls have to settle again
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 
@@ -57,8 +51,6 @@ class QuietInterpreter:
         if self._num_calls in _SETTLED:
             gc.collect()  # because frozen garbage would stay
             with _lock:
-                for optimizer in _collectable_optimizers():
-                    _frozen_optimizers.add(optimizer)
                 gc.freeze()
 
     def rest(self) -> None:
@@ -74,31 +66,10 @@ class QuietInterpreter:
         self._num_calls, self._thaws_before = 0, _thaws.count
 
 
-def optimizers() -> list[Optimizer]:
-    """All there are, of which the user may have handed us none."""
-    return [*_frozen_optimizers, *_collectable_optimizers()]
-
-
-def _collectable_optimizers() -> list[Optimizer]:
-    # By their classes, to which objects refer. A list of all objects would refer to tuples that
-    # other threads are just making from a generator, which Python then refuses to finish. Not
-    # isinstance: it asks the object for its class, and objects such as dead proxies raise when
-    # asked.
-    referrers = gc.get_referrers(*_classes(Optimizer))
-    return [candidate for candidate in referrers if issubclass(type(candidate), Optimizer)]
-
-
-def _classes(kind: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    yield kind
-    for narrower in kind.__subclasses__():
-        yield from _classes(narrower)
-
-
 def _thaw() -> None:
     with _lock:
         _thaws.count += 1
         gc.unfreeze()
-        _frozen_optimizers.clear()  # because the collector knows of them again
 
 
 def _restore() -> None:

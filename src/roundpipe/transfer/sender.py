@@ -93,13 +93,14 @@ class DirectSender:
         slot: torch.Tensor,
         version: int = 0,
     ) -> Sent:
-        spare, image = self._store.spare_of(layer, version), self._store.image_of(layer)
+        second = self._store.second_of(layer, version)
+        image = self._store.image_of(layer)
         others = uses
-        if spare is not None:
-            there = [use for use in uses if use.place in spare.tensors]
-            others = [use for use in uses if use.place not in spare.tensors]
+        if second is not None:
+            there = [use for use in uses if use.place in second.tensors]
+            others = [use for use in uses if use.place not in second.tensors]
             for start, stop in _runs(layer, there):
-                source = spare.image[start - spare.offset : stop - spare.offset]
+                source = second.image[start - second.offset : stop - second.offset]
                 self._lane.copy_(slot[start : start + source.nbytes], source)
         if image is not None:
             for start, stop in _runs(layer, others):
