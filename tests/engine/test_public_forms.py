@@ -1,5 +1,7 @@
 """Forms that scripts use as they do with torch, and errors that name what is wrong with others."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.errors import ConfigError
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines
-from tests.support.models import make_mlp
+from tests.support.models import make_mlp, mlp_batch
 
 
 def test_masters_are_read_as_torchs_parameters_are(engines: Engines) -> None:
@@ -41,3 +43,30 @@ def test_an_output_device_that_is_not_there() -> None:
 
 def test_the_package_says_its_version() -> None:
     assert roundpipe.__version__.count(".") == 2
+
+
+def test_a_number_given_to_a_grad_scaler_is_its_scale() -> None:
+    """It was taken for the device, and the scale was 65536."""
+    assert roundpipe.GradScaler(8192.0).get_scale() == 8192.0
+    assert roundpipe.GradScaler("cuda", 4.0).get_scale() == 4.0
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_scheduler_may_step_before_an_asynchronous_update(engines: Engines) -> None:
+    """torch warned that `optimizer.step()` had not been called."""
+    engine = engines(make_mlp(), ONE)
+    batch = mlp_batch(8)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    may_update = threading.Event()
+
+    def step_fn() -> None:
+        may_update.wait()
+        optimizer.step()
+
+    engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)
+    engine.step(step_fn, is_async=True)
+    scheduler.step()
+    may_update.set()
+    engine.synchronize()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

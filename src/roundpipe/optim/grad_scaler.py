@@ -25,7 +25,8 @@ class GradScaler:
     unscaled by the scale of its own losses.
 
     Args:
-        device: accepted as torch's is, and ignored: gradients are on the host.
+        device: accepted as torch's is, and ignored: gradients are on the host. A number is taken
+            for ``init_scale``.
         init_scale, enabled: as torch's.
         growth_factor, growth_interval: the scale is multiplied with the first after as many steps
             in a row without an inf or NaN as the second says.
@@ -49,13 +50,15 @@ class GradScaler:
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | float = "cuda",
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if isinstance(device, int | float):
+            init_scale = float(device)
         if growth_factor <= 1.0:
             raise ConfigError(f"growth_factor is {growth_factor}; it must be more than 1")
         if backoff_factor >= 1.0:

@@ -67,7 +67,7 @@ class LearntOptimizers:
         return bool(gone) or not self._known
 
     def snapshot(self) -> dict[int, Taken]:
-        """Copies of all groups' hyper-parameters now."""
+        """Copies of all groups' hyper-parameters now, for a step that is called."""
         taken = {}
         for key, reference in list(self._known.items()):
             optimizer = reference()
@@ -75,6 +75,8 @@ class LearntOptimizers:
                 del self._known[key]
             else:
                 taken[key] = Taken(reference, _hyperparameters(optimizer))
+                # Because a scheduler asks whether it was stepped, and may before the update runs.
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's own
         return taken
 
 
