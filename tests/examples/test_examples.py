@@ -16,9 +16,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from trl import DPOTrainer as PlainDPOTrainer
 from trl import SFTConfig
 from trl import SFTTrainer as PlainSFTTrainer
 
+import dpo
 import run_clm
 import run_image_classification
 import sft
@@ -300,3 +302,24 @@ def test_smollm2_reaches_the_held_out_loss_of_the_plain_trainers(tmp_path: Path)
         Trainer, TrainingArguments(**settings), tokens[:4], tokens[4:], data_collator=collator
     )
     assert ours == pytest.approx(plain, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_dpo_trains_as_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA on SmolLM2 from the package index, and its pairs."""
+    flags = [
+        *("--smollm2", "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"),
+        *("--max_steps", "2", "--max_length", "48", "--per_device_train_batch_size", "2"),
+        *("--held_out", "4", "--learning_rate", "1e-3", "--bf16", "False", "--dtype", "float32"),
+        *("--devices", "2", "--output_dir", str(tmp_path / "dpo")),
+        *QUIET,
+    ]
+    keys = ["train_loss", "eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"]
+    results = []
+    for cls in (dpo.RoundPipeDPOTrainer, PlainDPOTrainer):
+        monkeypatch.setattr(dpo, "RoundPipeDPOTrainer", cls)
+        results.append({key: value for key, value in dpo.main(flags).items() if key in keys})
+    assert sorted(results[0]) == sorted(keys)
+    assert results[0] == pytest.approx(results[1], abs=1e-4)

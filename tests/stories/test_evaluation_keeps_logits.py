@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import EvalPrediction, Trainer
 
-from roundpipe_hf import RoundPipeTrainer
+from roundpipe_hf import RoundPipeTrainer, loss_reduction
 from tests.support.models import make_llama
 from tests.support.trainers import make_trainer, run, token_rows
 
@@ -24,6 +24,7 @@ ROWS = token_rows(8)
 class Watched(RoundPipeTrainer):
     """Counts how many logits are alive when a loss is made, and how many there were."""
 
+    @loss_reduction("sum")
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -75,7 +76,7 @@ def test_logits_are_gone_with_their_loss(
         Watched, make_llama(tied=False), ROWS, num_microbatch=4, max_steps=1, **settings
     )
     run(trainer)
-    trainer.evaluate()  # the first asks for the loss's form, with logits of its own
+    trainer.evaluate()  # the first looks whether the declaration fits, with logits of its own
     trainer.watched.clear()
     trainer.most_alive = 0
     evaluated = trainer.evaluate()
