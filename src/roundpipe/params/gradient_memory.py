@@ -33,11 +33,19 @@ class GradientRules:
         self._grad_dtype = grad_dtype
 
     def master(self, parameter: nn.Parameter) -> torch.dtype:
-        return self._optim_dtype or parameter.dtype
+        return _of_kind(self._optim_dtype, parameter)
 
     def dtypes(self, parameter: nn.Parameter) -> GradientDtypes:
         summed = torch.promote_types(parameter.dtype, self.master(parameter))
-        return GradientDtypes(summed, self._grad_dtype or parameter.dtype)
+        return GradientDtypes(summed, _of_kind(self._grad_dtype, parameter))
+
+
+def _of_kind(dtype: torch.dtype | None, parameter: nn.Parameter) -> torch.dtype:
+    """``dtype``, or the complex one that is made of it: a real one would drop half of a complex
+    weight."""
+    if dtype is None:
+        return parameter.dtype
+    return torch.promote_types(dtype, torch.complex64) if parameter.is_complex() else dtype
 
 
 Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]

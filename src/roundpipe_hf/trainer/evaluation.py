@@ -44,6 +44,10 @@ class EvaluationMixin(_Base):
         """Waits for the update in flight, if any, and writes it into ``trainer.model``."""
         self._slot.synchronize(self.model, is_in_run=self.is_in_loop)
 
+    def _rest(self) -> None:
+        """No run is going on."""
+        self._slot.rest()
+
     def precision(self) -> Precision:
         """Returns the precision that the engine computes in now."""
         return precision_of(self.args, self.model, full_eval=self._full_eval)
@@ -187,7 +191,7 @@ class EvaluationMixin(_Base):
             self._full_eval = None
             self.args.bf16_full_eval, self.args.fp16_full_eval = given
             if not self.is_in_loop:
-                self._slot.rest()
+                self._rest()
 
 
 def on_host(num_items: torch.Tensor | int | None) -> torch.Tensor | int | None:

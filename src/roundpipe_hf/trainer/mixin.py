@@ -213,7 +213,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             raise
         finally:
             self.is_in_loop = False
-            self._slot.rest()
+            self._rest()
 
     @losses_on(None)  # because a step of the user's own may call it
     def training_step(

@@ -83,6 +83,11 @@ class TRLMixin(RoundPipeTrainerMixin):
         """Where the trainer has its batches, in evaluation, too: TRL brings them there itself."""
         return loss_device(engine)
 
+    def _rest(self) -> None:
+        super()._rest()
+        if self._ref_slot is not None:
+            self._ref_slot.rest()
+
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Called by TRL's constructor, before ours can go on."""
         self._refuse_data_and_model()

@@ -22,6 +22,7 @@ PRIVATE = {
     "_engine",
     "_make_inner_optimizer",
     "_outputs_device",
+    "_rest",
     "_rng_file",
     "_run_forward",
     "_run_window",
