@@ -2,14 +2,15 @@
 next call is right."""
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 from roundpipe import RoundPipe
-from roundpipe.params.masters import Masters
 from roundpipe.params.working import LayerParameters
 from roundpipe.step import write_back
+from roundpipe.step.write_back import WriteBack
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, engine_gradients, engine_weights
 from tests.support.injection import (
@@ -190,16 +191,16 @@ def test_a_call_that_waits_for_writing_back_can_be_interrupted(
     layer: int, count: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (engine, optimizer), (twin, twins) = make_trained(engines, count), make_trained(engines, count)
-    real = Masters.write_back
+    real = WriteBack._write
 
-    def hanging(self: Masters, layers: list[LayerParameters], *rest: object) -> None:
+    def hanging(self: WriteBack, layers: list[LayerParameters], *rest: Any, **more: Any) -> Any:
         if layers[0].layer == layer:
             INJECTION.reach("write_back")
-        real(self, layers, *rest)
+        return real(self, layers, *rest, **more)
 
     with Interruption() as interruption, monkeypatch.context() as patch:
         patch.setattr(write_back, "_TOGETHER_BYTES", 0)
-        patch.setattr(Masters, "write_back", hanging)
+        patch.setattr(WriteBack, "_write", hanging)
         INJECTION.arm("write_back", interruption.hang, at=1)
         with pytest.raises(KeyboardInterrupt):
             step_and_call(engine, optimizer)

@@ -396,7 +396,7 @@ REMOVALS = {
     ),
     # Whoever waits for one of them has waited for the other.
     "the caller waits for outputs and buffers": (
-        Removal(AdversarialEvent.wait, ("pipeline", "results")),
+        Removal(AdversarialEvent.wait, ("boundaries", "batches", "changes")),
         ANY,
     ),
 }
