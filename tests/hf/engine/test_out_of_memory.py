@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
@@ -204,26 +203,40 @@ def contrastive(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = No
     return cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)))
 
 
-def test_a_smaller_batch_only_where_it_cannot_be_cut() -> None:
-    """`auto_find_batch_size`: rows of a contrastive loss belong together. The run equals one of the
-    smaller batch."""
+@pytest.mark.parametrize("in_loss", [False, True])
+def test_a_smaller_batch_only_where_it_cannot_be_cut(in_loss: bool) -> None:
+    """`auto_find_batch_size`: rows of a contrastive loss belong together, so where that runs out
+    the run equals one of a smaller batch; the model is cut finer below any loss."""
     model: Any = MODELS["full"]()
 
-    def check(_: nn.Module, args: Any) -> None:
+    def check(_: Any, args: Any) -> None:
         if len(args[0]) > 3:
             raise RuntimeError("CUDA out of memory.")
 
-    model.model.layers[1].register_forward_pre_hook(check)
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        if in_loss:
+            check(None, (labels,))
+        return contrastive(outputs, labels)
+
+    if not in_loss:
+        model.model.layers[1].register_forward_pre_hook(check)
     settings: dict[str, Any] = {
         "auto_find_batch_size": True,
         "per_device_train_batch_size": 4,
         "devices": 2,
+        "num_microbatch": 1,
     }
-    ours = run(
-        make_trainer(RoundPipeTrainer, model, ROWS[:12], compute_loss_func=contrastive, **settings)
+    ours = run(make_trainer(RoundPipeTrainer, model, ROWS[:12], compute_loss_func=loss, **settings))
+    assert ours.state.train_batch_size == (3 if in_loss else 4)
+    plain = run(
+        make_trainer(
+            Trainer,
+            MODELS["full"](),
+            ROWS[:12],
+            compute_loss_func=contrastive,
+            per_device_train_batch_size=ours.state.train_batch_size,
+        )
     )
-    assert ours.state.train_batch_size == 3
-    plain = run(make_trainer(Trainer, MODELS["full"](), ROWS[:12], compute_loss_func=contrastive))
     assert_same_logs(logged(ours)[:-1], logged(plain)[:-1])
     assert_same_weights(weights(ours), weights(plain))
 
