@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -337,12 +337,16 @@ class StepThread:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads
                 # of weights flush.
                 self._write_back.write_back(number, self._store.layers, updates, window)
-        finally:
-            try:
-                # After a failure: masters are to be as the optimizers' steps left them.
+        except BaseException:
+            # What fails now is no second error: a caller who waited was told of the first already.
+            with suppress(Exception):
                 updates.compute_all()
-            finally:
-                window.release()
+            raise
+        else:
+            # After a failure: masters are to be as the optimizers' steps left them.
+            updates.compute_all()
+        finally:
+            window.release()
         if error is None:
             for listener in self.update_listeners:
                 listener(1e3 * (time.perf_counter() - began))
