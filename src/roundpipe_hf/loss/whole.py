@@ -16,6 +16,7 @@ from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 from ..arguments import losses_on
+from ..compat import adds_router_loss
 from ..engine.calls import cuts_batches
 from ..engine.out_of_memory import Footprint
 from .gradients import LossGradients
@@ -80,16 +81,21 @@ class WholeBatchLoss:
 
     def _tell(self, engine: RoundPipe) -> None:
         """Once a run."""
-        if self._has_told or not is_users(self._trainer) or not isinstance(engine, RoundPipe):
+        if self._has_told or not isinstance(engine, RoundPipe):
             return
         self._has_told = True
-        cut = "" if cuts_batches(engine) else ", each as one microbatch"
-        logger.info(
-            "the loss is computed on whole batches%s, as the plain Trainer does. If it is a sum or "
-            "a mean over rows or tokens, loss_reduction='sum', 'rows' or 'tokens' lets every "
-            "microbatch go backward at once",
-            cut,
-        )
+        if adds_router_loss(engine.model):
+            logger.warning(
+                "a router's auxiliary loss is of all rows together, so batches are not cut into "
+                "microbatches; use gradient accumulation to keep several devices busy"
+            )
+        elif is_users(self._trainer):
+            logger.info(
+                "the loss is computed on whole batches%s, as the plain Trainer does. If it is a "
+                "sum or a mean over rows or tokens, loss_reduction='sum', 'rows' or 'tokens' lets "
+                "every microbatch go backward at once",
+                "" if cuts_batches(engine) else ", each as one microbatch",
+            )
 
 
 def loss_device(engine: RoundPipe) -> torch.device:
