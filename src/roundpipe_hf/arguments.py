@@ -123,10 +123,10 @@ class PipelineArguments:
             self.max_gpu_memory = float(self.max_gpu_memory)  # GB, as on the command line
         if self.max_gpu_memory is not None:
             bytes_of(self.max_gpu_memory, "max_gpu_memory")
-        _check_choice("pin_model", self.pin_model, get_args(PinModel))
-        _check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
+        check_choice("pin_model", self.pin_model, get_args(PinModel))
+        check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
         if self.loss_reduction is not None:
-            _check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
+            check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         self.run_config()  # because a bad value should be told here, not at the first training step
         inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
         if inherited is not None:
@@ -235,6 +235,6 @@ def _check_device(name: str) -> None:
         ) from error
 
 
-def _check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{option} is {value!r}; use one of {', '.join(map(repr, choices))}")

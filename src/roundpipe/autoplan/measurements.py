@@ -201,8 +201,8 @@ class Rates:
 
     @property
     def knows_update(self) -> bool:
-        """Whether so many updates were seen that some were neither the first ones, which allocate,
-        nor disturbed."""
+        """True once so many updates were seen that some were neither the first ones, which
+        allocate, nor disturbed."""
         return self._updates_seen >= _RECENT
 
     @property

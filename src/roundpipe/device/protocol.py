@@ -65,7 +65,7 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where torch puts tensors that are on this device."""
+        """The device that torch puts tensors on that are here."""
         ...
 
     @property

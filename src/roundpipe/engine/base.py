@@ -1,4 +1,4 @@
-"""What every engine is to its user, whatever runs inside: weights, steps, and the end."""
+"""An engine as its user sees it, whatever runs inside: weights, steps, and the end."""
 
 import sys
 import weakref

@@ -1,5 +1,5 @@
-"""What calls leave on the devices beside their plans: where one engine has them for itself, and
-where the parts of a model share them."""
+"""The memory that calls leave on the devices beside their plans: where one engine has them for
+itself, and where the parts of a model share them."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -29,8 +29,8 @@ class DeviceMemory(Protocol):
 
 
 class OwnMemory:
-    """Of devices that one engine has for itself: its layers have device states in what calls leave
-    of them."""
+    """The memory of devices that one engine has for itself: its layers have device states in what
+    calls leave of it."""
 
     def __init__(self, free: FreeMemory, host: Host) -> None:
         self.free = free
@@ -57,8 +57,8 @@ class KeptInputs:
         self._needs: dict[str, Needs] = {}
 
     def suffices(self, part: str, needs: Needs) -> bool:
-        """Whether ``part`` may keep what its plan wants to. Notes its ``needs`` for the others'
-        sake.
+        """Says whether ``part`` may keep what its plan wants to. Notes its ``needs`` for the
+        others' sake.
 
         Whichever part runs must find room beside what all others keep, counted as if that were on
         one device.

@@ -132,7 +132,7 @@ class FusedLoss:
         if batch is None:
             return
         trainer = self._trainer
-        rows = _unlike(trainer, batch.inputs)
+        rows = _unlike(batch.inputs)
         parts = [rows_at(batch.inputs, [row]) for row in rows]
         weights = [1.0] * len(parts)
         if reduction != "sum":
@@ -184,7 +184,7 @@ class FusedLoss:
         return _TOLERANCE if is_exact else _TOLERANCE_BELOW_FP32
 
 
-def _unlike(trainer: Any, inputs: Mapping[str, Any]) -> list[int]:
+def _unlike(inputs: Mapping[str, Any]) -> list[int]:
     """Two rows of a batch: those with the most and the fewest labels that count."""
     count = most_parts(inputs)
     labels = inputs.get("labels")

@@ -93,9 +93,18 @@ class EngineStandIn(ModelStandIn):
     """Runs the call through the engine: for evaluation, where outputs come back whole before
     `compute_loss` goes on."""
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[..., Any], device: torch.device | None = None
+    ) -> None:
         super().__init__(model)
         self._run = run
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        """Where the outputs come to, not the model: a loss brings tensors of its own to it."""
+        of_model: Any = self._model.device if self._device is None else self._device
+        return torch.device(of_model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(**by_name(self._model, args, kwargs))

@@ -19,7 +19,7 @@ from torch import nn
 
 from roundpipe.errors import ConfigError
 
-from ..arguments import LossReduction, pipeline_of
+from ..arguments import LossReduction, check_choice, pipeline_of
 from ..compat import base_model, loss_adds_up, makes_causal_loss, valid_targets
 from .round import StashedBatch, rows_of
 
@@ -45,21 +45,13 @@ def loss_reduction(reduction: LossReduction) -> Callable[[F], F]:
         ...     return torch.nn.functional.mse_loss(outputs.logits.squeeze(-1), labels)
         >>> trainer = RoundPipeTrainer(model, args, compute_loss_func=distance)
     """
-    check_reduction(reduction)
+    check_choice("loss_reduction", reduction, get_args(LossReduction))
 
     def declare(loss: F) -> F:
         loss.loss_reduction = reduction  # type: ignore[attr-defined]  # read by `reduction_of`
         return loss
 
     return declare
-
-
-def check_reduction(reduction: Any) -> None:
-    if reduction not in get_args(LossReduction):
-        raise ConfigError(
-            f"loss_reduction is {reduction!r}; use 'sum', 'rows' or 'tokens', or leave it out: the "
-            "loss is then computed on whole batches"
-        )
 
 
 def is_users(trainer: Any) -> bool:

@@ -60,7 +60,7 @@ class WholeBatchLoss:
 
         with losses_on(device):
             loss = trainer.compute_loss(
-                EngineStandIn(trainer.model, run),
+                EngineStandIn(trainer.model, run, device),
                 self._inputs(batch, device),
                 num_items_in_batch=batch.num_items,
             )

@@ -85,7 +85,8 @@ class EvaluationMixin(_Base):
 
         ``num_microbatch`` microbatches are made of a batch; None lets the engine choose.
         """
-        return EngineStandIn(self.model, functools.partial(self._run_forward, num_microbatch))
+        run = functools.partial(self._run_forward, num_microbatch)
+        return EngineStandIn(self.model, run, self._outputs_device(self._engine(trains=False)))
 
     @losses_on(None)  # because it is a loss that calls it
     def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:

@@ -77,6 +77,7 @@ class AccumulationWindow:
         self._fused.forget()
         self._whole.forget()
         self._loss_gradients.forget()
+        self._loss_gradients.take_penalties()
 
     def run(self, engine: RoundPipe) -> list[torch.Tensor]:
         """Trains on the stashed batches in one round. Returns each batch's loss; the window is

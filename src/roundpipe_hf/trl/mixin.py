@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import TrainingArguments
 
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import ConfigError
 from roundpipe.presets.preset import has_own_preset
 
@@ -134,9 +134,9 @@ class TRLMixin(RoundPipeTrainerMixin):
         engine.train(self.ref_model.training)
         answer = self._answer_of(self.ref_model, engine)
         with torch.no_grad(), self.precision().in_model():
-            outputs = engine(**answer.arguments(given))
-        device = self._outputs_device(engine)
-        return answer.outputs(_to(self.precision().finish(outputs), device), given)
+            config = RoundPipeRunConfig(output_device=self._outputs_device(engine))
+            outputs = engine(roundpipe_run_config=config, **answer.arguments(given))
+        return answer.outputs(self.precision().finish(outputs), given)
 
 
 _PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True)

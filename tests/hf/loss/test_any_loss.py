@@ -334,6 +334,26 @@ def test_a_penalty_is_clipped_and_shown_with_the_rest() -> None:
         assert_same_weights(ours, plain)
 
 
+def test_a_penalty_of_a_run_that_failed_does_not_count_in_the_next() -> None:
+    """Its gradients waited for a step that never came."""
+
+    class Fails(TrainerCallback):  # type: ignore[misc]  # untyped base
+        fails = True
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            if self.fails:
+                self.fails = False
+                raise KeyboardInterrupt
+
+    pair = make_both(MODELS["full"], ROWS, Penalises, devices=2, **SETTINGS)
+    for trainer in pair:
+        trainer.add_callback(Fails())
+        with pytest.raises(KeyboardInterrupt):
+            run(trainer)
+        run(trainer)
+    assert_same(pair)
+
+
 def test_a_declared_loss_cannot_penalise_weights() -> None:
     class Declared(Penalises):
         compute_loss = loss_reduction("rows")(Loss.compute_loss)

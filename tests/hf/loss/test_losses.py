@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.loss.model_call import ModelAnswer, Replay
+from roundpipe_hf.loss.model_call import EngineStandIn, ModelAnswer, Replay
 from tests.support.preset_models import images, make_vit
 from tests.support.trainers import (
     MODELS,
@@ -187,6 +187,9 @@ def test_a_loss_finds_its_microbatch_where_the_model_is_said_to_be() -> None:
     replay = Replay(MODELS["full"](), ModelAnswer(), there, {}, batch=0)
     assert replay.device.type == "meta"
     assert Replay(MODELS["full"](), ModelAnswer(), {}, {}, batch=0).device.type == "cpu"
+    whole = EngineStandIn(MODELS["full"](), lambda **_: there, torch.device("meta"))
+    assert whole.device.type == "meta"
+    assert EngineStandIn(MODELS["full"](), lambda **_: there).device.type == "cpu"
 
 
 @pytest.mark.parametrize("is_own_step", [False, True])
