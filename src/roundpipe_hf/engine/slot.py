@@ -205,7 +205,7 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
         model_run_config=pipeline.run_config(),
         name=type(model).__name__,
     )
-    # Or an AutoRoundPipe, which is the same to a trainer but for the calls in in_parts.py.
+    # Or an AutoRoundPipe, which is the same to a trainer but for losses that run fused.
     return cast(RoundPipe, engine)
 
 
