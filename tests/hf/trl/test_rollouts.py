@@ -120,3 +120,12 @@ def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
 def test_vllm_is_refused(kind: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="use_vllm"):
         make_one(kind, True, folder, use_vllm=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@both
+def test_on_a_gpu(kind: str, folder: Path) -> None:
+    """The host's weights draw the same rollouts; TRL's own trainer stays on the CPU."""
+    ours = run(make_one(kind, True, folder, use_cpu=False, devices=1, beta=0.1))
+    assert_same(Pair(ours, run(make_one(kind, False, folder, beta=0.1))), atol=1e-3)
