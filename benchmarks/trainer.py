@@ -42,13 +42,31 @@ from roundpipe.system.cores import usable_cores
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained_mmap
 
 COLUMNS = [
-    "method", "mode", "compile", "pin_model", "tokens_per_s", "step_s", "gpu_peak_allocated_gb",
-    "host_peak_rss_gb", "base_gb", "growth_gb", "growth_of_base", "loss_first", "loss_last",
+    "method", "mode", "loss", "compile", "pin_model", "tokens_per_s", "step_s",
+    "gpu_peak_allocated_gb", "host_peak_rss_gb", "base_gb", "growth_gb", "growth_of_base",
+    "loss_first", "loss_last",
 ]  # fmt: skip
 PART_BYTES = 2**30
 # Working copy, master, two moments and a offloaded gradient that its sum outlives: what training
 # itself needs.
 BYTES_PER_TRAINABLE = 2 + 4 + 8 + 2
+
+
+class OwnLoss(RoundPipeTrainer):
+    """A cross-entropy written by hand, on whole batches of logits unless declared otherwise."""
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+        return (loss, outputs) if return_outputs else loss
 
 
 class Clock:
@@ -103,7 +121,9 @@ def make_trainer(
         max_gpu_memory=options.max_gpu_memory,
     )
     rows = [{"input_ids": row, "labels": row} for row in make_tokens(workload)]
-    trainer = RoundPipeTrainer(
+    if options.loss == "fused":
+        args.loss_reduction = "tokens"
+    trainer = (RoundPipeTrainer if options.loss == "models" else OwnLoss)(
         model, args, train_dataset=rows * steps, data_collator=Clock(options.warmup)
     )
     trainer.remove_callback(PrinterCallback)  # its lines look like records
@@ -168,6 +188,7 @@ def train(
         "plan": repr(engine.execute_plan).removeprefix("ModelExecutePlan(").removesuffix(")"),
         "planned_by": "engine",
         "recompute_grain": "stage",
+        "loss": options.loss,
         "pin_model": options.pin_model,
         "devices": len(engine.devices),
         "max_gpu_memory_gb": options.max_gpu_memory,
@@ -225,6 +246,12 @@ def main() -> int:
     measure.add_common_options(parser)
     add_workload_options(parser)
     parser.add_argument("--modes", nargs="+", choices=["sync", "async"], default=["sync", "async"])
+    parser.add_argument(
+        "--loss",
+        choices=["models", "fused", "whole"],
+        default="models",
+        help="the model's own, or one written by hand, run with the model or on whole batches",
+    )
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(

@@ -23,6 +23,10 @@ class RoundPipeRunConfig:
         preserve_rng_state: give every (layer, microbatch) its own random stream; else True.
         recompute_grain: ``"stage"`` recomputes a backward stage whole, ``"layer"`` one layer at a
             time (lower peak).
+        keep_graphs: a forward that is a part of the caller's graph keeps what devices have room for
+            of its layers' graphs until the backward, which recomputes the others only; else False.
+            What the caller computes in between needs its room as well, so it begins once a few
+            training steps have shown how much that is.
         num_microbatch: microbatches per call; else the number of devices + 1.
         split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for
             args and kwargs.
@@ -46,6 +50,7 @@ class RoundPipeRunConfig:
     output_device: torch.device | str | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
+    keep_graphs: bool | None = None
     num_microbatch: int | None = None
     split_input: Callable[..., Any] | tuple[Any, Any] | None = None
     split_label: Callable[..., Any] | Any | None = None

@@ -7,11 +7,14 @@ from itertools import chain
 from ..params.placement.device_state import DeviceStates
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
-from ..plan.costs import StageSums
-from ..plan.kept_layers import resident_layers
+from ..plan.costs import LayerCosts, StageSums
+from ..plan.kept_layers import graphs_kept_from, resident_layers
 from ..plan.memory import predicted_peak
 from ..plan.schedule import group_of
 from .planner import Planned, Planner
+
+# Of free memory, what kept graphs may fill: allocators lose some of it between many tensors.
+_OF_FREE = 0.9
 
 
 class FreeMemory:
@@ -39,9 +42,48 @@ class FreeMemory:
         its memory."""
         if not self._planner.limit.is_known:
             return 0.0
-        frozen = [layer for layer in self._store.layers if len(layer.trainable) < len(layer.uses)]
-        kept = sum(layer.num_bytes for layer in frozen)
-        return max(planned.needs.allowed - planned.needs.most - kept, 0.0)
+        needs = planned.needs
+        # Beside the call, or what the caller does between a forward and its backward.
+        taken = max(needs.most, needs.kept + needs.slots + planned.measured.between_bytes)
+        return max(needs.allowed - taken - self._frozen_bytes(), 0.0)
+
+    def graphs_kept_from(self, planned: Planned, backward: Passes) -> tuple[int, int]:
+        """The first layer whose graphs stay from a forward to its backward, and the bytes that this
+        takes of a device. See [Note: kept graphs].
+
+        Device states come first, with the first updates, because they save more time for a byte.
+        Before forwards have shown that they write nothing no graph stays either: it may have kept
+        what the next microbatch writes to.
+        """
+        costs, workload = self._planner.problem_of(planned)
+        may_grow = self._device_states.can_be and not self._planner.rates.is_warm
+        if may_grow or not self._planner.writes_nothing(planned) or workload.grain == "layer":
+            return costs.num_layers, 0
+        # Weights with a device state are there anyway, and room is left for frozen ones.
+        weights = [
+            0 if layer.layer in self._store.device_states or layer.has_frozen else layer.num_bytes
+            for layer in self._store.layers
+        ]
+        stages = [layers for _, layers in backward]
+        free_bytes = self._free_for_graphs(planned, costs)
+        return graphs_kept_from(stages, costs, workload, weights, free_bytes)
+
+    def _free_for_graphs(self, planned: Planned, costs: LayerCosts) -> float:
+        """Bytes of each device; 0 where nothing is known of its memory."""
+        if not self._planner.limit.is_known or not planned.is_sure:
+            return 0.0
+        needs, frozen = planned.needs, self._frozen_bytes()
+        # The plan's own graphs are made when those that were kept are gone.
+        in_backward = needs.most - needs.slots - needs.graph + max(costs.passing_bytes)
+        between = needs.kept + planned.measured.between_bytes
+        # Where every layer stays, its slot is the one that stage runs use.
+        all_stay = all(layer.has_frozen or not layer.uses for layer in self._store.layers)
+        weights = max(needs.slots, frozen) if all_stay else needs.slots + frozen
+        left = needs.allowed - weights - max(in_backward, between) - self._device_states.num_bytes
+        return _OF_FREE * max(left, 0.0)
+
+    def _frozen_bytes(self) -> int:
+        return sum(layer.num_bytes for layer in self._store.layers if layer.has_frozen)
 
     def slot_limit(self, planned: Planned) -> float:
         """What slots may take of a device, a call's own among them; 0 where nothing is known of its
@@ -51,10 +93,13 @@ class FreeMemory:
         needs = planned.needs
         return needs.allowed - needs.most + needs.slots - self._device_states.num_bytes
 
-    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
+    def resident_layers(
+        self, planned: Planned, rounds: Sequence[Passes], graph_bytes: int = 0
+    ) -> frozenset[int]:
         """The layers that stay on devices between the stage runs of ``rounds`` (a call's, or its
-        forward's and backward's), and for the next call, beside the device states there are."""
-        taken = self._device_states.num_bytes
+        forward's and backward's), and for the next call, beside the device states there are and
+        ``graph_bytes`` of kept graphs."""
+        taken = self._device_states.num_bytes + graph_bytes
         key = planned.plan_key, tuple(map(tuple, rounds)), taken
         # The last two change after a shortage.
         known = planned.measured.version, planned.needs.allowed, planned.spilled

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..device import MemoryInUse
 from ..plan.costs import LayerCosts
 
 # What a stage run spends its time on: a layer's forward (with or without a graph), its forward once
@@ -200,6 +201,11 @@ class Rates:
             self._changes.note("update", self._update_ms)
 
     @property
+    def is_warm(self) -> bool:
+        """True once there was an update after the first, in which optimizers allocate."""
+        return self._updates_seen >= 2
+
+    @property
     def knows_update(self) -> bool:
         """True once so many updates were seen that some were neither the first ones, which
         allocate, nor disturbed."""
@@ -244,6 +250,7 @@ class ShapeMeasurements:
         self.caller_bytes = 0
         self.output_bytes = 0
         self.shortages = 0
+        self._between: tuple[bool, int] | None = None
 
     def __repr__(self) -> str:
         times = sum(map(len, self._ms.values()))
@@ -313,6 +320,27 @@ class ShapeMeasurements:
         with self._lock:
             self.output_bytes = max(self.output_bytes, num_bytes)
             self._changes.note("output", self.output_bytes)
+
+    @property
+    def between_bytes(self) -> int:
+        """What callers take of a device at most between a forward and its backward, beside the
+        outputs: for a loss of their own. As far as that was seen; 0 before."""
+        return 0 if self._between is None else self._between[1]
+
+    def record_between(self, after: MemoryInUse, before: MemoryInUse) -> None:
+        """A device's memory ``after`` a forward and ``before`` its backward.
+
+        A peak that has grown says exactly what was needed, and the most of those counts. One that
+        has not only says that it was not more, and the least of those counts until one grows.
+        """
+        is_exact, num_bytes = before.most > after.most, before.most - after.now
+        with self._lock:
+            was_exact, known = self._between or (False, num_bytes)
+            if is_exact:
+                known = max(known, num_bytes) if was_exact else num_bytes
+            elif not was_exact:
+                known = min(known, num_bytes)
+            self._between = (is_exact or was_exact, known)
 
     def record_input_bytes(self, layer: int, num_bytes: int) -> None:
         """What one microbatch brings into ``layer``."""

@@ -42,11 +42,12 @@ _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 class Needs(NamedTuple):
     """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of
-    ``slots`` among that, and what may be there."""
+    ``slots`` and the ``graph`` among that, and what may be there."""
 
     kept: int
     most: int
     slots: int
+    graph: int
     allowed: float
 
 
@@ -167,6 +168,11 @@ class Planner:
             key = self._latest.run_type, self._latest.modes
             self._writes[key] = self._writes.get(key, False) or writes
 
+    def writes_nothing(self, planned: Planned) -> bool:
+        """Whether calls like it have shown that no forward writes buffers or attributes."""
+        key = planned.plan_key
+        return self._writes.get((key.run_type, key.modes)) is False
+
     def note_outputs(self, num_bytes: int) -> None:
         """Bytes that all outputs of the latest call took together."""
         if self._latest is not None:
@@ -234,7 +240,9 @@ class Planner:
         in_use = self._of(plan_key)
         in_use.calls += 1
         peak = in_use.peak
-        needs = Needs(peak.kept, peak.bytes.total, peak.bytes.slots, in_use.allowed)
+        needs = Needs(
+            peak.kept, peak.bytes.total, peak.bytes.slots, peak.bytes.graph, in_use.allowed
+        )
         return Planned(
             plan_key, in_use.plan, peak.spilled, needs, measured, in_use.is_timed, in_use.is_sure
         )

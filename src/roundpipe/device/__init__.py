@@ -4,7 +4,7 @@ Imports `errors`, `trace` and `system`.
 """
 
 from .accelerator import AcceleratorDevice
-from .protocol import Device, Event, Lane, Mark
+from .protocol import Device, Event, Lane, Mark, MemoryInUse
 from .virtual import VirtualDevice
 
-__all__ = ["AcceleratorDevice", "Device", "Event", "Lane", "Mark", "VirtualDevice"]
+__all__ = ["AcceleratorDevice", "Device", "Event", "Lane", "Mark", "MemoryInUse", "VirtualDevice"]

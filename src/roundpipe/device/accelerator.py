@@ -10,6 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from .generators import state_of
+from .protocol import MemoryInUse
 
 
 class StreamLane:
@@ -141,6 +142,12 @@ class AcceleratorDevice:
         )
         available = held + min(free + reusable, allowed)
         return available if self._max_bytes is None else min(available, self._max_bytes)
+
+    def memory_in_use(self) -> MemoryInUse:
+        return MemoryInUse(
+            torch.cuda.memory_allocated(self.torch_device),
+            torch.cuda.max_memory_allocated(self.torch_device),
+        )
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

@@ -55,6 +55,13 @@ class Lane(Protocol):
         ...
 
 
+class MemoryInUse(NamedTuple):
+    """Bytes of a device that tensors of this process take ``now``, and took at ``most`` so far."""
+
+    now: int
+    most: int
+
+
 class Device(Protocol):
     """A place that can hold a stage. Used by one worker thread at a time."""
 
@@ -90,6 +97,10 @@ class Device(Protocol):
     def limit_bytes(self, held: int = 0) -> int:
         """Bytes the engine may use on this device, the ``held`` ones that it has already among
         them."""
+        ...
+
+    def memory_in_use(self) -> MemoryInUse:
+        """By tensors of the engine and of everybody else; zeros where nobody counts."""
         ...
 
     def holds(self, tensor: torch.Tensor) -> bool:

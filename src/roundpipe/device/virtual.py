@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .capacity import VirtualMemory
 from .generators import state_of
-from .protocol import Lane
+from .protocol import Lane, MemoryInUse
 
 _CPU = torch.device("cpu")
 
@@ -126,6 +126,11 @@ class VirtualDevice:
 
     def limit_bytes(self, held: int = 0) -> int:
         return self.capacity.num_bytes if self.capacity is not None else 1 << 62
+
+    def memory_in_use(self) -> MemoryInUse:
+        if self.capacity is None:
+            return MemoryInUse(0, 0)
+        return MemoryInUse(self.capacity.used, self.capacity.peak)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.torch_device

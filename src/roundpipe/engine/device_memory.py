@@ -23,8 +23,15 @@ class DeviceMemory(Protocol):
         """Bytes that slots may take."""
         ...
 
-    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
-        """The layers that stay when their stage runs are over."""
+    def resident_layers(
+        self, planned: Planned, rounds: Sequence[Passes], graph_bytes: int
+    ) -> frozenset[int]:
+        """The layers that stay when their stage runs are over, beside kept graphs."""
+        ...
+
+    def graphs_kept_from(self, planned: Planned, backward: Passes) -> tuple[int, int]:
+        """The first layer whose graphs stay from a forward to its backward, and the bytes that
+        this takes of a device. See [Note: kept graphs]."""
         ...
 
 
@@ -36,6 +43,7 @@ class OwnMemory:
         self.free = free
         self.slot_limit = free.slot_limit
         self.resident_layers = free.resident_layers
+        self.graphs_kept_from = free.graphs_kept_from
         self._device_states = host.device_states
         self._steps = host.steps
 
@@ -85,5 +93,10 @@ class SharedMemory:
             return planned
         return planned._replace(spilled=saved_layers(later))
 
-    def resident_layers(self, planned: Planned, rounds: Sequence[Passes]) -> frozenset[int]:
+    def resident_layers(
+        self, planned: Planned, rounds: Sequence[Passes], graph_bytes: int
+    ) -> frozenset[int]:
         return frozenset()
+
+    def graphs_kept_from(self, planned: Planned, backward: Passes) -> tuple[int, int]:
+        return backward[0][1].stop, 0

@@ -1,6 +1,6 @@
 """From a batch to its results: a plan, a call of the pipeline, and what the caller gets of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from torch import nn
 from ..autoplan.cost_model import first_trained
 from ..autoplan.planner import Planned, Planner
 from ..config import RoundPipeRunConfig
+from ..device import MemoryInUse
 from ..errors import ConfigError
 from ..layers.modes import Modes
 from ..layers.saved import Kept
@@ -19,7 +20,15 @@ from ..params.gradient_memory import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.execute_plan import RunType
-from ..plan.schedule import backward_passes, forward_passes, fused_passes, round_robin, saved_layers
+from ..plan.kept_layers import with_kept_graphs
+from ..plan.schedule import (
+    NOWHERE,
+    backward_passes,
+    forward_passes,
+    fused_passes,
+    round_robin,
+    saved_layers,
+)
 from ..recompute.random_streams import AmbientState, RandomStreams
 from ..runtime.autograd import Gradients, attach, commits_held
 from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
@@ -60,6 +69,18 @@ class Results(NamedTuple):
 
     losses: Any
     outputs: Any
+
+
+class _Then(NamedTuple):
+    """Notes what a backward needs to know of when its forward was over.
+
+    ``targets``: where gradients for what the forward was given go; they are the backward's result.
+    ``weights``: which ones it has used. ``memory``: in use on each device.
+    """
+
+    targets: Destinations
+    weights: tuple[int, int, int]
+    memory: list[MemoryInUse]
 
 
 class BatchRunner:
@@ -155,8 +176,8 @@ class BatchRunner:
                 values = [output.value for output in outputs]
                 if request.run_type == "train":
                     carries = [output.carries for output in outputs]
-                    targets, made_at = batch.destinations, self._host.steps.weights
-                    backward = partial(self._run_backward, call, later, targets, carries, made_at)
+                    then = _Then(batch.destinations, self._host.steps.weights, self._in_use())
+                    backward = partial(self._run_backward, call, later, carries, then)
                     values = attach(outputs, tensors, backward)
                 joined = batch.joined(values, outputs)
             if is_fused and tensors:
@@ -171,8 +192,13 @@ class BatchRunner:
         first = first_trained(self._store, wants_gradients=batch.wants_gradients)
         passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
         later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
-        rounds = [passes, later] if later else [passes]
         planned = self.memory.settle(planned, later)
+        kept_graphs, graph_bytes = frozenset[int](), 0
+        if batch.config.keep_graphs and later and planned.plan_key.chosen is None:
+            at, graph_bytes = self.memory.graphs_kept_from(planned, later)
+            passes, later = with_kept_graphs(passes, later, at)
+            kept_graphs = frozenset(layers.start for _, layers in later if layers.start >= at)
+        rounds = [passes, later] if later else [passes]
         if run_type != "infer":
             refuse_hooks(self._store)
         call = self._call(
@@ -187,10 +213,11 @@ class BatchRunner:
             ),
             self._model_now(first),
             MemoryPlan(
-                saved_layers=saved_layers([*passes, *later]),
+                saved_layers=saved_layers([*passes, *later]) - kept_graphs,
                 spilled_layers=planned.spilled,
-                resident_layers=self.memory.resident_layers(planned, rounds),
+                resident_layers=self.memory.resident_layers(planned, rounds, graph_bytes),
                 slot_limit=self.memory.slot_limit(planned),
+                kept_graphs=kept_graphs,
                 measured=planned.measured,
                 is_timed=planned.is_timed,
             ),
@@ -219,6 +246,7 @@ class BatchRunner:
         memory: MemoryPlan,
         streams: RandomStreams,
         kept: Kept,
+        placed: Mapping[tuple[range, range], int] = NOWHERE,
     ) -> Call:
         schedule = round_robin(
             passes,
@@ -226,6 +254,7 @@ class BatchRunner:
             num_microbatches=asked.num_microbatches,
             first_device=self._pool.next_device,
             spilled=memory.spilled_layers,
+            placed=placed,
         )
         self._pool.next_device = schedule.next_device
         return Call(
@@ -261,9 +290,8 @@ class BatchRunner:
         self,
         forward: Call,
         passes: Passes,
-        targets: Destinations,
         carries: list[tuple[bool, ...]],
-        made_at: tuple[int, int, int],
+        then: _Then,
         gradients: list[Gradients],
     ) -> Gradients:
         """The backward of a forward call: a call of its own, made when the caller's backward comes
@@ -274,15 +302,26 @@ class BatchRunner:
         through with it.
 
         Args:
-            targets: where gradients for what the forward was given go; they are the result.
             carries: of what the forward returned, per microbatch.
-            made_at: which weights the forward has used.
+            then: how things were when the forward was over.
         """
         self._host.begin("backward()", self._structure)
-        self._host.steps.refuse_other_than(made_at)
+        self._host.steps.refuse_other_than(then.weights)
+        for after, before in zip(then.memory, self._in_use(), strict=True):
+            forward.memory.measured.record_between(after, before)
         forward.streams.take_over()
         call = self._call(
-            passes, forward.asked, forward.model, forward.memory, forward.streams, forward.kept
+            passes,
+            forward.asked,
+            forward.model,
+            forward.memory,
+            forward.streams,
+            forward.kept,
+            {
+                (run.layers, run.microbatches): run.device
+                for run in forward.schedule.stage_runs
+                if run.layers.start in forward.memory.kept_graphs
+            },
         )
         for microbatch, given in enumerate(gradients):
             of_all = _of_all_leaves(given, carries[microbatch])
@@ -293,7 +332,10 @@ class BatchRunner:
             call.awaited(self._start(call), lambda: self._commit(call), advance=False),
         ):
             call.wait_finished()
-        return input_gradients(call, targets)
+        return input_gradients(call, then.targets)
+
+    def _in_use(self) -> list[MemoryInUse]:
+        return [device.memory_in_use() for device in self._pool.devices]
 
 
 def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:

@@ -41,6 +41,10 @@ class LayerParameters:
     num_bytes: int
 
     @property
+    def has_frozen(self) -> bool:
+        return len(self.trainable) < len(self.uses)
+
+    @property
     def trainable(self) -> tuple[ParameterUse, ...]:
         return tuple(use for use in self.uses if use.parameter.requires_grad)
 

@@ -1,5 +1,5 @@
-"""Which layers stay on a device between stage runs: as many as the memory that a plan leaves
-holds."""
+"""What stays on a device between stage runs, as far as the memory that a plan leaves holds it:
+weights, and graphs from a forward to its backward."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..memory.slot_sizes import slot_bytes
-from .actions import Passes
+from .actions import Pass, Passes
 from .costs import LayerCosts, Workload
 
 
@@ -70,6 +70,47 @@ def with_all_resident(costs: LayerCosts, workload: Workload) -> tuple[LayerCosts
     return replace(costs, weight_bytes=costs.offloaded_bytes), left
 
 
+def graphs_kept_from(
+    stages: Sequence[range],
+    costs: LayerCosts,
+    workload: Workload,
+    taken_bytes: Sequence[int],
+    free_bytes: float,
+) -> tuple[int, int]:
+    """The shallowest layer from which on all layers may keep the graphs of all microbatches until
+    the backward, which so recomputes only the layers above it; and the bytes that this takes of a
+    device. The deepest ones are kept, because their backward comes first.
+
+    Args:
+        stages: of the backward, deepest first.
+        taken_bytes: by layer, what its weights take on a device for as long as its graph is there.
+        free_bytes: of each device. Kept stages go to devices in turn.
+    """
+    first, most, used = costs.num_layers, 0, [0] * workload.num_devices
+    for place, stage in enumerate(stages):
+        device = place % workload.num_devices
+        for layer in reversed(stage):
+            graphs = costs.saved_bytes[layer] * workload.num_microbatches
+            used[device] += graphs + (slot_bytes(taken_bytes[layer]) if taken_bytes[layer] else 0)
+            if used[device] > free_bytes:
+                return first, most
+            first, most = layer, max(most, used[device])
+    return first, most
+
+
+def with_kept_graphs(forward: Passes, backward: Passes, first: int) -> tuple[Passes, Passes]:
+    """Both rounds, where the layers from ``first`` on run forward in the stages of their backward.
+    A stage on both sides of ``first`` becomes two."""
+    kept = [
+        (pass_, range(max(layers.start, first), layers.stop))
+        for pass_, layers in backward
+        if layers.stop > first
+    ]
+    recomputed = _above(backward, first)
+    ahead = [(Pass.FORWARD, layers) for _, layers in reversed(kept)]
+    return [*_above(forward, first), *ahead], [*kept, *recomputed]
+
+
 def _with_most_of(
     layers: Sequence[int], kept: frozenset[int], fits: Callable[[frozenset[int]], bool]
 ) -> frozenset[int]:
@@ -81,3 +122,11 @@ def _with_most_of(
         else:
             high = middle - 1
     return kept.union(layers[:low])
+
+
+def _above(passes: Passes, end: int) -> Passes:
+    return [
+        (pass_, range(layers.start, min(layers.stop, end)))
+        for pass_, layers in passes
+        if layers.start < end
+    ]

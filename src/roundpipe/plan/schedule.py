@@ -1,7 +1,7 @@
 """Turns stages into what each device does, in order. Pure: the same arguments give the same
 drawing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +11,8 @@ from .costs import Workload
 
 if TYPE_CHECKING:
     from .execute_plan import ModelExecutePlan
+
+NOWHERE: Mapping[tuple[range, range], int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,26 +97,30 @@ def round_robin(
     num_microbatches: int,
     first_device: int,
     spilled: frozenset[int] = frozenset(),
+    placed: Mapping[tuple[range, range], int] = NOWHERE,
 ) -> Schedule:
     """Stage runs go to devices in turn, starting at ``first_device``.
 
-    ``spilled``: the layers whose kept input waits on the host and has to be fetched.
+    Args:
+        spilled: the layers whose kept input waits on the host and has to be fetched.
+        placed: the devices of stage runs that have no choice, by layers and microbatches. The
+            others' turns go on as if they were not there.
     """
     stage_runs: list[StageRun] = []
+    next_device = first_device
     for stage, ((pass_, layers), same) in enumerate(groupby(passes)):
         for share in shares(num_microbatches, sum(1 for _ in same)):
-            stage_runs.append(
-                StageRun(
-                    pass_, stage, layers, (first_device + len(stage_runs)) % num_devices, share
-                )
-            )
+            device = placed.get((layers, share))
+            if device is None:
+                device, next_device = next_device, (next_device + 1) % num_devices
+            stage_runs.append(StageRun(pass_, stage, layers, device, share))
     return Schedule(
         stage_runs=tuple(stage_runs),
         actions=tuple(
             _device_actions([v for v in stage_runs if v.device == d], spilled)
             for d in range(num_devices)
         ),
-        next_device=(first_device + len(stage_runs)) % num_devices,
+        next_device=next_device,
     )
 
 

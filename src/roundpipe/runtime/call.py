@@ -91,13 +91,15 @@ class MemoryPlan:
 
     ``saved_layers``: whose inputs a forward keeps; ``spilled_layers``: of those, the ones whose
     wait on the host; ``resident_layers``: what stays on the devices when stage runs are over;
-    ``slot_limit``: bytes that slots may take on each device.
+    ``slot_limit``: bytes that slots may take on each device; ``kept_graphs``: the first layers of
+    stages whose graphs stay on their device until the backward.
     """
 
     saved_layers: frozenset[int]
     spilled_layers: frozenset[int]
     resident_layers: frozenset[int]
     slot_limit: float
+    kept_graphs: frozenset[int]
     measured: ShapeMeasurements
     is_timed: bool
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
+from ..layers.saved import Graph
 from ..params.gradient_memory import GradientBuffers
 from ..params.gradients import Accumulator, OffloadedLayer, offload
 from ..plan.actions import Action, Op, Pass, StageRun
@@ -29,6 +30,7 @@ from .call import Call, Cancelled, MicrobatchLoss, describe
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader, Uploads
+from .parked import ParkedStages
 from .replica_cache import ReplicaCache
 from .stage import MicrobatchRun, Stage
 from .timing import Stopwatch, Timer, timer_of
@@ -63,6 +65,7 @@ class Executor:
         self._uploads = Uploads(loader, is_written_back)
         self._layers = LayerRunner(device, replicas, self._uploads, spills, layer_names, knowledge)
         self._stages: dict[StageRun, Stage] = {}
+        self._parked = ParkedStages()
         self._offloading: deque[Event] = deque()  # when the sums of the latest stage runs are down
         self._do = {
             Op.UPLOAD: self._upload,
@@ -87,6 +90,7 @@ class Executor:
         """Does the actions in order. Never raises: the first error of a call is noted there, the
         rest drains."""
         try:
+            self._parked.drop(self._let_go)
             stage_runs = [action.stage_run.layers for action in actions if action.op is Op.UPLOAD]
             self._loader.begin_call(stage_runs, call.memory.resident_layers, call.memory.slot_limit)
             self._replicas.begin_call()
@@ -128,6 +132,7 @@ class Executor:
 
     def close(self) -> None:
         """Frees the device's memory. Called on the worker thread after its last call."""
+        self._parked.drop(self._let_go)
         self._replicas.forget()
         self._loader.close()
         self.device.trim()
@@ -150,10 +155,15 @@ class Executor:
 
     def _upload(self, call: Call, action: Action) -> None:
         run, memory = action.stage_run, call.memory
+        if run.pass_ is Pass.BACKWARD and run.layers.start in memory.kept_graphs:
+            self._stages[run] = self._parked.take(call.kept, run)
+            return
         timer = timer_of(
             run, self.device, self._watch, memory.measured if memory.is_timed else None
         )
-        stage = self._stages[run] = self._loader.begin(run, call.model, timer)
+        stage = self._stages[run] = self._loader.begin(
+            run, call.model, timer, keeps_graphs=run.layers.start in memory.kept_graphs
+        )
         self._uploads.begin(call, stage)
 
     def _fetch(self, call: Call, action: Action) -> None:
@@ -201,7 +211,12 @@ class Executor:
         )
 
     def _release(self, call: Call, action: Action) -> None:
-        self._let_go(self._stages.pop(action.stage_run))
+        stage = self._stages.pop(action.stage_run)
+        if stage.keeps_graphs and action.stage_run.pass_ is Pass.FORWARD:
+            self._loader.park(stage)
+            self._parked.put(call.kept, stage)
+        else:
+            self._let_go(stage)
         self._watch.read()
 
     def _let_go(self, stage: Stage) -> None:
@@ -213,7 +228,11 @@ class Executor:
     def _forward(self, run: MicrobatchRun) -> None:
         self._spills.begin()
         call, layers = run.call, run.stage.stage_run.layers
-        boundary = self._layers.run_forward(run, layers, self._arrive(run))
+        boundary = self._arrive(run)
+        if run.stage.keeps_graphs:
+            boundary = self._forward_keeping(run, boundary)
+        else:
+            boundary = self._layers.run_forward(run, layers, boundary)
         self._note_changes(run)
         is_end = layers.stop == call.model.num_layers
         if is_end and call.asked.loss_fn is not None:
@@ -228,6 +247,13 @@ class Executor:
             call.announce()
         else:
             call.post_input(layers.stop, run.microbatch, boundary)
+
+    def _forward_keeping(self, run: MicrobatchRun, boundary: Boundary) -> Boundary:
+        layers = run.stage.stage_run.layers
+        leaves, output = self._layers.run_with_grad(run, layers, boundary)
+        run.call.kept.graphs[layers.start, run.microbatch] = Graph(leaves, output)
+        carries = tuple(map(tracked, pytree.tree_leaves(output)))
+        return boundary_of(pytree.tree_map(detached, output), self.device, None, carries)
 
     def _fused(self, run: MicrobatchRun) -> None:
         call, stage, layers = run.call, run.stage, run.stage.stage_run.layers
@@ -258,9 +284,7 @@ class Executor:
         call, stage, layers = run.call, run.stage, run.stage.stage_run.layers
         received = call.take_gradient(layers.stop, run.microbatch)
         gradients = bring(received.leaves, received.source, received.ready, self.device)
-        boundary = self._spills.restored(call.kept.inputs.pop((layers.start, run.microbatch)))
-        for chunk, start in self._chunks(run, boundary):
-            leaves, output = self._layers.run_with_grad(run, chunk, start)
+        for chunk, (leaves, output) in self._graphs(run):
             outputs = pytree.tree_leaves(output)
             flowing = [
                 (o, g)
@@ -277,6 +301,16 @@ class Executor:
             gradients = _gradients_of(leaves)
             call.kept.forget(chunk, run.microbatch)
         self._post_gradient(run, layers.start, gradients)
+
+    def _graphs(self, run: MicrobatchRun) -> Iterator[tuple[range, Graph]]:
+        """What goes backward at once, last first: kept since the forward, or made again."""
+        kept, key = run.call.kept, (run.stage.stage_run.layers.start, run.microbatch)
+        if run.stage.keeps_graphs:
+            yield run.stage.stage_run.layers, kept.graphs.pop(key)
+            return
+        boundary = self._spills.restored(kept.inputs.pop(key))
+        for chunk, start in self._chunks(run, boundary):
+            yield chunk, Graph(*self._layers.run_with_grad(run, chunk, start))
 
     def _chunks(self, run: MicrobatchRun, boundary: Boundary) -> Iterator[tuple[range, Boundary]]:
         """What is recomputed at once, last first: the whole stage, or one layer after a forward

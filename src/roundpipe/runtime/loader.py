@@ -60,14 +60,16 @@ class StageLoader:
         most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
         self.slots.keep_only(most)
 
-    def begin(self, stage_run: StageRun, model: ModelThen, timer: Timer) -> Stage:
+    def begin(
+        self, stage_run: StageRun, model: ModelThen, timer: Timer, *, keeps_graphs: bool
+    ) -> Stage:
         """A stage that has nothing yet."""
         modes, layer_modes = model.modes, {}
         for index in stage_run.layers:
             module = self._layers[index]
             trains = (id(use.parameter) in modes.trains for use in self._store.layers[index].uses)
             layer_modes[index] = (modes.training.get(id(module), module.training), *trains)
-        return Stage(stage_run, model, layer_modes, timer)
+        return Stage(stage_run, model, layer_modes, timer, keeps_graphs=keeps_graphs)
 
     def upload(self, stage: Stage, index: int) -> None:
         """Queues those of a layer's weights that are not on the device yet on the up lane; returns
@@ -109,6 +111,14 @@ class StageLoader:
             for p in (use.parameter for use in layer.uses)
         ]
 
+    def park(self, stage: Stage) -> None:
+        """Its forward is over, and its graphs go on to read its weights. ``release`` it after its
+        backward."""
+        stage.is_parked = True
+        for uploaded in stage.uploaded.values():
+            if not uploaded.is_on_device:
+                self.residency.lend(uploaded.slot.buffer)
+
     def release(self, stage: Stage) -> None:
         """The slots may be overwritten once the compute lane is past this point, or past the
         layer's own last one."""
@@ -124,6 +134,8 @@ class StageLoader:
         for index in [*sorted(early, reverse=True), *(stage.uploaded.keys() - early.keys())]:
             uploaded = stage.uploaded[index]
             if not uploaded.is_on_device:
+                if stage.is_parked:
+                    self.residency.returned(uploaded.slot.buffer)
                 self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
         stage.uploaded.clear()
 

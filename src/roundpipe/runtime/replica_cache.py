@@ -77,7 +77,7 @@ class ReplicaCache:
         residents = self._residents.pop(index, None)
         if residents is None or not residents.fit(slot.buffer, trains):
             residents = ReplicaParameters(layer, slot.buffer, trains, self._rules)
-        if stage.stage_run.pass_ is not Pass.FORWARD:
+        if stage.stage_run.pass_ is not Pass.FORWARD or stage.keeps_graphs:
             residents.attach()
         stage.open(index, residents, self._replica(stage, index, residents))
 

@@ -41,6 +41,7 @@ class Stage:
         model: as the call sees it.
         layer_modes: whether a layer trains and which of its parameters do, all that its behaviour
             may depend on.
+        keeps_graphs: it stays, with its weights, from a forward to the backward.
     """
 
     def __init__(
@@ -49,8 +50,12 @@ class Stage:
         model: ModelThen,
         layer_modes: dict[int, tuple[bool, ...]],
         timer: Timer,
+        *,
+        keeps_graphs: bool = False,
     ) -> None:
         self.stage_run = stage_run
+        self.keeps_graphs = keeps_graphs
+        self.is_parked = False
         self.modes = model.modes
         self.layer_modes = layer_modes
         self.weights = model.weights
@@ -169,7 +174,7 @@ class MicrobatchRun(NamedTuple):
     @classmethod
     def of(cls, call: Call, stage: Stage, microbatch: int) -> "MicrobatchRun":
         pass_, first_kept = stage.stage_run.pass_, call.model.num_layers
-        if pass_ is Pass.FORWARD:
+        if pass_ is Pass.FORWARD and not stage.keeps_graphs:
             first_kept = min(call.memory.saved_layers, default=first_kept)
         return cls(call, stage, microbatch, pass_ is Pass.BACKWARD, first_kept)
 

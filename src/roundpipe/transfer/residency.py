@@ -6,9 +6,12 @@ the slot has a *stamp* of the working copy it was filled from, and the next stag
 those whose stamp differs: nothing of a frozen weight, and nothing at all from a forward stage run
 to the backward stage run of the same call. The stage runs of one call compute with one version and
 may share a slot. A slot is written again only by a later call, whose actions this device's worker
-begins when those of the call before are done.
+begins when those of the call before are done. But a slot that a kept graph reads (it is *lent*)
+is written by nobody until that has been through its backward: if its layer has to go meanwhile, or
+needs other weights, whoever it is lent to gives it back.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,6 +58,7 @@ class Residency:
     def __init__(self, slots: SlotPool) -> None:
         self._slots = slots
         self._wanted: frozenset[int] = frozenset()
+        self._lent: Counter[int] = Counter()  # by the slot's identity, to how many
         self._held: dict[int, _FilledSlot] = {}
 
     def __repr__(self) -> str:
@@ -80,6 +84,9 @@ class Residency:
         stale = tuple(use for use in layer.uses if held.stamps[use.place] != stamps[use.place])
         if not stale:
             return held.slot, (), held.sent
+        if self._lent[id(held.slot.buffer)]:
+            self._let_go([layer.layer])
+            return self._slots.take(layer.num_bytes), layer.uses, None
         del self._held[layer.layer]  # until it is filled again, because sending may fail half-way
         return held.slot, stale, None
 
@@ -90,11 +97,20 @@ class Residency:
         if layer.layer in self._wanted:
             self._held[layer.layer] = _FilledSlot(slot, stamps, sent)
 
+    def lend(self, slot: torch.Tensor) -> None:
+        """Something will read the slot after its stage run is over, until it is returned."""
+        self._lent[id(slot)] += 1
+
+    def returned(self, slot: torch.Tensor) -> None:
+        """One that it was lent to is about to release it."""
+        self._lent[id(slot)] -= 1
+        self._lent += Counter()  # drops what is nobody's
+
     def release(self, layer: LayerParameters, slot: Slot, free: Event) -> None:
         """A stage run is over; the slot may be written by work that waits for ``free``."""
         if self.holds(layer.layer, slot.buffer):
             self._held[layer.layer] = self._held[layer.layer]._replace(slot=Slot(slot.buffer, free))
-        else:
+        elif not self._lent[id(slot.buffer)]:
             self._slots.give_back(slot.buffer, free)
 
     def holds(self, layer: int, slot: torch.Tensor) -> bool:
@@ -109,4 +125,5 @@ class Residency:
     def _let_go(self, layers: set[int] | list[int]) -> None:
         for layer in layers:
             slot = self._held.pop(layer).slot
-            self._slots.give_back(slot.buffer, slot.free)
+            if not self._lent[id(slot.buffer)]:
+                self._slots.give_back(slot.buffer, slot.free)

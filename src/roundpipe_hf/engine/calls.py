@@ -35,5 +35,6 @@ def run_config(
     return RoundPipeRunConfig(
         num_microbatch=footprint.num_microbatch if cuts_batches(engine) else 1,
         recompute_grain=footprint.recompute_grain,
+        keep_graphs=footprint.keeps_graphs,
         output_device=device,
     )

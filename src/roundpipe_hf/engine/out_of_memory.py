@@ -2,10 +2,10 @@
 they were.
 
 [Note: running out] A failed engine call has no effect, so it can be made again with a smaller
-*footprint*: first more microbatches, then a smaller grain of recompute, then one round for each
-batch of an accumulation window. What worked is kept for later calls. A smaller batch is another
-run: only Trainer's ``auto_find_batch_size`` does that, and only where even the smallest footprint
-does not fit.
+*footprint*: first without kept graphs, then with more microbatches, then a smaller grain of
+recompute, then one round for each batch of an accumulation window. What worked is kept for later
+calls. A smaller batch is another run: only Trainer's ``auto_find_batch_size`` does that, and only
+where even the smallest footprint does not fit.
 """
 
 import logging
@@ -35,14 +35,18 @@ class Footprint:
         recompute_grain: as in `RoundPipeRunConfig`.
         is_joined: whether all batches of a window share one round, their kept inputs being alive at
             the same time.
+        keeps_graphs: as in `RoundPipeRunConfig`.
     """
 
     num_microbatch: int
     recompute_grain: RecomputeGrain
     is_joined: bool
+    keeps_graphs: bool = False
 
     def smaller(self, most_microbatches: int) -> "Footprint | None":
         """The next thing to try; None if nothing is left. See [Note: running out]."""
+        if self.keeps_graphs:
+            return replace(self, keeps_graphs=False)
         if self.num_microbatch < most_microbatches:
             return replace(self, num_microbatch=min(2 * self.num_microbatch, most_microbatches))
         if self.recompute_grain == "stage":
@@ -55,6 +59,7 @@ class Footprint:
             f"num_microbatch={self.num_microbatch}": self.num_microbatch != other.num_microbatch,
             f"recompute_grain={self.recompute_grain!r}": self.recompute_grain
             != other.recompute_grain,
+            "graphs made again in the backward": self.keeps_graphs != other.keeps_graphs,
             "one round for each batch of an accumulation window": self.is_joined != other.is_joined,
         }
         return ", ".join(change for change, is_made in changes.items() if is_made)

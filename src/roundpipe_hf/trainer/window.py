@@ -183,18 +183,19 @@ class AccumulationWindow:
     ) -> T:
         try:
             return self._training.run(
-                engine, self._start(engine), lambda: self._most(engine, rounds), attempt
+                engine, self._start(engine, rounds), lambda: self._most(engine, rounds), attempt
             )
         except Exception:
             self._loss_gradients.restore()  # because a smaller batch may be tried next
             raise
 
-    def _start(self, engine: RoundPipe) -> Footprint:
+    def _start(self, engine: RoundPipe, rounds: Iterable[Round]) -> Footprint:
         grain: Any = pipeline_of(self._trainer.args).recompute_grain
         return Footprint(
             num_microbatch=engine.default_num_microbatch,
             recompute_grain=grain or "stage",
             is_joined=True,
+            keeps_graphs=any(self._reduction(engine, batches) is None for batches in rounds),
         )
 
     def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:

@@ -3,6 +3,8 @@ load for them."""
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +35,18 @@ def load_by_name(name_or_path: str, args: Any, settings: dict[str, Any]) -> PreT
             str(model.dtype).removeprefix("torch."),
         )
     return model
+
+
+@contextmanager
+def references_on_host(args: Any) -> Iterator[None]:
+    """TRL's constructor loads a reference model by the policy's name, to a GPU if there is one and
+    nothing says otherwise."""
+    if args is None or args.device.type == "cpu":
+        yield
+        return
+    given = args.model_init_kwargs
+    args.model_init_kwargs = {**(given or {}), "device_map": None}
+    try:
+        yield
+    finally:
+        args.model_init_kwargs = given

@@ -27,7 +27,7 @@ from ..engine.slot import EngineSlot, runs_by_preset
 from ..loss.model_call import ModelAnswer, by_name
 from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
-from .by_name import load_by_name
+from .by_name import load_by_name, references_on_host
 from .heads import FusedAnswer, Head, LogitsAnswer
 
 
@@ -48,7 +48,8 @@ class TRLMixin(RoundPipeTrainerMixin):
             )
         if isinstance(model, str):
             model = load_by_name(model, args, kwargs)
-        super().__init__(model, *others, **kwargs)
+        with references_on_host(args):
+            super().__init__(model, *others, **kwargs)
         if self.processes is not None:
             raise ConfigError(
                 f"{type(self).__name__} does not support several processes: start the script with "
@@ -139,7 +140,7 @@ class TRLMixin(RoundPipeTrainerMixin):
         return answer.outputs(self.precision().finish(outputs), given)
 
 
-_PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True)
+_PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True, keeps_graphs=True)
 
 
 class _OnEngine:

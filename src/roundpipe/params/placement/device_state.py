@@ -264,6 +264,11 @@ class DeviceStates:
         return group[0]
 
     @property
+    def can_be(self) -> bool:
+        """Whether there can be any."""
+        return self._link is not None
+
+    @property
     def has_room(self) -> bool:
         return self.num_bytes < self._limit
 
