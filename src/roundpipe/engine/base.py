@@ -333,6 +333,17 @@ class Engine(ForwardingModule):
             **self._masters.statistics(),
         }
 
+    def free_devices(self) -> None:
+        """Frees what stays on the devices between calls: weights, and buffers for those that pass.
+
+        The next call uploads them again. Optimizer state that is on a device stays. Waits for calls
+        and steps under way, and raises what has failed in them.
+        """
+        self.synchronize()
+        for runner in self._runners:
+            runner.free_devices()
+        self._host.worker_pool.wait()
+
     # Ending.
 
     @property

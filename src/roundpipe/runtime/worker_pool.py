@@ -112,6 +112,13 @@ class WorkerPool:
         for executor, worker in zip(executors, self.workers, strict=True):
             worker.submit(executor.close)
 
+    def wait(self) -> None:
+        """Blocks until the workers have done what was submitted."""
+        for worker in self.workers:
+            done = threading.Event()
+            worker.submit(done.set)
+            done.wait()
+
     def close(self) -> None:
         """Ends the workers after the jobs already submitted, among them the ends of all pipelines,
         and waits for it."""
