@@ -190,3 +190,31 @@ def test_a_buffer_that_shares_would_write_past_each_other_is_refused(engines: En
         run_batch(engine, batch, MICROBATCHES, execute_plan=ModelExecutePlan([], [range(2)] * 2))
     ONE.check(model[1].running_mean, before)
     run_batch(engine, batch, MICROBATCHES, execute_plan=ModelExecutePlan([], [range(2)]))
+
+
+class Remembering(nn.Module):
+    """Sets a plain attribute where it sees something large, and goes by it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.largest = 1.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.largest = max(self.largest, float(hidden.detach().abs().max()))
+        return hidden * self.scale / self.largest
+
+
+def test_an_attribute_that_one_share_sets_is_refused(engines: Engines) -> None:
+    """The second share would not have seen how large the first one's rows are."""
+    model = nn.Sequential(nn.Identity(), Remembering())
+    engine = engines(model, VIRTUAL[1])
+    shares = RoundPipeRunConfig(
+        num_microbatch=2, execute_plan=ModelExecutePlan([range(2)] * 2, [range(2)] * 2)
+    )
+    rows = torch.linspace(5.0, 0.1, 4)[:, None]
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="Remembering writes its attribute 'largest'"):
+            engine(rows, roundpipe_run_config=shares)
+        assert model[1].largest == 1.0
+        ONE.check(engine(rows), torch.cat([rows[:2] / 5, rows[2:] / 5]))

@@ -32,7 +32,7 @@ from ..plan.schedule import (
 from ..recompute.random_streams import AmbientState, RandomStreams
 from ..runtime.autograd import Gradients, attach, commits_held
 from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
-from ..runtime.changes import refuse_shared_buffers, write_buffers
+from ..runtime.changes import WrittenInShares, refuse_shared_writes, write_buffers
 from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
 from ..transfer.residency import WeightsVersion
 from .batches import (
@@ -138,7 +138,14 @@ class BatchRunner:
         self._pool.free(self.executors)
 
     def run(self, batch: Batch, request: Request) -> Results:
-        """Makes one call, or more where that helps: see [Note: out of memory]."""
+        """Makes one call, or more where that helps: see [Note: out of memory]. And once more where
+        a forward has written state for the first time, of which shares see nothing: the planner
+        knows by now."""
+        try:
+            return self.backoff.run(request.what, batch, lambda batch: self._run(batch, request))
+        except WrittenInShares:
+            if batch.config.execute_plan is not None or not batch.can_run_again(self._pool.devices):
+                raise
         return self.backoff.run(request.what, batch, lambda batch: self._run(batch, request))
 
     def _run(self, batch: Batch, request: Request) -> Results:
@@ -165,7 +172,7 @@ class BatchRunner:
             self.planner.note_writes(bool(call.buffer_updates or call.attribute_updates))
             if not is_fused or call.streams.drawn or tensors:
                 call.wait_finished()
-            refuse_shared_buffers(call)
+            refuse_shared_writes(call)
             if request.loss_fn is not None:
                 losses = sum_losses(call)
             if request.returns_outputs:

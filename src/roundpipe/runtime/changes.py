@@ -125,22 +125,28 @@ class ModuleChanges:
             )
 
 
-def refuse_shared_buffers(call: Call) -> None:
-    """Raises ConfigError if two stage runs wrote one buffer: each worked on a copy, one would be
-    lost."""
+class WrittenInShares(ConfigError):
+    """A forward has written state in a stage whose microbatches several stage runs had between
+    them."""
+
+
+def refuse_shared_writes(call: Call) -> None:
+    """Raises ConfigError if stage runs wrote what others should have seen: each worked on a copy,
+    and one would be lost."""
     is_shared = any(
         len(stage_run.microbatches) < call.asked.num_microbatches
         for stage_run in call.schedule.stage_runs
     )
+    buffers = [(owner, name, "buffer") for owner, name, *_ in call.buffer_updates]
+    attributes = [(owner, name, "attribute") for owner, name, _ in call.attribute_updates]
+    for owner, name, kind in [*buffers, *attributes] if is_shared else ():
+        raise WrittenInShares(
+            f"a {type(owner).__name__} writes its {kind} {name!r} in a stage that the plan runs in "
+            "shares, none of which sees what the others wrote; list each stage once in execute_plan"
+        )
     seen: set[tuple[int, str]] = set()
-    for owner, name, *_ in call.buffer_updates:
+    for owner, name, _ in buffers:
         if (id(owner), name) in seen:
-            if is_shared:
-                raise ConfigError(
-                    f"a {type(owner).__name__} writes its buffer {name!r} in a stage that the plan "
-                    "stage runs in shares, "
-                    "none of which sees what the others wrote; list each stage once in execute_plan"
-                )
             raise ConfigError(
                 f"a {type(owner).__name__} is used in more than one layer and writes its buffer "
                 f"{name!r}; give each layer a module of its own"
