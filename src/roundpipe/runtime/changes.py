@@ -4,6 +4,7 @@ it would be lost."""
 import warnings
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from ..device import Device
 from ..errors import ConfigError
 from ..layers.buffers import BufferCache
+from ..layers.contents import is_container, with_inner
 from ..layers.replica import attributes_set, is_plain
 from ..params.working import ParameterStore
 from .call import AttributeUpdate, BufferUpdate, Call
@@ -107,7 +109,7 @@ class ModuleChanges:
         )
         for owner, replica in chain.from_iterable(touched):
             for name, value in attributes_set(owner, replica):
-                if is_plain(value):
+                if is_plain(value) or _is_container_of_values(value):
                     yield AttributeUpdate(owner, name, value)
                 elif isinstance(value, torch.Tensor) and name in owner.__dict__:
                     self._tell_if_lost(owner, name, value)
@@ -123,6 +125,12 @@ class ModuleChanges:
                 "with register_buffer if it is to be kept.",
                 stacklevel=2,
             )
+
+
+def _is_container_of_values(value: Any) -> bool:
+    """Whether it is a list or the like that a forward has made. Those that a replica was given
+    copies of have modules or tensors in them, which are of the device."""
+    return is_container(value) and not with_inner([value]).has((nn.Module, torch.Tensor))
 
 
 def refuse_shared_buffers(call: Call) -> None:
