@@ -136,17 +136,18 @@ class AutoRoundPipe(Engine):
         then the model's."""
         # Not self, because an engine that holds itself would outlive its last user.
         settings = self._call_settings
-        part = PartInputs(runner.name, runner.layers)
+        part, default = PartInputs(runner.name, runner.layers), self.default_num_microbatch
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Any:
             _refuse_cache(runner, (args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
             is_said = config.split_input is not None or override.num_microbatch is not None
-            why = None if is_said else whole or settings.rows.why_whole(part, args, kwargs)
+            count = config.num_microbatch or default
+            why = None if is_said else whole or settings.rows.why_whole(part, args, kwargs, count)
             if why is None:
                 args, kwargs = packed_again((args, kwargs))
             else:
-                if config.num_microbatch != 1:
+                if count != 1:
                     settings.rows.tell(part, why)
                 config = replace(config, num_microbatch=1)
                 args, kwargs = merge_deferred((args, kwargs))
