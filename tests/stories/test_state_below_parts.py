@@ -238,3 +238,45 @@ def test_a_forward_that_fails_lets_go_of_its_copies(wrap: Wrap) -> None:
     x = torch.randn(ROWS, WIDTH)
     ONE.check(engine(x), plain(x), bitwise=False)
     assert model.first.inner.noted() == plain.first.inner.noted()
+
+
+class Penalised(nn.Module):
+    """Own code adds to the output what its part has left in an attribute, as losses that balance
+    experts are."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        self.embed, self.part = nn.Linear(WIDTH, WIDTH), Penalising()
+        self.is_read = is_read
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.part(self.embed(x))
+        return output + self.part.penalty if self.is_read else output
+
+
+class Penalising(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.penalty: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = x.square().mean()
+        return x * self.weight
+
+
+@one_and_three
+@pytest.mark.filterwarnings("ignore:Penalising.forward sets the tensor attribute")
+def test_own_code_that_reads_a_tensor_which_a_part_has_set_is_refused(
+    wrap: Wrap, devices: DeviceSet
+) -> None:
+    """It got what was there before, 0, and trained without the penalty. Only whoever reads it is
+    told."""
+    torch.manual_seed(0)
+    model, x = Penalised(is_read=True), torch.randn(ROWS, WIDTH)
+    engine = wrap(model, devices)
+    with pytest.raises(ConfigError, match=r"reads Penalising.penalty, a tensor that a module has"):
+        engine(x)
+    model.is_read = False
+    devices.check(engine(x), copy.deepcopy(model)(x), bitwise=False)
+    assert model.part.penalty == 0.0

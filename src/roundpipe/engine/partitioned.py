@@ -40,7 +40,7 @@ from .parts.deferred import defer, merge_deferred, packed_again
 from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.rows import BatchRows, PartInputs
-from .parts.shell import EngineCall, Shell
+from .parts.shell import EngineCall, Ran, Shell
 from .runner import BatchRunner, refuse_hooks
 from .state import Host, HostSettings
 
@@ -138,7 +138,7 @@ class AutoRoundPipe(Engine):
         settings = self._call_settings
         part, default = PartInputs(runner.name, runner.layers), self.default_num_microbatch
 
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Any:
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Ran:
             _refuse_cache(runner, (args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
             is_said = config.split_input is not None or override.num_microbatch is not None
@@ -153,7 +153,7 @@ class AutoRoundPipe(Engine):
                 args, kwargs = merge_deferred((args, kwargs))
             output = runner.forward(args, kwargs, config)
             is_deferred = rules.merge_output is False and isinstance(output, RoundPipePackedData)
-            return defer(output) if is_deferred else output
+            return (defer(output) if is_deferred else output), runner.lost_attributes
 
         return call
 

@@ -21,7 +21,7 @@ from ...layers.replica import pairs, replicate
 from ...layers.structure import Structure
 from .find import is_sequence
 from .loss import has_loss_function
-from .twins import Sides, Twin
+from .twins import LostTensor, Sides, Twin
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Whether transformers has put its hooks on the modules below that collect hidden states for whoever
@@ -30,8 +30,10 @@ _COLLECTS = "_output_capturing_hooks_installed"
 
 # What each side of a twin has for itself.
 _OF_EACH = frozenset({"_parameters", "_buffers", "_modules", "forward", _COLLECTS, *HOOKS})
+# What a forward returned, and tensors that it has set as attributes, which stay on a device.
+Ran = tuple[Any, Sequence[tuple[nn.Module, str]]]
 # Called with the arguments of a module's forward, and why those are not to be cut, if so.
-EngineCall = Callable[[tuple[Any, ...], dict[str, Any], str | None], Any]
+EngineCall = Callable[[tuple[Any, ...], dict[str, Any], str | None], Ran]
 
 
 class Shell:
@@ -94,9 +96,12 @@ class Shell:
             twins = [twin for key in ids for twin in all_twins.get(key, ())]
             for twin in twins:
                 whole = _whole_because_of(twin.push()) or whole
-            output = engine(args, kwargs, whole)
+            output, lost = engine(args, kwargs, whole)
             for twin in twins:
                 twin.pull()
+            for module, name in lost:
+                for twin in all_twins.get(id(module), ())[:1]:
+                    twin.lose(name, LostTensor(f"{type(module).__name__}.{name}"))
             return output
 
         return run

@@ -14,6 +14,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
+from ...errors import ConfigError
 from .deferred import Deferred
 
 _NOTHING = object()
@@ -47,6 +50,34 @@ def _replaced(value: Any, others: Mapping[int, Any]) -> Any:
     return others.get(id(value), value)
 
 
+class LostTensor:
+    """Stands in a shell for a tensor that a part's forward has set, so that own code that computes
+    with it is told, and does not get what was there before.
+
+    ``name``: of the attribute, for the message.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError(
+            f"the model's forward reads {self._name}, a tensor that a module has set which an "
+            "engine runs: it has stayed on a device, without its graph. Have the module's forward "
+            "return it, or leave the module on the CPU (skip_modules)"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        lost = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return next(lost)._refuse()
+
+    __getattr__ = __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __float__ = __bool__ = __len__ = __getitem__ = __iter__ = _refuse
+
+
 class Twin:
     """Two dictionaries by name: ``own``, the user's, and ``copy``, which stands for it in a shell.
 
@@ -75,6 +106,10 @@ class Twin:
     def pull(self) -> None:
         """Brings the copy up to date with the user's side."""
         self._carry(self._own, self._own_then, self._copy, self._copy_then, self._sides.copy)
+
+    def lose(self, name: str, instead: Any) -> None:
+        """The copy has ``instead`` from now on, which is not for the user's side."""
+        self._copy[name] = self._copy_then[name] = instead
 
     def _carry(
         self,
