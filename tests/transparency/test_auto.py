@@ -787,15 +787,12 @@ class Mixing(nn.Module):
         return x + torch.tanh(self.linear(x)).cumsum(0)
 
 
-@pytest.mark.parametrize("length", [4, 7])
+@pytest.mark.parametrize("length", [2, 4, 7])
 def test_a_sequence_is_not_cut_for_a_batch(wrap: Wrap, length: int) -> None:
-    """Where the first dimension of what a part is given is not the model's batch. For torch's own
-    modules also where it is as long (4 rows, 2 of them in a microbatch, as many as the recurrent
-    layer has layers)."""
+    """Where the first dimension of what a part is given is not the model's batch, also where it is
+    as long (4 rows, 2 of them in a microbatch, as many as the recurrent layer has layers)."""
     torch.manual_seed(0)
     model = SequenceFirst()
-    if length == 4:
-        model.blocks = nn.ModuleList()
     x, y = torch.randn(4, length, WIDTH), torch.randn(4, WIDTH)
     batch = Batch((x,), {}, y, nn.functional.mse_loss)
     expected = plain_call(copy.deepcopy(model), batch.whole(), batch.loss_fn)

@@ -166,6 +166,13 @@ class Planner:
         the one before."""
         if self._latest is not None:
             key = self._latest.run_type, self._latest.modes
+            if writes and self._writes.get(key) is False:
+                # Because plans made until now may run stages in shares.
+                self._in_use = {
+                    plan_key: in_use
+                    for plan_key, in_use in self._in_use.items()
+                    if (plan_key.run_type, plan_key.modes) != key
+                }
             self._writes[key] = self._writes.get(key, False) or writes
 
     def writes_nothing(self, planned: Planned) -> bool:

@@ -16,7 +16,7 @@ job of the next step.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -39,7 +39,8 @@ from .parts.backward_pass import BackwardPasses
 from .parts.deferred import defer, merge_deferred, packed_again
 from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
-from .parts.shell import Shell, make_shell
+from .parts.rows import BatchRows, PartInputs
+from .parts.shell import EngineCall, Ran, Shell
 from .runner import BatchRunner, refuse_hooks
 from .state import Host, HostSettings
 
@@ -95,11 +96,11 @@ class AutoRoundPipe(Engine):
         super().__init__(host)
         self._sequence = model
         self._config = model_run_config
-        self._call_settings = _CallSettings(_for_parts(model_run_config))
+        self._call_settings = _CallSettings(_for_parts(model_run_config), BatchRows(name))
         self._loss = own_loss
         self._backwards = BackwardPasses(host)
         self._parts: dict[str, BatchRunner] = {}
-        self._calls: dict[int, Callable[..., Any]] = {}
+        self._calls: dict[int, EngineCall] = {}
         kept = KeptInputs()
         for part in parts:
             override = (overrides or {}).get(part.module, _UNSET)
@@ -130,25 +131,29 @@ class AutoRoundPipe(Engine):
 
     def _caller_of(
         self, runner: BatchRunner, rules: RoundPipeRunConfig, override: RoundPipeRunConfig
-    ) -> Callable[..., Any]:
+    ) -> EngineCall:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
         # Not self, because an engine that holds itself would outlive its last user.
         settings = self._call_settings
+        part, default = PartInputs(runner.name, runner.layers), self.default_num_microbatch
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Ran:
             _refuse_cache(runner, (args, kwargs))
-            args, kwargs = packed_again((args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
-            if (
-                config.split_input is None
-                and override.num_microbatch is None
-                and not settings.are_rows(args, kwargs)
-            ):
+            is_said = config.split_input is not None or override.num_microbatch is not None
+            count = config.num_microbatch or default
+            why = None if is_said else whole or settings.rows.why_whole(part, args, kwargs, count)
+            if why is None:
+                args, kwargs = packed_again((args, kwargs))
+            else:
+                if count != 1:
+                    settings.rows.tell(part, why)
                 config = replace(config, num_microbatch=1)
+                args, kwargs = merge_deferred((args, kwargs))
             output = runner.forward(args, kwargs, config)
             is_deferred = rules.merge_output is False and isinstance(output, RoundPipePackedData)
-            return defer(output) if is_deferred else output
+            return (defer(output) if is_deferred else output), runner.lost_attributes
 
         return call
 
@@ -203,10 +208,13 @@ class AutoRoundPipe(Engine):
         )
         shell = self._shell(with_grad)
         self._call_settings.call = _for_parts(roundpipe_run_config)
-        self._call_settings.rows = batch_size_of(args, kwargs)
-        with torch.set_grad_enabled(with_grad):
-            output = merge_deferred(shell.root(*args, **_without_cache(self.model, kwargs)))
-        shell.write_back()
+        self._call_settings.rows.count = batch_size_of(args, kwargs)
+        try:
+            with torch.set_grad_enabled(with_grad):
+                output = merge_deferred(shell.root(*args, **_without_cache(self.model, kwargs)))
+            shell.write_back()
+        finally:
+            shell.close()
         if config.output_device is None:
             return output
         target = torch.device(config.output_device)
@@ -219,7 +227,7 @@ class AutoRoundPipe(Engine):
             is_plain = with_grad and type(parameter) is nn.Parameter
             residents[id(parameter)] = self._backwards.resident(layer) if is_plain else parameter
         loss = self._loss if self._loss is not None and self._loss.is_usable() else None
-        return make_shell(
+        return Shell(
             self.model, residents, self._calls, None if loss is None else self._calls[id(loss)]
         )
 
@@ -268,20 +276,12 @@ class _CallSettings:
     """What parts are called with: below what the rules say, the settings of the call, and below
     all, the model's.
 
-    ``rows``: of the batch that the model was called with, None if it has none.
+    ``rows``: of the batch that the model was called with.
     """
 
     model: RoundPipeRunConfig
+    rows: BatchRows
     call: RoundPipeRunConfig = _UNSET
-    rows: int | None = None
-
-    def are_rows(self, args: Any, kwargs: Any) -> bool:
-        """Whether the inputs of a part may be cut along their first dimension. If that is not as
-        long as the batch, it may be anything: tokens of all rows together, or the sequence, of
-        which no part can be left out."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        is_cut = any(isinstance(leaf, RoundPipePackedData) for leaf in leaves)
-        return is_cut or self.rows is None or batch_size_of(args, kwargs) in (None, self.rows)
 
 
 def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:

@@ -115,6 +115,8 @@ class BatchRunner:
         self._pool = host.worker_pool
         self.backoff = OutOfMemoryBackoff(name, planner, self._pool.devices)
         self._layer_names = list(map(str, range(len(layers))))
+        # Tensors that forwards of the last call have set as attributes of the user's modules.
+        self.lost_attributes: list[tuple[nn.Module, str]] = []
         self.executors = self._pool.executors(
             layers, store, host.rules, buffers, host.steps.is_written_back, self._layer_names
         )
@@ -155,6 +157,7 @@ class BatchRunner:
 
         def commit() -> None:
             write_buffers(call)
+            self.lost_attributes = call.lost_attributes
             for commit_before in before:
                 commit_before()
             if is_fused:

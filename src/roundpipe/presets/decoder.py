@@ -214,7 +214,9 @@ def cut(model: PreTrainedModel) -> Cut:
 
 def _cut_at(model: PreTrainedModel, path: tuple[str, ...], blocks: list[nn.Module]) -> Cut:
     samples, num_returned = trial.run(model, blocks[0])
-    found = trial.find(model, Blocks(path, len(blocks), num_returned), samples[0].inputs)
+    where = Blocks(path, len(blocks), num_returned)
+    trial.refuse_skipping(model, where, samples[0].inputs)
+    found = trial.find(model, where, samples[0].inputs)
     kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
     block_class = (
         RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block

@@ -22,6 +22,17 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _BOUND = ("forward", "_compiled_call_impl")
 
 
+class SkippedBlocks(ConfigError):
+    """The model's forward has not called all of its blocks."""
+
+    def __init__(self, num_called: int, number: int) -> None:
+        super().__init__(
+            f"the model's forward called {num_called} of its {number} blocks before it went on "
+            "(layer drop?), but was cut into layers that all run. Switch that off, or pass "
+            "use_sequential_preset=False"
+        )
+
+
 class BlockCall(NamedTuple):
     """What the model calls one block with besides the hidden states, which come first."""
 
@@ -89,19 +100,19 @@ class Part(nn.Module):
     def first(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[BlockCall]]:
         """Runs up to the first block: its hidden states, and what each block is called with."""
         notes = _Notes(self.blocks)
+        noting = [_Noting(notes) for _ in range(self.blocks.number)]
         try:
-            self._run([_Noting(notes) for _ in range(self.blocks.number)], *args, **kwargs)
+            self._run(noting, *args, elsewhere=_Behind(notes), **kwargs)
         except _Reached:
             return notes.hidden_states, notes.calls
-        raise ConfigError(
-            f"the model's forward called {len(notes.calls)} of its {self.blocks.number} blocks "
-            "(layer drop?); the "
-            "pipeline runs all of them. Switch that off, or pass use_sequential_preset=False"
-        )
+        raise SkippedBlocks(len(notes.calls), self.blocks.number)
 
     def last(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         """Runs from the last block on, ``hidden_states`` being what that returned."""
-        return self._run(self._passing(hidden_states), **kwargs)
+        passing = self._passing(hidden_states)
+        output = self._run(passing, **kwargs)
+        self._refuse_skipped(passing)
+        return output
 
     def into(self, name: str, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Runs from the last block up to the model's own module ``name``, and returns what that
@@ -111,24 +122,34 @@ class Part(nn.Module):
             ConfigError: it was not called.
         """
         notes = _Notes(self.blocks._replace(number=1))
+        passing = self._passing(hidden_states)
         try:
             instead = {name: _Noting(notes, self.owned[0].get_submodule(name))}
-            self._run(self._passing(hidden_states), instead=instead, **kwargs)
+            self._run(passing, instead=instead, **kwargs)
         except _Reached:
+            self._refuse_skipped(passing)
             return notes.hidden_states
         raise ConfigError(f"the model's forward did not call {name}")
 
-    def _passing(self, hidden_states: torch.Tensor) -> list[nn.Module]:
+    def _passing(self, hidden_states: torch.Tensor) -> list["_Passing"]:
         passing = [_Passing(self.blocks, None) for _ in range(self.blocks.number - 1)]
         return [*passing, _Passing(self.blocks, hidden_states)]
+
+    def _refuse_skipped(self, passing: Sequence["_Passing"]) -> None:
+        """Raises if the last block's hidden states did not get into the forward."""
+        if not passing[-1].was_called:
+            raise SkippedBlocks(sum(each.was_called for each in passing), self.blocks.number)
 
     def _run(
         self,
         stand_ins: Sequence[nn.Module],
         *args: Any,
         instead: Mapping[str, nn.Module] = {},
+        elsewhere: nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
+        """``instead`` stands for modules of the model by name, ``elsewhere`` for all that are not
+        in this part."""
         # Of a module that is called, because nobody keeps the modes of those that only hold modules
         # up to date.
         training = next(child for owned in self.owned for child in owned.children()).training
@@ -142,8 +163,9 @@ class Part(nn.Module):
                 "_buffers": owned._buffers,
                 "training": training,
             }
+            left_out = dict.fromkeys(container._modules, elsewhere) if elsewhere else {}
             state |= {
-                "_modules": {**owned._modules, name: inner},
+                "_modules": {**left_out, **owned._modules, name: inner},
                 **{hooks: OrderedDict() for hooks in _HOOKS},
             }
             twin.__dict__ = state
@@ -177,6 +199,18 @@ class _Notes:
             raise _Reached
 
 
+class _Behind(nn.Module):
+    """Stands for what comes after the blocks while their calls are noted, of which the last ends
+    the run."""
+
+    def __init__(self, notes: _Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise SkippedBlocks(len(self._notes.calls), self._notes.blocks.number)
+
+
 class _Noting(nn.Module):
     """``of``: the module whose attributes it shows, as a forward may ask a head for the dtype of
     its weight."""
@@ -201,7 +235,9 @@ class _Passing(nn.Module):
         super().__init__()
         self._blocks = blocks
         self._value = value
+        self.was_called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
         given = args[0] if args else kwargs["hidden_states"]
         return self._blocks.returned(given if self._value is None else self._value)

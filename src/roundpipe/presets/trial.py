@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from .calling import parameters_of
-from .parts import BlockCall, Blocks, Part
+from .parts import BlockCall, Blocks, Part, SkippedBlocks
 from .preset import Cut, DoesNotFit
 
 _ROWS, _TOKENS, _PADDING = 2, 7, 3
@@ -109,6 +110,38 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
         calls=calls,
         head=next(names, None) if len(returned) == 1 and output.logits is returned[0] else None,
     )
+
+
+def refuse_skipping(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> None:
+    """Whether the model's forward calls all blocks in training too, whatever it draws.
+
+    Raises:
+        DoesNotFit: by layer drop or the like it may skip some, each time others.
+    """
+    everything = Part(model, blocks, lambda _: True)
+    model.train()
+    try:
+        for drawn in (0.0, 1.0 - torch.finfo(torch.float32).eps):
+            with _Drawing(drawn):
+                everything.first(**inputs, use_cache=False)
+    except SkippedBlocks as error:
+        raise DoesNotFit("in training its forward may skip blocks (layer drop)") from error
+    finally:
+        model.eval()
+
+
+class _Drawing(TorchFunctionMode):
+    """`torch.rand` returns nothing but ``value``."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self._value = value
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return torch.full_like(made, self._value) if func is torch.rand else made
 
 
 def width_of(model: PreTrainedModel) -> int:

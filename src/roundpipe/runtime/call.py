@@ -136,6 +136,8 @@ class Call:
     offloaded: list[OffloadedLayer] = field(default_factory=list)
     buffer_updates: list[BufferUpdate] = field(default_factory=list)
     attribute_updates: list[AttributeUpdate] = field(default_factory=list)
+    # Tensors that forwards have set, which stay on their device.
+    lost_attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     input_gradients: dict[int, BoundaryGradient] = field(default_factory=dict)
     is_started: bool = False  # workers have it, or are about to
     reaches_out: bool = False  # a backward has begun that also writes gradients of the caller's own

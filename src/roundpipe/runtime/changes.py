@@ -4,6 +4,7 @@ it would be lost."""
 import warnings
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from ..device import Device
 from ..errors import ConfigError
 from ..layers.buffers import BufferCache
+from ..layers.contents import is_container, with_inner
 from ..layers.replica import attributes_set, is_plain
 from ..params.working import ParameterStore
 from .call import AttributeUpdate, BufferUpdate, Call
@@ -37,7 +39,7 @@ class ModuleChanges:
             index for index, residents in stage.residents.items() if residents.is_one_written
         )
         call.buffer_updates.extend(self._buffer_updates(stage))
-        call.attribute_updates.extend(self._attribute_updates(stage))
+        call.attribute_updates.extend(self._attribute_updates(call, stage))
 
     def _buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         updates = []
@@ -98,7 +100,7 @@ class ModuleChanges:
             original, value, owner.training, look_again=look_again
         )
 
-    def _attribute_updates(self, stage: Stage) -> Iterator[AttributeUpdate]:
+    def _attribute_updates(self, call: Call, stage: Stage) -> Iterator[AttributeUpdate]:
         """Plain attributes. Tensors live on the device and are left there."""
         touched = (
             replica.pairs
@@ -107,15 +109,17 @@ class ModuleChanges:
         )
         for owner, replica in chain.from_iterable(touched):
             for name, value in attributes_set(owner, replica):
-                if is_plain(value):
+                if is_plain(value) or _is_container_of_values(value):
                     yield AttributeUpdate(owner, name, value)
                 elif isinstance(value, torch.Tensor) and name in owner.__dict__:
-                    self._tell_if_lost(owner, name, value)
+                    self._tell_if_lost(call, owner, name, value)
 
-    def _tell_if_lost(self, owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    def _tell_if_lost(self, call: Call, owner: nn.Module, name: str, value: torch.Tensor) -> None:
         key, theirs = (type(owner), name), owner.__dict__[name]
-        is_theirs = isinstance(theirs, torch.Tensor) and self._buffers.is_placed(theirs, value)
-        if key not in self._told and not is_theirs:
+        if isinstance(theirs, torch.Tensor) and self._buffers.is_placed(theirs, value):
+            return
+        call.lost_attributes.append((owner, name))
+        if key not in self._told:
             self._told.add(key)
             warnings.warn(
                 f"{type(owner).__name__}.forward sets the tensor attribute {name!r}, which the "
@@ -123,6 +127,12 @@ class ModuleChanges:
                 "with register_buffer if it is to be kept.",
                 stacklevel=2,
             )
+
+
+def _is_container_of_values(value: Any) -> bool:
+    """Whether it is a list or the like that a forward has made. Those that a replica was given
+    copies of have modules or tensors in them, which are of the device."""
+    return is_container(value) and not with_inner([value]).has((nn.Module, torch.Tensor))
 
 
 class WrittenInShares(ConfigError):

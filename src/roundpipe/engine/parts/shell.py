@@ -8,102 +8,154 @@ every forward, because hooks, modes and attributes of the user's modules may cha
 import copy as copying
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-from ...layers.modes import Modes
-from ...layers.replica import attributes_set, pairs, replicate
+from ...errors import ConfigError
+from ...layers.modes import HOOKS, Modes
+from ...layers.replica import pairs, replicate
 from ...layers.structure import Structure
 from .find import is_sequence
+from .loss import has_loss_function
+from .twins import LostTensor, Sides, Twin
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Whether transformers has put its hooks on the modules below that collect hidden states for whoever
 # asks.
 _COLLECTS = "_output_capturing_hooks_installed"
-_SET_HERE = ("gradient_checkpointing", "_loss_function", _COLLECTS)
-_NOTHING = object()
+
+# What each side of a twin has for itself.
+_OF_EACH = frozenset({"_parameters", "_buffers", "_modules", "forward", _COLLECTS, *HOOKS})
+# What a forward returned, and tensors that it has set as attributes, which stay on a device.
+Ran = tuple[Any, Sequence[tuple[nn.Module, str]]]
+# Called with the arguments of a module's forward, and why those are not to be cut, if so.
+EngineCall = Callable[[tuple[Any, ...], dict[str, Any], str | None], Ran]
 
 
-class Shell(NamedTuple):
-    """``root`` is called in the model's place; ``write_back`` afterwards takes over what its
-    forward has set."""
-
-    root: nn.Module
-    write_back: Callable[[], None]
-
-
-def make_shell(
-    model: nn.Module,
-    residents: Mapping[int, nn.Parameter],
-    engines: Mapping[int, Callable[..., Any]],
-    loss: Callable[..., Any] | None,
-) -> Shell:
-    """Copies ``model``'s structure.
+class Shell:
+    """Copies of ``model``'s modules, of which ``root`` is called in its place, for one forward. See
+    [Note: one owner].
 
     Args:
         residents: what stands for each parameter, by the ``id`` of the working copy.
         engines: what to call instead of a module's forward, by the ``id`` of the module.
         loss: what to call instead of a Hugging Face model's ``loss_function``.
     """
-    root = replicate(model, dict(residents), lambda tensor: tensor, Modes.of(Structure([model])))
-    on_cpu = []
-    for module, copy in pairs(model, root):
-        engine = engines.get(id(module))
-        if engine is not None:
-            copy.__dict__["forward"] = engine
-            if not is_sequence(module):  # whose own hooks its layers do not know
-                copy.__dict__.update((name, OrderedDict()) for name in _HOOKS)
-        else:
-            on_cpu.append((module, copy))
-        _drop_collecting_hooks(copy)
-        if copy.__dict__.get("gradient_checkpointing"):
-            copy.__dict__["gradient_checkpointing"] = False  # engines recompute already
-        if loss is not None and isinstance(getattr(type(module), "loss_function", None), property):
-            copy.__dict__["_loss_function"] = loss
-    configs = _without_cache(copy for _, copy in on_cpu)
-    ours = {id(resident) for resident in residents.values()} | {
-        id(config.copy) for config in configs
-    }
 
-    def write_back() -> None:
-        _write_back(on_cpu, ours)
-        for config in configs:
-            config.write_back()
+    def __init__(
+        self,
+        model: nn.Module,
+        residents: Mapping[int, nn.Parameter],
+        engines: Mapping[int, EngineCall],
+        loss: EngineCall | None,
+    ) -> None:
+        modes = Modes.of(Structure([model]))
+        self.root = replicate(model, dict(residents), lambda tensor: tensor, modes)
+        both = pairs(model, self.root)
+        configs = _without_cache(pair for pair in both if id(pair[0]) not in engines)
+        self._twins: dict[int, list[Twin]] = {}  # by the id of what they are of
+        for module, copy in both:
+            if copy.__dict__.get("gradient_checkpointing"):
+                copy.__dict__["gradient_checkpointing"] = False  # engines recompute already
+            _drop_collecting_hooks(copy)
+            engine = engines.get(id(module))
+            if engine is not None:
+                inside = [id(part) for part in module.modules()]
+                copy.__dict__["forward"] = self._in_step(engine, inside, configs)
+                if not is_sequence(module):  # whose own hooks its layers do not know
+                    copy.__dict__.update((name, OrderedDict()) for name in _HOOKS)
+            if loss is not None and has_loss_function(module):
+                loss_function = self._in_step(loss, [id(module)], configs)
+                copy.__dict__["_loss_function"] = loss_function
+        used = (p for module, _ in both for p in module._parameters.values())
+        weights = {id(p): (p, residents[id(p)]) for p in used if id(p) in residents}
+        sides = Sides([*both, *configs, *weights.values()])
+        for module, copy in both:
+            self._twins[id(module)] = [
+                Twin(vars(module), vars(copy), _OF_EACH, sides),
+                Twin(module._buffers, copy._buffers, frozenset(), sides),
+            ]
+        for own, copy in configs:
+            self._twins[id(own)] = [Twin(vars(own), vars(copy), frozenset({"use_cache"}), sides)]
 
-    return Shell(root, write_back)
+    def _in_step(
+        self, engine: EngineCall, inside: Sequence[int], configs: Sequence[tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """Calls ``engine`` with what it runs, by ``id``, in step with the copies before and
+        after."""
+        # Not self, which is held by whoever made it only while the forward runs.
+        ids, all_twins = [*inside, *(id(own) for own, _ in configs)], self._twins
+        whole: str | None = None
 
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal whole
+            twins = [twin for key in ids for twin in all_twins.get(key, ())]
+            for twin in twins:
+                whole = _whole_because_of(twin.push()) or whole
+            output, lost = engine(args, kwargs, whole)
+            for twin in twins:
+                twin.pull()
+            for module, name in lost:
+                for twin in all_twins.get(id(module), ())[:1]:
+                    twin.lose(name, LostTensor(f"{type(module).__name__}.{name}"))
+            return output
 
-class _Config(NamedTuple):
-    """A model's config and what its copy has in its place."""
-
-    own: Any
-    copy: Any
+        return run
 
     def write_back(self) -> None:
-        for name, value in vars(self.copy).items():
-            if name != "use_cache" and value is not vars(self.own).get(name, _NOTHING):
-                setattr(self.own, name, value)
+        """The forward has succeeded: what it has set goes to the user's model."""
+        for twins in self._twins.values():
+            for twin in twins:
+                twin.push()
+
+    def close(self) -> None:
+        """Lets go of the copies, which refer to each other by this."""
+        self._twins.clear()
 
 
-def _without_cache(copies: Iterable[nn.Module]) -> list[_Config]:
-    """Has models of transformers among ``copies`` build no key-value cache, to which all
+def _whole_because_of(set_here: Mapping[str, Any]) -> str | None:
+    """Why an engine's inputs are not to be cut after the model's own code has set that in one of
+    its modules.
+
+    Raises:
+        ConfigError: a tensor among it carries a gradient, which ends where a module holds it.
+    """
+    for name, value in set_here.items():
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+                continue
+            if leaf.requires_grad:
+                raise ConfigError(
+                    f"the model's forward sets {name!r} inside of a module that an engine runs to "
+                    "a tensor that requires grad, whose gradient would be lost there; give it to "
+                    "the module's forward as an argument, or leave the module on the CPU "
+                    "(skip_modules)"
+                )
+            if leaf.dim() > 0:
+                return f"the model's forward has just set its {name!r}, of all rows"
+    return None
+
+
+def _without_cache(both: Iterable[tuple[nn.Module, nn.Module]]) -> list[tuple[Any, Any]]:
+    """Has models of transformers among the copies build no key-value cache, to which all
     microbatches would write.
 
     By their configs, because code around a decoder seldom says ``use_cache=False`` and drops the
-    cache it gets.
+    cache it gets. Returns each config and what its copies have in its place.
     """
     transformers: Any = sys.modules.get("transformers")
-    made: dict[int, _Config] = {}
-    for copy in copies if transformers is not None else ():
+    made: dict[int, tuple[Any, Any]] = {}
+    for _, copy in both if transformers is not None else ():
         config = copy.__dict__.get("config")
         if isinstance(copy, transformers.PreTrainedModel) and getattr(config, "use_cache", False):
             if id(config) not in made:
-                made[id(config)] = _Config(config, copying.copy(config))
-                made[id(config)].copy.use_cache = False
-            copy.__dict__["config"] = made[id(config)].copy
+                made[id(config)] = config, copying.copy(config)
+                made[id(config)][1].use_cache = False
+            copy.__dict__["config"] = made[id(config)][1]
     return list(made.values())
 
 
@@ -117,22 +169,3 @@ def _drop_collecting_hooks(copy: nn.Module) -> None:
         for key, hook in hooks
         if getattr(hook, "__name__", "") != "output_capturing_hook"
     )
-
-
-def _write_back(on_cpu: list[tuple[nn.Module, nn.Module]], ours: set[int]) -> None:
-    """What forwards have set on copies goes to the modules; what was written in place is the
-    modules' own memory.
-
-    ``ours``: ``id`` of what the shell was given.
-    """
-    for module, copy in on_cpu:
-        for name, value in copy._buffers.items():
-            if value is not module._buffers.get(name):
-                module._buffers[name] = value
-        for name, value in attributes_set(module, copy):
-            if name not in _SET_HERE and id(value) not in ours:
-                module.__dict__[name] = value
-        for name, value in copy.__dict__.items():
-            is_set = isinstance(value, torch.Tensor) and value is not module.__dict__.get(name)
-            if is_set and id(value) not in ours:
-                module.__dict__[name] = value
