@@ -145,6 +145,8 @@ class Engine(ForwardingModule):
             prefix: put before every name.
             remove_duplicate: list a tied weight once, by its first name.
         """
+        if context.current_step() is None:
+            self._steps.user_writes.follow()
         named: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self.model.named_parameters(
             prefix, remove_duplicate=remove_duplicate
@@ -297,6 +299,7 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
+        self._steps.user_writes.follow()
         for runner in self._runners:
             runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
@@ -350,6 +353,7 @@ class Engine(ForwardingModule):
             return
         context.refuse_inside("close()")
         try:
+            self._steps.user_writes.notice()
             self._steps.flush()
         finally:
             self._host.is_closed = True

@@ -184,6 +184,7 @@ class Host:
                 f"{self.name}: modules or parameters were added, removed, replaced or cast since "
                 "it was wrapped; close() this engine and wrap the model again"
             )
+        self.steps.user_writes.notice()
 
     def rest(self) -> None:
         """No call is likely for a while."""
@@ -207,4 +208,5 @@ class Host:
             if self._interpreter is not None:
                 self._interpreter.close()
         self.buffers.clear()
+        self.store.writes.forget()
         self.memory.close()

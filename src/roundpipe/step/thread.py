@@ -31,6 +31,7 @@ from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .jobs import Jobs, LateError
 from .turns import Turns
+from .user_writes import UserWrites
 from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
@@ -90,6 +91,7 @@ class StepThread:
         # give way.
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
+        self.user_writes = UserWrites(self, store, masters)
         hook_optimizers()
         context.register(self)
 
@@ -107,15 +109,15 @@ class StepThread:
     @property
     def weights(self) -> tuple[int, int, int]:
         """Tells whether two calls would compute with the same working weights: equal if so."""
-        return self.num_steps, self.version, self.num_loads
+        return self.num_steps, self.version, self.num_loads + self.user_writes.num_noticed
 
     def refuse_other_than(self, weights: tuple[int, int, int]) -> None:
         """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was
         computed with."""
         if self.weights != weights:
             raise RuntimeError(
-                "step(), a flush or a load ran between this forward and its backward, so the "
-                "weights are no longer those of the forward; call backward() first"
+                "step(), a flush or a load ran between this forward and its backward, or weights "
+                "were written, so they are no longer those of the forward; call backward() first"
             )
 
     @property
@@ -182,7 +184,7 @@ class StepThread:
         """Writes the newest weights to the user's parameters. With no job left, or in the last.
         What these have been written since the update stays, as it does if an engine loads it."""
         with self._bringing_home:
-            if self._masters.are_ahead:
+            if self._masters.are_ahead or self.version < self.num_steps:
                 self._masters.leave_written()
                 self._write_back_all()
 
@@ -337,6 +339,7 @@ class StepThread:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads
                 # of weights flush.
                 self._write_back.write_back(number, self._store.layers, updates, window)
+                self.user_writes.refuse_overwritten()
         except BaseException:
             # What fails now is no second error: a caller who waited was told of the first already.
             with suppress(Exception):

@@ -1,0 +1,84 @@
+"""What the user writes to weights between engine calls: it counts from the next call on, or is
+refused."""
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..params.masters import Masters
+from ..params.working import ParameterStore
+
+if TYPE_CHECKING:
+    from .thread import StepThread
+
+
+class UserWrites:
+    """Of one engine, whose step thread is ``steps``. Used by the caller's thread, but for
+    ``refuse_overwritten``.
+
+    Calls read what was written from the next one on. Masters follow only when the next step is
+    called or somebody lists them: weights that are exchanged for an evaluation and put back leave
+    them as they are. See [Note: writes].
+    """
+
+    def __init__(self, steps: "StepThread", store: ParameterStore, masters: Masters) -> None:
+        self._steps = weakref.proxy(steps)
+        self._store = store
+        self._masters = masters
+        self._is_one_to_follow = False
+        self.num_noticed = 0
+
+    def notice(self) -> None:
+        """At the door of every engine call.
+
+        Raises:
+            ConfigError: a weight was written while an update of it was on its way. The update has
+                taken its place.
+        """
+        if not self._store.writes.are_there:
+            return
+        # A synchronous step writes back behind the caller's back, and says then if it has
+        # overwritten something.
+        self._steps.wait_idle()
+        self._steps.raise_kept()
+        written = self._store.writes.differing
+        late = [parameter for parameter in written if self._is_behind(parameter)]
+        if late:
+            self._steps.flush()
+        self._store.writes.settle()
+        self.num_noticed += any(not self._store.writes.is_on_host(each) for each in written)
+        self._is_one_to_follow |= any(id(parameter) in self._store.stepped for parameter in written)
+        if late:
+            raise self._overwritten(late[0])
+
+    def follow(self) -> None:
+        """Masters take over what was noticed."""
+        if self._is_one_to_follow:
+            self._masters.follow_written()
+            self._is_one_to_follow = False
+
+    def refuse_overwritten(self) -> None:
+        """A step has written back on the optimizer thread. Raises ConfigError for a weight that
+        somebody has written since the step was called."""
+        for parameter in self._store.writes.differing:
+            is_trained = id(parameter) in self._store.stepped
+            if is_trained and not self._store.writes.is_on_host(parameter):
+                raise self._overwritten(parameter)
+
+    def _is_behind(self, parameter: nn.Parameter) -> bool:
+        """Whether the user's own parameter is not the newest, or not what calls read."""
+        key = id(parameter)
+        if key not in self._store.stepped:
+            return False
+        home = self._store.whereabouts[self._store.uses[key][0].layer]
+        is_newest = key not in self._store.ahead and home.is_home
+        return not is_newest or self._steps.version < self._steps.num_steps
+
+    def _overwritten(self, parameter: nn.Parameter) -> ConfigError:
+        return ConfigError(
+            f"parameter {self._store.name_of(parameter)!r} was changed while an update of it was "
+            "still to be written back, which has taken the place of the change; weights may be "
+            "changed between steps: call synchronize() before changing them"
+        )
