@@ -353,8 +353,10 @@ class Engine(ForwardingModule):
             return
         context.refuse_inside("close()")
         try:
-            self._steps.user_writes.notice()
-            self._steps.flush()
+            try:
+                self._steps.user_writes.notice()
+            finally:
+                self._steps.flush()
         finally:
             self._host.is_closed = True
             for runner in self._runners:

@@ -123,6 +123,7 @@ class Host:
         self.worker_pool = WorkerPool(
             devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
         )
+        self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         self._working = WorkingWeights(store.parameters)
 
     @property

@@ -51,14 +51,8 @@ class ReplicaParameters:
                 self.accumulator.attach(use, own)
 
     @property
-    def is_frozen_one_written(self) -> bool:
-        """Whether a forward has written to a weight that does not train, if only what was there
-        already."""
-        return any(own._version > 0 and not own.requires_grad for own in self._all)
-
-    @property
     def is_one_written(self) -> bool:
-        """Whether a forward has written to any weight."""
+        """Whether a forward has written to any weight, if only what was there already."""
         return any(own._version > 0 for own in self._all)
 
     def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:

@@ -25,7 +25,7 @@ class ModuleChanges:
         self._store = store
         self._buffers = buffers
         self._told: set[tuple[type, str]] = set()
-        # Frozen parameters, by id, that a forward has written at least once.
+        # Parameters, by id, that a forward has written at least once.
         self._compared: set[int] = set()
 
     def note(self, call: Call, stage: Stage) -> None:
@@ -42,14 +42,13 @@ class ModuleChanges:
     def _buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         updates = []
         ready = self._device.compute.record()
-        written = {
-            index for index, residents in stage.residents.items() if residents.is_frozen_one_written
-        }
+        for index, residents in stage.residents.items():
+            if residents.is_one_written:
+                self._refuse_written_parameters(stage, index)
         for owner, replica in chain.from_iterable(
-            replica.with_buffers if index in stage.untouched - written else replica.pairs
+            replica.with_buffers if index in stage.untouched else replica.pairs
             for index, replica in stage.replicas.items()
         ):
-            self._refuse_written_parameters(owner, replica)
             names = [
                 name
                 for name, value in replica._buffers.items()
@@ -63,27 +62,28 @@ class ModuleChanges:
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
 
-    def _refuse_written_parameters(self, owner: nn.Module, replica: nn.Module) -> None:
-        """Raises ConfigError for a frozen parameter whose value a forward has changed: it is in a
-        slot, and lost there.
+    def _refuse_written_parameters(self, stage: Stage, index: int) -> None:
+        """Raises ConfigError for a parameter whose value a forward has changed: it is in a slot,
+        and lost there.
 
-        Compared once, because adapters write to a parameter what it already is, in every forward.
+        Frozen ones are compared once, because adapters write to a parameter what it already is, in
+        every forward. So do embeddings that limit norms, but not for good.
         """
-        for name, resident in replica._parameters.items():
-            original = owner._parameters.get(name)
-            is_written = (
-                resident is not None and resident._version > 0 and not resident.requires_grad
-            )
-            is_known = id(original) in self._store.stepped or id(original) in self._compared
-            if resident is None or original is None or not is_written or is_known:
-                continue
-            self._compared.add(id(original))
-            if not torch.equal(resident.detach().cpu(), original.detach()):
-                raise ConfigError(
-                    f"{type(owner).__name__}.forward writes to its frozen parameter {name!r}, "
-                    "which would be lost: "
-                    "weights on a device are copies. Register it with register_buffer"
-                )
+        for owner, replica in stage.replicas[index].pairs:
+            for name, resident in replica._parameters.items():
+                original = owner._parameters.get(name)
+                if resident is None or original is None or resident._version == 0:
+                    continue
+                is_known = id(original) in self._compared and not resident.requires_grad
+                if is_known and getattr(owner, "max_norm", None) is None:
+                    continue
+                self._compared.add(id(original))
+                use = self._store.uses[id(original)][0]
+                then = self._store.working(use, stage.weights.version)
+                if stage.uploaded[index].is_on_device or not torch.equal(
+                    resident.detach().cpu(), then
+                ):
+                    raise _lost(owner, name, is_trained=resident.requires_grad)
 
     def _is_replaced(self, owner: nn.Module, name: str, value: torch.Tensor | None) -> bool:
         return not self._buffers.is_placed(owner._buffers.get(name), value)
@@ -123,6 +123,18 @@ class ModuleChanges:
                 "with register_buffer if it is to be kept.",
                 stacklevel=2,
             )
+
+
+def _lost(owner: nn.Module, name: str, *, is_trained: bool) -> ConfigError:
+    remedy = "Register it with register_buffer"
+    if is_trained:
+        remedy = "Change it between steps, after synchronize(), or its master in step_fn"
+    if getattr(owner, "max_norm", None) is not None:
+        remedy = f"Set max_norm=None. {remedy}" if is_trained else "Set max_norm=None"
+    return ConfigError(
+        f"{type(owner).__name__}.forward writes to its {'trained' if is_trained else 'frozen'} "
+        f"parameter {name!r}, which would be lost: weights on a device are copies. {remedy}"
+    )
 
 
 def refuse_shared_buffers(call: Call) -> None:

@@ -85,6 +85,7 @@ class StepThread:
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
         self.num_loads = 0
+        self.load_listeners: list[Callable[[], None]] = []
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
         # Because a forgotten engine writes back on its own thread, while the caller may have it
@@ -172,13 +173,18 @@ class StepThread:
     def note_load(self) -> None:
         """The user's parameters are about to hold other weights, or do so already. With no job
         left."""
-        self.num_loads += 1
+        self._note_others()
         self.turns.tell_others()
 
     def follow_others(self) -> None:
         """Goes on from what other engines have made of the weights."""
-        self.num_loads += 1
+        self._note_others()
         self._masters.follow_others()
+
+    def _note_others(self) -> None:
+        self.num_loads += 1
+        for listener in self.load_listeners:
+            listener()
 
     def bring_home(self) -> None:
         """Writes the newest weights to the user's parameters. With no job left, or in the last.
