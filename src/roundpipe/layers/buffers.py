@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..device import Device
 
-
 # Bytes. Reading them takes no time beside a stage run.
 _MOST_COMPARED = 1 << 20
 
@@ -42,8 +41,7 @@ class BufferValue:
             return False
         if self._home is not None and original.data_ptr() != self._home.data_ptr():
             return False
-        is_compared = self.host is not None and _is_compared(original)
-        return not is_compared or torch.equal(original, self.host)
+        return self.host is None or not _is_compared(original) or torch.equal(original, self.host)
 
     def keep(self, original: torch.Tensor) -> None:
         """To be called while ``original``, the user's buffer, still holds it."""
