@@ -70,9 +70,7 @@ class Sequence:
     def go_on(self) -> None:
         events = [self.call, self.step, self.flush, self.evaluate, self.load, self.fail]
         writes = [self.write_weight, self.write_other, self.write_behind_an_update]
-        (event,) = self.random.choices(
-            [*events, *writes], weights=[6, 5, 1, 1, 1, 1, 3, 3, 2], k=1
-        )
+        (event,) = self.random.choices([*events, *writes], weights=[6, 5, 1, 1, 1, 1, 3, 3, 2], k=1)
         self.log.append(event.__name__)
         event()
 

@@ -345,7 +345,9 @@ class StepThread:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads
                 # of weights flush.
                 self._write_back.write_back(number, self._store.layers, updates, window)
-                self.user_writes.refuse_overwritten()
+                self.user_writes.refuse_overwritten(
+                    lambda: self._write_back.write_back(number, self._store.layers)
+                )
         except BaseException:
             # What fails now is no second error: a caller who waited was told of the first already.
             with suppress(Exception):

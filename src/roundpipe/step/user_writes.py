@@ -2,6 +2,7 @@
 refused."""
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -46,6 +47,7 @@ class UserWrites:
         written = self._store.writes.differing
         late = [parameter for parameter in written if self._is_behind(parameter)]
         if late:
+            self._write_again(late)
             self._steps.flush()
         self._store.writes.settle()
         self.num_noticed += any(not self._store.writes.is_on_host(each) for each in written)
@@ -59,13 +61,25 @@ class UserWrites:
             self._masters.follow_written()
             self._is_one_to_follow = False
 
-    def refuse_overwritten(self) -> None:
+    def refuse_overwritten(self, write_back: Callable[[], None]) -> None:
         """A step has written back on the optimizer thread. Raises ConfigError for a weight that
-        somebody has written since the step was called."""
-        for parameter in self._store.writes.differing:
-            is_trained = id(parameter) in self._store.stepped
-            if is_trained and not self._store.writes.is_on_host(parameter):
-                raise self._overwritten(parameter)
+        somebody has written since the step was called, whether before or after that."""
+        written = [
+            parameter
+            for parameter in self._store.writes.differing
+            if id(parameter) in self._store.stepped and not self._store.writes.is_on_host(parameter)
+        ]
+        if written:
+            self._write_again(written)
+            write_back()
+            raise self._overwritten(written[0])
+
+    def _write_again(self, written: Iterable[nn.Parameter]) -> None:
+        """Masters are to take the place of what was written, also in a layer's image, which is
+        taken for old as a whole."""
+        layers = {use.layer for parameter in written for use in self._store.uses[id(parameter)]}
+        keys = {id(use.parameter) for layer in layers for use in self._store.layers[layer].uses}
+        self._store.ahead.update(keys & self._store.stepped)
 
     def _is_behind(self, parameter: nn.Parameter) -> bool:
         """Whether the user's own parameter is not the newest, or not what calls read."""
