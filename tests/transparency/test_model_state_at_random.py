@@ -180,6 +180,7 @@ def test_whatever_is_done_to_a_model_it_is_what_plain_pytorch_would_have(
         for _ in range(NUM_EVENTS):
             sequence.go_on()
         sequence.flush()
+        assert sequence.log, "nothing was compared"
     except BaseException as error:
         error.add_note("\n".join(sequence.log))
         raise

@@ -217,18 +217,21 @@ class Engine(ForwardingModule):
                 self._masters.follow_load(parameter, state_dict.get(name))
 
     def reload_parameters(self) -> None:
-        """Makes the masters follow the model's parameters after those were changed in place.
+        """Makes masters and devices follow the model after it was loaded, or changed in a way that
+        torch does not count: through ``.data`` in place, or through NumPy.
 
-        A master whose parameter is still what was written back from it keeps its own precision.
-        Drops accumulated gradients, keeps the optimizer's moments.
+        A master becomes what its parameter holds, to the bit. Only one whose parameter nobody is
+        known to have written, and which is what was written back from it, keeps its own precision.
+        Drops accumulated gradients, keeps the optimizer's moments. What torch counts needs no call
+        of this: see docs/internals/model-state.md.
 
         Raises:
-            ConfigError: an update had not been written back when the parameters were changed.
+            ConfigError: an update had not been written back when the parameters were changed. It
+                has taken the place of the change.
 
         Example:
             >>> engine.synchronize()
-            >>> with torch.no_grad():
-            ...     engine.model.head.weight.zero_()
+            >>> engine.model.load_state_dict(weights)
             >>> engine.reload_parameters()
         """
         self._begin("reload_parameters()")
