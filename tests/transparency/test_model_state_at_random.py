@@ -150,6 +150,7 @@ class Sequence:
         write(tensor_of(self.model, name), how, self.new_value(name))
         with pytest.raises(ConfigError, match=rf"'{name}' was changed .* call synchronize\(\)"):
             self.random.choice([self.engine.synchronize, self.engine.zero_grad])()
+        self.plain.gradients = {}
         self.plain.flush()
 
     def load(self) -> None:

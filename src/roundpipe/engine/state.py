@@ -177,6 +177,7 @@ class Host:
                 "engine's threads; call it in the process that made the engine"
             )
         self.steps.turns.take()
+        self.steps.user_writes.notice()
         self.steps.raise_late_error()
         if self._interpreter is not None:
             self._interpreter.begin_call()
@@ -185,7 +186,6 @@ class Host:
                 f"{self.name}: modules or parameters were added, removed, replaced or cast since "
                 "it was wrapped; close() this engine and wrap the model again"
             )
-        self.steps.user_writes.notice()
 
     def rest(self) -> None:
         """No call is likely for a while."""

@@ -36,23 +36,23 @@ class UserWrites:
 
         Raises:
             ConfigError: a weight was written while an update of it was on its way. The update has
-                taken its place.
+                taken its place, and gradients that came since are dropped.
         """
         if not self._store.writes.are_there:
             return
         # A synchronous step writes back behind the caller's back, and says then if it has
         # overwritten something.
         self._steps.wait_idle()
-        self._steps.raise_kept()
         written = self._store.writes.differing
         late = [parameter for parameter in written if self._is_behind(parameter)]
-        if late:
-            self._write_again(late)
-            self._steps.flush()
+        self._write_again(late)
         self._store.writes.settle()
         self.num_noticed += any(not self._store.writes.is_on_host(each) for each in written)
         self._is_one_to_follow |= any(id(parameter) in self._store.stepped for parameter in written)
         if late:
+            # Late backward stage runs may have computed with what was written.
+            self._steps.zero_grad()
+            self._steps.flush()
             raise self._overwritten(late[0])
 
     def follow(self) -> None:
