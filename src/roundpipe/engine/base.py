@@ -145,6 +145,8 @@ class Engine(ForwardingModule):
             prefix: put before every name.
             remove_duplicate: list a tied weight once, by its first name.
         """
+        if context.current_step() is None:
+            self._steps.user_writes.follow()
         named: list[tuple[str, nn.Parameter]] = []
         for name, parameter in self.model.named_parameters(
             prefix, remove_duplicate=remove_duplicate
@@ -215,18 +217,21 @@ class Engine(ForwardingModule):
                 self._masters.follow_load(parameter, state_dict.get(name))
 
     def reload_parameters(self) -> None:
-        """Makes the masters follow the model's parameters after those were changed in place.
+        """Makes masters and devices follow the model after it was loaded, or changed in a way that
+        torch does not count: through ``.data`` in place, or through NumPy.
 
-        A master whose parameter is still what was written back from it keeps its own precision.
-        Drops accumulated gradients, keeps the optimizer's moments.
+        A master becomes what its parameter holds, to the bit. Only one whose parameter nobody is
+        known to have written, and which is what was written back from it, keeps its own precision.
+        Drops accumulated gradients, keeps the optimizer's moments. What torch counts needs no call
+        of this: see docs/internals/model-state.md.
 
         Raises:
-            ConfigError: an update had not been written back when the parameters were changed.
+            ConfigError: an update had not been written back when the parameters were changed. It
+                has taken the place of the change.
 
         Example:
             >>> engine.synchronize()
-            >>> with torch.no_grad():
-            ...     engine.model.head.weight.zero_()
+            >>> engine.model.load_state_dict(weights)
             >>> engine.reload_parameters()
         """
         self._begin("reload_parameters()")
@@ -297,6 +302,7 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
+        self._steps.user_writes.follow()
         for runner in self._runners:
             runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
@@ -361,7 +367,10 @@ class Engine(ForwardingModule):
             return
         context.refuse_inside("close()")
         try:
-            self._steps.flush()
+            try:
+                self._steps.user_writes.notice()
+            finally:
+                self._steps.flush()
         finally:
             self._host.is_closed = True
             for runner in self._runners:

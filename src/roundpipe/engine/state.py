@@ -123,6 +123,7 @@ class Host:
         self.worker_pool = WorkerPool(
             devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
         )
+        self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         self._working = WorkingWeights(store.parameters)
 
     @property
@@ -176,6 +177,7 @@ class Host:
                 "engine's threads; call it in the process that made the engine"
             )
         self.steps.turns.take()
+        self.steps.user_writes.notice()
         self.steps.raise_late_error()
         if self._interpreter is not None:
             self._interpreter.begin_call()
@@ -207,4 +209,5 @@ class Host:
             if self._interpreter is not None:
                 self._interpreter.close()
         self.buffers.clear()
+        self.store.writes.forget()
         self.memory.close()

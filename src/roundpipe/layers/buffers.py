@@ -1,5 +1,10 @@
 """Module buffers on a device: copied once, copied again when either side was written, also if
-nobody says so."""
+nobody says so.
+
+[Note: written buffers] What the user writes through ``.data`` or NumPy does not raise a version.
+So buffers are compared with what was last seen of them, up to a size that takes no time. Of larger
+ones writes that torch counts are seen, and the others when `reload_parameters` says so.
+"""
 
 import threading
 from typing import NamedTuple
@@ -10,16 +15,33 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..device import Device
 
+# Bytes. Reading them takes no time beside a stage run.
+_MOST_COMPARED = 1 << 20
+
 
 class BufferValue:
     """What one of the user's buffers holds from one write to the next.
 
-    ``host`` is a copy that nobody writes, made when somebody may ask for the value after that.
+    ``host`` is a copy that nobody writes, made when somebody may ask for the value after that, or
+    compare it.
     """
 
-    def __init__(self, version: int) -> None:
-        self.version = version
+    def __init__(self, original: torch.Tensor) -> None:
+        # Read before the values are, because whoever writes them at this moment raises it
+        # afterwards.
+        self._version = original._version
+        # Also keeps the memory from being used again for what takes its place.
+        self._home = original.data if original.layout is torch.strided else None
         self.host: torch.Tensor | None = None
+        if _is_compared(original):
+            self.keep(original)
+
+    def is_still_of(self, original: torch.Tensor) -> bool:
+        if original._version != self._version:
+            return False
+        if self._home is not None and original.data_ptr() != self._home.data_ptr():
+            return False
+        return self.host is None or not _is_compared(original) or torch.equal(original, self.host)
 
     def keep(self, original: torch.Tensor) -> None:
         """To be called while ``original``, the user's buffer, still holds it."""
@@ -65,13 +87,22 @@ class KnownBuffers:
     def value(self, original: torch.Tensor) -> BufferValue:
         """What it holds now. Another one each time if that is the only way to be sure."""
         known = self.of(original)
-        # Read before the values are, because whoever writes them at this moment raises it
-        # afterwards.
-        version = original._version
         value = known.value
-        if value is None or value.version != version or known.is_written_silently:
-            value = known.value = BufferValue(version)
+        if value is None or known.is_written_silently or not value.is_still_of(original):
+            value = known.value = BufferValue(original)
         return value
+
+    def forget_values(self) -> None:
+        """Somebody may have written to any of them. With no stage run under way that has yet to
+        see what they held before."""
+        with self._lock:
+            for known in self._known.values():
+                known.value = None
+
+
+def _is_compared(buffer: torch.Tensor) -> bool:
+    is_plain = buffer.layout is torch.strided and buffer.device.type == "cpu"
+    return is_plain and buffer.nbytes <= _MOST_COMPARED
 
 
 class _Copy(NamedTuple):

@@ -37,6 +37,7 @@ class ReplicaParameters:
             for use, is_trained in zip(layer.uses, trains, strict=True)
         ]
         self._forms = list(map(_form, self._all))
+        self._sums: torch.Tensor | None = None
         self.parameters = {
             id(use.parameter): own for use, own in zip(layer.uses, self._all, strict=True)
         }
@@ -50,16 +51,31 @@ class ReplicaParameters:
             if own.requires_grad:
                 self.accumulator.attach(use, own)
 
-    @property
-    def is_frozen_one_written(self) -> bool:
-        """Whether a forward has written to a weight that does not train, if only what was there
-        already."""
-        return any(own._version > 0 and not own.requires_grad for own in self._all)
+    def look(self) -> None:
+        """Before the first forward that anybody knows of: it may write through ``.data``, which
+        only values tell of."""
+        if self._all:
+            self._sums = self._sum_up()
 
-    @property
-    def is_one_written(self) -> bool:
-        """Whether a forward has written to any weight."""
-        return any(own._version > 0 for own in self._all)
+    def written(self) -> set[int]:
+        """The ids of the working parameters of weights that a forward has written to, if only what
+        was there already. Looks at values once after ``look``."""
+        moved = (
+            own._version > 0 or own.data_ptr() != form[0]
+            for own, form in zip(self._all, self._forms, strict=True)
+        )
+        written = {key for key, is_moved in zip(self.parameters, moved, strict=True) if is_moved}
+        if self._sums is not None:
+            changed = (self._sums != self._sum_up()).tolist()
+            written.update(
+                key for key, is_one in zip(self.parameters, changed, strict=True) if is_one
+            )
+            self._sums = None
+        return written
+
+    def _sum_up(self) -> torch.Tensor:
+        sums = [_as_integers(own.detach()).sum(dtype=torch.int64) for own in self._all]
+        return torch.stack(sums)
 
     def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:
         """Whether others, made now, would be the same."""
@@ -74,6 +90,14 @@ class ReplicaParameters:
         return list(map(_form, self._all)) == self._forms and not any(
             own.grad is not None or own._backward_hooks or own.__dict__ for own in self._all
         )
+
+
+def _as_integers(weight: torch.Tensor) -> torch.Tensor:
+    """The same bytes."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    if weight.is_complex():
+        weight = torch.view_as_real(weight)
+    return weight.view(kinds[weight.itemsize])
 
 
 def _form(parameter: nn.Parameter) -> tuple[object, ...]:

@@ -26,8 +26,8 @@ class Masters:
         self._rules = rules
         self.by_parameter: dict[int, Master] = {}  # by the id of the working copy
         self._ids: set[int] = set()  # of the masters themselves
-        # torch's counts of in-place writes to parameters, when masters last followed.
-        self._writes: dict[int, int] = {}
+        # Marks of parameters when masters last followed; see [Note: writes].
+        self._marks: dict[int, tuple[int, int]] = {}
 
     def of(self, parameter: nn.Parameter) -> Master:
         """The master of a trainable parameter, made from its working copy on first use."""
@@ -38,7 +38,7 @@ class Masters:
             self.by_parameter[id(parameter)] = master
             self._ids.add(id(master))
             self._store.stepped.add(id(parameter))
-            self._writes[id(parameter)] = parameter._version
+            self._is_written(parameter)
         return master
 
     def has_any(self, tensors: Iterable[torch.Tensor]) -> bool:
@@ -99,9 +99,11 @@ class Masters:
 
     def follow_load(self, parameter: nn.Parameter, value: torch.Tensor | None) -> None:
         """After a load: the master takes the loaded value at its own precision, if that is where
-        the weight came from, else whatever the weight is now, if that is not what the master has
-        written back."""
-        self._writes[id(parameter)] = parameter._version
+        the weight came from, else whatever the weight is now.
+
+        Of a weight to which nobody is known to have written, and that is what the master has
+        written back, it keeps its own precision."""
+        is_written = self._is_written(parameter)
         if not parameter.requires_grad and id(parameter) not in self.by_parameter:
             return
         working = parameter.detach()
@@ -111,7 +113,9 @@ class Masters:
             self.follow(parameter, value)
             return
         master = self.by_parameter.get(id(parameter))
-        if master is not None and not torch.equal(master.detach().to(working.dtype), working):
+        if master is not None and (
+            is_written or not torch.equal(master.detach().to(working.dtype), working)
+        ):
             self.follow(parameter)
 
     def follow(self, parameter: nn.Parameter, value: torch.Tensor | None = None) -> None:
@@ -133,14 +137,32 @@ class Masters:
         """What somebody else has written to the user's parameters in place is not to be overwritten
         by older updates: masters, and second working copies, take it over."""
         for parameter, _ in self.existing():
-            if parameter._version == self._writes[id(parameter)]:
+            if not self._is_written(parameter):
                 continue
-            self._writes[id(parameter)] = parameter._version
             self.follow(parameter)
             home = self._store.uses[id(parameter)][0]
             second = self._store.whereabouts[home.layer].second
             if second is not None and home.place in second.tensors:
                 second.tensors[home.place].copy_(parameter.data)
+
+    def follow_written(self) -> None:
+        """Somebody has written to the user's parameters between steps: masters take over what is
+        other than they have written back, and keep their own precision of the rest. With nothing
+        ahead."""
+        for parameter, master in self.existing():
+            if not self._is_written(parameter):
+                continue
+            working = parameter.detach()
+            with torch.no_grad():
+                is_other = master.to(working.dtype) != working
+                if bool(is_other.any()):
+                    master.copy_(torch.where(is_other, working.to(master.dtype), master))
+
+    def _is_written(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody is known to have written to it since this was last asked."""
+        mark = self._store.writes.mark(parameter)
+        before, self._marks[id(parameter)] = self._marks.get(id(parameter)), mark
+        return mark != before
 
     def statistics(self) -> dict[str, Any]:
         seconds = (whereabouts.second for whereabouts in self._store.whereabouts)

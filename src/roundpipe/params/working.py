@@ -14,6 +14,7 @@ from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
+from .writes import Writes
 
 if TYPE_CHECKING:
     from .placement.device_state import DeviceState
@@ -95,6 +96,8 @@ class ParameterStore:
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
+        only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
+        self.writes = Writes(self.parameters, set(only_on_host))
         memory.lock_in_place(
             uses[0].parameter.data for uses in self.uses.values() if uses[0].layer < len(staged)
         )

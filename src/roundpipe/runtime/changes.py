@@ -27,7 +27,7 @@ class ModuleChanges:
         self._store = store
         self._buffers = buffers
         self._told: set[tuple[type, str]] = set()
-        # Frozen parameters, by id, that a forward has written at least once.
+        # Parameters, by id, that a forward has written at least once.
         self._compared: set[int] = set()
 
     def note(self, call: Call, stage: Stage) -> None:
@@ -35,23 +35,22 @@ class ModuleChanges:
         stage.untouched.update(
             index for index, replica in stage.replicas.items() if replica.is_as_made
         )
-        self._store.written.update(
-            index for index, residents in stage.residents.items() if residents.is_one_written
-        )
+        for index, residents in stage.residents.items():
+            written = residents.written()
+            if written:
+                self._store.written.add(index)
+            if written or index not in stage.untouched:
+                self._refuse_lost_parameters(stage, index, written)
         call.buffer_updates.extend(self._buffer_updates(stage))
         call.attribute_updates.extend(self._attribute_updates(call, stage))
 
     def _buffer_updates(self, stage: Stage) -> list[BufferUpdate]:
         updates = []
         ready = self._device.compute.record()
-        written = {
-            index for index, residents in stage.residents.items() if residents.is_frozen_one_written
-        }
         for owner, replica in chain.from_iterable(
-            replica.with_buffers if index in stage.untouched - written else replica.pairs
+            replica.with_buffers if index in stage.untouched else replica.pairs
             for index, replica in stage.replicas.items()
         ):
-            self._refuse_written_parameters(owner, replica)
             names = [
                 name
                 for name, value in replica._buffers.items()
@@ -65,27 +64,41 @@ class ModuleChanges:
                     updates.append(BufferUpdate(owner, name, value, self._device, ready))
         return updates
 
-    def _refuse_written_parameters(self, owner: nn.Module, replica: nn.Module) -> None:
-        """Raises ConfigError for a frozen parameter whose value a forward has changed: it is in a
-        slot, and lost there.
+    def _refuse_lost_parameters(self, stage: Stage, index: int, written: set[int]) -> None:
+        """Raises ConfigError for a parameter that a forward has replaced, or whose value it has
+        changed: it is in a slot, and lost there.
 
-        Compared once, because adapters write to a parameter what it already is, in every forward.
+        Frozen ones are compared once, because adapters write to a parameter what it already is, in
+        every forward. So do embeddings that limit norms, but not for good.
         """
-        for name, resident in replica._parameters.items():
-            original = owner._parameters.get(name)
-            is_written = (
-                resident is not None and resident._version > 0 and not resident.requires_grad
-            )
-            is_known = id(original) in self._store.stepped or id(original) in self._compared
-            if resident is None or original is None or not is_written or is_known:
-                continue
-            self._compared.add(id(original))
-            if not torch.equal(resident.detach().cpu(), original.detach()):
-                raise ConfigError(
-                    f"{type(owner).__name__}.forward writes to its frozen parameter {name!r}, "
-                    "which would be lost: "
-                    "weights on a device are copies. Register it with register_buffer"
-                )
+        own = stage.residents[index].parameters
+        for owner, replica in stage.replicas[index].pairs:
+            for name, original in owner._parameters.copy().items():
+                resident = own.get(id(original))
+                if original is None or resident is None:
+                    continue
+                if replica._parameters.get(name) is not resident:
+                    raise _lost(owner, name, "replaces", is_trained=resident.requires_grad)
+                if id(original) in written and self._has_changed(
+                    stage, index, owner, original, resident
+                ):
+                    raise _lost(owner, name, "writes to", is_trained=resident.requires_grad)
+
+    def _has_changed(
+        self,
+        stage: Stage,
+        index: int,
+        owner: nn.Module,
+        original: torch.Tensor,
+        resident: nn.Parameter,
+    ) -> bool:
+        is_known = id(original) in self._compared and not resident.requires_grad
+        if is_known and getattr(owner, "max_norm", None) is None:
+            return False
+        self._compared.add(id(original))
+        then = self._store.working(self._store.uses[id(original)][0], stage.weights.version)
+        is_in_slot = not stage.uploaded[index].is_on_device
+        return not (is_in_slot and torch.equal(resident.detach().cpu(), then))
 
     def _is_replaced(self, owner: nn.Module, name: str, value: torch.Tensor | None) -> bool:
         return not self._buffers.is_placed(owner._buffers.get(name), value)
@@ -133,6 +146,18 @@ def _is_container_of_values(value: Any) -> bool:
     """Whether it is a list or the like that a forward has made. Those that a replica was given
     copies of have modules or tensors in them, which are of the device."""
     return is_container(value) and not with_inner([value]).has((nn.Module, torch.Tensor))
+
+
+def _lost(owner: nn.Module, name: str, what: str, *, is_trained: bool) -> ConfigError:
+    remedy = "Register it with register_buffer"
+    if is_trained:
+        remedy = "Change it between steps, after synchronize(), or its master in step_fn"
+    if getattr(owner, "max_norm", None) is not None:
+        remedy = f"Set max_norm=None. {remedy}" if is_trained else "Set max_norm=None"
+    return ConfigError(
+        f"{type(owner).__name__}.forward {what} its {'trained' if is_trained else 'frozen'} "
+        f"parameter {name!r}, which would be lost: weights on a device are copies. {remedy}"
+    )
 
 
 class WrittenInShares(ConfigError):

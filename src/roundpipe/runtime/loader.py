@@ -106,8 +106,15 @@ class StageLoader:
 
     def _stamps(self, stage: Stage, layer: LayerParameters) -> list[Stamp]:
         stepped, (version, num_loads) = self._store.stepped, stage.weights
+        times_replaced = self._store.writes.times_replaced
         return [
-            Stamp(p.data_ptr(), p._version, num_loads, version if id(p) in stepped else FROZEN)
+            Stamp(
+                p.data_ptr(),
+                times_replaced(p),
+                p._version,
+                num_loads,
+                version if id(p) in stepped else FROZEN,
+            )
             for p in (use.parameter for use in layer.uses)
         ]
 

@@ -53,6 +53,8 @@ class ReplicaCache:
         self.buffers = buffers
         self._left: dict[int, _Left] = {}
         self._residents: dict[int, ReplicaParameters] = {}
+        # Layers, and whether they train, of which a forward was seen.
+        self._seen: set[tuple[int, bool]] = set()
 
     def begin_call(self) -> None:
         """Slots of some layers may have gone."""
@@ -79,6 +81,10 @@ class ReplicaCache:
             residents = ReplicaParameters(layer, slot.buffer, trains, self._rules)
         if stage.stage_run.pass_ is not Pass.FORWARD or stage.keeps_graphs:
             residents.attach()
+        mode = index, stage.layer_modes[index][0]
+        if stage.stage_run.pass_ is not Pass.BACKWARD and mode not in self._seen:
+            self._seen.add(mode)
+            residents.look()
         stage.open(index, residents, self._replica(stage, index, residents))
 
     def _replica(self, stage: Stage, index: int, residents: ReplicaParameters) -> Replica:

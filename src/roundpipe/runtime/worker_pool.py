@@ -56,6 +56,7 @@ class WorkerPool:
             Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)
             for device, sender in zip(devices, self.senders, strict=True)
         ]
+        self._buffers: list[KnownBuffers] = []
         for worker, device in zip(self.workers, devices, strict=True):
             worker.submit(device.enter_thread)
 
@@ -70,6 +71,7 @@ class WorkerPool:
     ) -> list[Executor]:
         """For ``layers``, one per device."""
         knowledge, known_buffers, writers = LayerKnowledge(), KnownBuffers(), Writers()
+        self._buffers.append(known_buffers)
         executors = []
         for device, sender, slots, spills in zip(
             self.devices, self.senders, self.slots, self.spills, strict=True
@@ -105,6 +107,11 @@ class WorkerPool:
                 executors, self.workers, call.schedule.actions, strict=True
             ):
                 worker.submit(partial(executor.run, call, actions))
+
+    def forget_buffers(self) -> None:
+        """The user's modules may have other buffers than the devices have seen."""
+        for known in self._buffers:
+            known.forget_values()
 
     def free(self, executors: Sequence[Executor]) -> None:
         """Has what these hold on devices freed after the calls already submitted. Returns at

@@ -31,6 +31,7 @@ from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .jobs import Jobs, LateError
 from .turns import Turns
+from .user_writes import UserWrites
 from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
@@ -84,12 +85,14 @@ class StepThread:
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
         self.num_loads = 0
+        self.load_listeners: list[Callable[[], None]] = []
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
         # Because a forgotten engine writes back on its own thread, while the caller may have it
         # give way.
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
+        self.user_writes = UserWrites(self, store, masters)
         hook_optimizers()
         context.register(self)
 
@@ -107,15 +110,15 @@ class StepThread:
     @property
     def weights(self) -> tuple[int, int, int]:
         """Tells whether two calls would compute with the same working weights: equal if so."""
-        return self.num_steps, self.version, self.num_loads
+        return self.num_steps, self.version, self.num_loads + self.user_writes.num_noticed
 
     def refuse_other_than(self, weights: tuple[int, int, int]) -> None:
         """Raises RuntimeError if a backward would no longer find the ``weights`` its forward was
         computed with."""
         if self.weights != weights:
             raise RuntimeError(
-                "step(), a flush or a load ran between this forward and its backward, so the "
-                "weights are no longer those of the forward; call backward() first"
+                "step(), a flush or a load ran between this forward and its backward, or weights "
+                "were written, so they are no longer those of the forward; call backward() first"
             )
 
     @property
@@ -170,19 +173,24 @@ class StepThread:
     def note_load(self) -> None:
         """The user's parameters are about to hold other weights, or do so already. With no job
         left."""
-        self.num_loads += 1
+        self._note_others()
         self.turns.tell_others()
 
     def follow_others(self) -> None:
         """Goes on from what other engines have made of the weights."""
-        self.num_loads += 1
+        self._note_others()
         self._masters.follow_others()
+
+    def _note_others(self) -> None:
+        self.num_loads += 1
+        for listener in self.load_listeners:
+            listener()
 
     def bring_home(self) -> None:
         """Writes the newest weights to the user's parameters. With no job left, or in the last.
         What these have been written since the update stays, as it does if an engine loads it."""
         with self._bringing_home:
-            if self._masters.are_ahead:
+            if self._masters.are_ahead or self.version < self.num_steps:
                 self._masters.leave_written()
                 self._write_back_all()
 
@@ -337,6 +345,9 @@ class StepThread:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads
                 # of weights flush.
                 self._write_back.write_back(number, self._store.layers, updates, window)
+                self.user_writes.refuse_overwritten(
+                    lambda: self._write_back.write_back(number, self._store.layers)
+                )
         except BaseException:
             # What fails now is no second error: a caller who waited was told of the first already.
             with suppress(Exception):

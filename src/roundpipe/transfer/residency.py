@@ -36,11 +36,12 @@ class WeightsVersion(NamedTuple):
 class Stamp(NamedTuple):
     """Two equal stamps of a parameter stand for the same values.
 
-    ``writes`` is torch's count of in-place writes; ``version`` is ``FROZEN`` where steps leave the
-    weight alone.
+    ``writes`` is torch's count of in-place writes; ``replaced`` counts memories, because an address
+    may be used again; ``version`` is ``FROZEN`` where steps leave the weight alone.
     """
 
     address: int
+    replaced: int
     writes: int
     num_loads: int
     version: int
