@@ -63,6 +63,7 @@ def test_a_scheduler_may_step_before_an_asynchronous_update(engines: Engines) ->
     def step_fn() -> None:
         may_update.wait()
         optimizer.step()
+        optimizer.zero_grad()
 
     engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)
     engine.step(step_fn, is_async=True)

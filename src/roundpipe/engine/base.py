@@ -245,7 +245,7 @@ class Engine(ForwardingModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
 
-        What a step that is under way works on is not touched. ``set_to_none`` is accepted as
+        What a step that is under way works on is not touched, but what it leaves is dropped. ``set_to_none`` is accepted as
         torch's is, and ignored: gradients are always dropped.
         """
         self._begin("zero_grad()")
@@ -266,12 +266,14 @@ class Engine(ForwardingModule):
         gradients from here on.
 
         Hyper-parameters of the optimizers are read at this call, so a scheduler may step right
-        after it. Gradients that ``step_fn`` leaves are there again in the next one, with what came
-        since added.
+        after it. Gradients that ``step_fn`` does not zero, also because it raises, are there again
+        in the next one, with what came since added, as in torch. So a ``step_fn`` that steps and
+        zeroes every k-th time accumulates.
 
         Args:
             step_fn: steps one or more optimizers over ``optim_parameters()``, clips before that if
-                it likes, and may call ``zero_grad``. Engine calls are refused inside.
+                it likes, and calls their ``zero_grad``. An optimizer's own ``step``, which has no
+                place for that, is followed by its ``zero_grad``. Engine calls are refused inside.
             is_async: return at once, the update being one step stale (gradient t is taken at
                 W_(t-2)); else the update is visible to everything after this call.
             args, kwargs: what ``step_fn`` is called with.

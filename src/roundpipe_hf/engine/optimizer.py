@@ -133,6 +133,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._scaler.step(self.inner)
         else:
             self.inner.step()
+        for master in self.engine.optim_parameters():
+            master.grad = None  # also where no optimizer has it
         return float(norm)
 
     def last_grad_norm(self) -> float:
