@@ -117,6 +117,18 @@ class Engine(ForwardingModule):
         self._structure = Structure([model])
         self._original = model
 
+    def __getattr__(self, name: str) -> Any:
+        """The original model's, as everywhere; where that has none, ``name`` is the engine's in
+        logs and errors, and ``num_layers`` counts what it runs on devices."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "name" and "_host" in self.__dict__:
+                return self._host.name
+            if name == "num_layers" and "_runners" in self.__dict__:
+                return sum(len(runner.layers) for runner in self._runners)
+            raise
+
     # Weights: masters, working copies, gradients.
 
     def named_parameters(
@@ -245,8 +257,8 @@ class Engine(ForwardingModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
 
-        What a step that is under way works on is not touched, but what it leaves is dropped. ``set_to_none`` is accepted as
-        torch's is, and ignored: gradients are always dropped.
+        What a step that is under way works on is not touched, but what it leaves is dropped.
+        ``set_to_none`` is accepted as torch's is, and ignored: gradients are always dropped.
         """
         self._begin("zero_grad()")
         self._steps.zero_grad()

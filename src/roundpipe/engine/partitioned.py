@@ -210,7 +210,8 @@ class AutoRoundPipe(Engine):
         if config.output_device is None:
             return output
         target = torch.device(config.output_device)
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), output)
+        with torch.set_grad_enabled(with_grad):
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), output)
 
     def _shell(self, with_grad: bool) -> Shell:
         residents = {}
