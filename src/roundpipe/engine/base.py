@@ -44,8 +44,8 @@ def check_model(model: Any) -> None:
             raise ConfigError(f"{name or 'the model'} is a {type(module).__name__}, which {remedy}")
 
 
-# Kinds of modules that compute with their own weights only; by name, because some are only there
-# once imported.
+# Kinds of modules that compute with their own weights only, or do not keep them; by name, because
+# some are only there once imported.
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
         "computes with the weights it was compiled with; wrap the module that was given to "
@@ -54,6 +54,10 @@ _BOUND = {
     "torch.jit._script.RecursiveScriptModule": (
         "computes with the weights it was scripted with; wrap the module that was given to "
         "torch.jit"
+    ),
+    "peft.tuners.lora.layer.MultiheadAttention": (
+        "replaces the attention's weights by new ones in every forward; leave it out of PEFT's "
+        "target_modules, or build the attention from nn.Linear layers and name those there"
     ),
     "torch.nn.parallel.data_parallel.DataParallel": (
         "spreads a model over devices itself; wrap its .module"

@@ -107,7 +107,7 @@ class AutoRoundPipe(Engine):
             # What a user has said of this very part beats the rules.
             said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
             rules = replace(part.config, **said)
-            self._calls[id(part.module)] = self._caller_of(runner, rules, override)
+            self._calls[id(part.module)] = self._caller_of(part.module, runner, rules, override)
         self._runners += self._parts.values()
         self.set_original_model(model)
 
@@ -129,15 +129,22 @@ class AutoRoundPipe(Engine):
         )
 
     def _caller_of(
-        self, runner: BatchRunner, rules: RoundPipeRunConfig, override: RoundPipeRunConfig
+        self,
+        module: nn.Module,
+        runner: BatchRunner,
+        rules: RoundPipeRunConfig,
+        override: RoundPipeRunConfig,
     ) -> Callable[..., Any]:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
         # Not self, because an engine that holds itself would outlive its last user.
         settings = self._call_settings
+        makes_cache = has_loss_function(module) and takes_use_cache(module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             _refuse_cache(runner, (args, kwargs))
+            if makes_cache:  # a whole model of transformers' inside of another
+                kwargs = {"use_cache": False, **kwargs}
             args, kwargs = packed_again((args, kwargs))
             config = rules.over(settings.call).over(override).over(settings.model)
             if (
@@ -205,7 +212,7 @@ class AutoRoundPipe(Engine):
         self._call_settings.call = _for_parts(roundpipe_run_config)
         self._call_settings.rows = batch_size_of(args, kwargs)
         with torch.set_grad_enabled(with_grad):
-            output = merge_deferred(shell.root(*args, **_without_cache(self.model, kwargs)))
+            output = merge_deferred(shell.root(*args, **without_cache(self.model, kwargs)))
         shell.write_back()
         if config.output_device is None:
             return output
@@ -316,10 +323,10 @@ def _refuse_what_blocks_collect(model: nn.Module, kwargs: dict[str, Any]) -> Non
             )
 
 
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A Hugging Face model's arguments with its key-value cache off: microbatches would all write
     to one cache."""
-    if not _takes_use_cache(base_of(model)):
+    if not takes_use_cache(base_of(model)):
         return kwargs
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise ConfigError(
@@ -328,7 +335,7 @@ def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "use_cache": False}
 
 
-def _takes_use_cache(model: nn.Module) -> bool:
+def takes_use_cache(model: nn.Module) -> bool:
     """Itself, or a model of transformers' that hands its ``**kwargs`` on to a decoder inside."""
     own = inspect.signature(type(model).forward).parameters
     if "use_cache" in own or not has_loss_function(model):
