@@ -104,3 +104,32 @@ def test_a_preset_that_nobody_asked_for_is_named_by_default(
         wrap(make_llama(tied=False), use_sequential_preset=use, devices=1).close()
         said = [one.levelname for one in caplog.records if "by its preset" in one.message]
         assert said == expected
+
+
+def test_the_devices_an_engine_would_get_can_be_counted() -> None:
+    from roundpipe import device
+
+    with roundpipe.RoundPipe(make_mlp()) as engine:
+        assert device.get_num_devices() == len(device.device_list) == len(engine.devices)
+        assert [one.name for one in device.device_list] == [one.name for one in engine.devices]
+    with pytest.raises(AttributeError, match="no attribute 'devices'"):
+        _ = device.devices
+
+
+def test_a_weight_may_be_read_without_waiting_for_updates(engines: Engines) -> None:
+    engine = engines(make_mlp(), ONE)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    batch = mlp_batch(8)
+    may_update = threading.Event()
+
+    def step_fn() -> None:
+        may_update.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)
+    before = engine.get_parameter("0.weight").clone()
+    engine.step(step_fn)
+    assert torch.equal(engine.get_parameter("0.weight", up_to_date=False), before)
+    may_update.set()
+    assert not torch.equal(engine.get_parameter("0.weight"), before)
