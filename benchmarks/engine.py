@@ -37,6 +37,7 @@ class Training(NamedTuple):
     def _update(self) -> None:
         clip_grad_norm_(self.optimizer, MAX_NORM)
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def inputs_of(tokens: Tensor) -> dict[str, Tensor]:

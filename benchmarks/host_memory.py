@@ -106,6 +106,7 @@ def train(
         def update() -> None:
             roundpipe.clip_grad_norm_(engine, 1.0)
             optimizer.step()
+            optimizer.zero_grad()
 
         x = torch.randn(2, width).bfloat16()
         for _ in range(steps):

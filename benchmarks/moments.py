@@ -122,6 +122,7 @@ def run(
         def step_fn() -> None:
             clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
+            optimizer.zero_grad()
 
         losses, seconds = [held_out_loss(engine, held_out)], 0.0
         for index, batch in enumerate(train, start=1):

@@ -8,12 +8,14 @@ from typing import Any, Literal
 import torch
 
 from .errors import ConfigError
+from .microbatch.merge import check_merge_function
+from .microbatch.specs import check_takes
 from .plan.execute_plan import ModelExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RoundPipeRunConfig:
     """Says how one call runs. Every field defaults to None, meaning "not set".
 
@@ -31,8 +33,8 @@ class RoundPipeRunConfig:
         split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for
             args and kwargs.
         split_label: ``(label, n) -> label_list`` or a chunk spec.
-        merge_output: ``(outputs, rows) -> merged``, a chunk spec, or False to get the microbatches
-            as they are, as `RoundPipePackedData`.
+        merge_output: ``(outputs, rows) -> merged`` or ``(outputs) -> merged``, a chunk spec, or
+            False to get the microbatches as they are, as `RoundPipePackedData`.
         execute_plan: the stages to use; else planned from the layers' sizes.
 
     Raises:
@@ -71,6 +73,9 @@ class RoundPipeRunConfig:
             raise ConfigError(
                 f"recompute_grain is {self.recompute_grain!r}; use 'stage' or 'layer'"
             )
+        check_takes(self.split_input, 3, "split_input", "(args, kwargs, n)")
+        check_takes(self.split_label, 2, "split_label", "(label, n)")
+        check_merge_function(self.merge_output)
         if self.execute_plan is not None and not isinstance(self.execute_plan, ModelExecutePlan):
             raise ConfigError(
                 f"execute_plan is a {type(self.execute_plan).__name__}; give a ModelExecutePlan"
@@ -78,7 +83,16 @@ class RoundPipeRunConfig:
 
     @property
     def builds_graph(self) -> bool:
-        """True where a forward is to be a part of the caller's graph."""
+        """True where a forward is to be a part of the caller's graph.
+
+        Raises:
+            ConfigError: it is to be one in ``torch.inference_mode``, where there are no graphs.
+        """
+        if self.requires_grad and torch.is_inference_mode_enabled():
+            raise ConfigError(
+                "requires_grad=True was given inside torch.inference_mode(), which builds no "
+                "graph; use torch.no_grad() there, or leave requires_grad out"
+            )
         return torch.is_grad_enabled() if self.requires_grad is None else self.requires_grad
 
     def over(self, base: "RoundPipeRunConfig") -> "RoundPipeRunConfig":

@@ -88,6 +88,7 @@ def train(
 
     def step_fn() -> None:
         optimizer.step() if scaler is None else scaler.step(optimizer)
+        optimizer.zero_grad()
 
     losses = []
     for batch in batches:
@@ -250,11 +251,16 @@ def test_buffers_frozen_weights_and_several_optimizers(tmp_path: Path, engines: 
             torch.optim.Adagrad(masters[2:], lr=0.1),
         ]
 
+    def step_all(optimizers: list[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     first = engines(make(), TWO)
     optimizers = pair(first)
     for batch in BATCHES[:2]:
         run_batch(first, batch, 1)
-        first.step(lambda: [optimizer.step() for optimizer in optimizers], is_async=False)
+        first.step(step_all, False, optimizers)
     with torch.no_grad():
         first.model[2].bias.fill_(3.0)
     save_checkpoint(tmp_path / "saved", first, optimizers)
@@ -264,9 +270,7 @@ def test_buffers_frozen_weights_and_several_optimizers(tmp_path: Path, engines: 
     ONE.check(second.state_dict(), dict(first.state_dict()))
     for engine, stepped in ((first, optimizers), (second, others)):
         run_batch(engine, BATCHES[2], 1)
-        engine.step(
-            lambda stepped=stepped: [optimizer.step() for optimizer in stepped], is_async=False
-        )
+        engine.step(step_all, False, stepped)
     ONE.check(second.state_dict(), dict(first.state_dict()))
 
 

@@ -11,7 +11,7 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.errors import ConfigError
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines
-from tests.support.models import make_mlp, mlp_batch
+from tests.support.models import make_llama, make_mlp, mlp_batch
 
 
 def test_masters_are_read_as_torchs_parameters_are(engines: Engines) -> None:
@@ -63,6 +63,7 @@ def test_a_scheduler_may_step_before_an_asynchronous_update(engines: Engines) ->
     def step_fn() -> None:
         may_update.wait()
         optimizer.step()
+        optimizer.zero_grad()
 
     engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)
     engine.step(step_fn, is_async=True)
@@ -70,3 +71,65 @@ def test_a_scheduler_may_step_before_an_asynchronous_update(engines: Engines) ->
     may_update.set()
     engine.synchronize()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_an_engine_says_its_name_and_its_layers(engines: Engines) -> None:
+    """Where the model has such an attribute of its own, that is what is read."""
+    engine = engines(make_mlp(), ONE, name="mine")
+    assert (engine.name, engine.num_layers) == ("mine", len(make_mlp()))
+    lstm = torch.nn.LSTM(4, 4, num_layers=2)
+    assert engines(lstm, ONE).num_layers == 2
+    with pytest.raises(AttributeError, match="num_layer'"):
+        _ = engine.num_layer
+
+
+def test_settings_of_a_run_may_be_given_by_position() -> None:
+    config = RoundPipeRunConfig(False, "cpu", True, "layer", 3)
+    assert config == RoundPipeRunConfig(
+        requires_grad=False,
+        output_device="cpu",
+        preserve_rng_state=True,
+        recompute_grain="layer",
+        num_microbatch=3,
+    )
+
+
+def test_a_preset_that_nobody_asked_for_is_named_by_default(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was logged at a level that is not shown where logging is not set up."""
+    for use, expected in ((None, ["WARNING"]), (True, [])):
+        caplog.clear()
+        wrap = roundpipe.wrap_model_to_roundpipe
+        wrap(make_llama(tied=False), use_sequential_preset=use, devices=1).close()
+        said = [one.levelname for one in caplog.records if "by its preset" in one.message]
+        assert said == expected
+
+
+def test_the_devices_an_engine_would_get_can_be_counted() -> None:
+    from roundpipe import device
+
+    with roundpipe.RoundPipe(make_mlp()) as engine:
+        assert device.get_num_devices() == len(device.device_list) == len(engine.devices)
+        assert [one.name for one in device.device_list] == [one.name for one in engine.devices]
+    with pytest.raises(AttributeError, match="no attribute 'devices'"):
+        _ = device.devices
+
+
+def test_a_weight_may_be_read_without_waiting_for_updates(engines: Engines) -> None:
+    engine = engines(make_mlp(), ONE)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    batch = mlp_batch(8)
+    may_update = threading.Event()
+
+    def step_fn() -> None:
+        may_update.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine.forward_backward(batch.args, label=batch.label, loss_fn=batch.loss_fn)
+    before = engine.get_parameter("0.weight").clone()
+    engine.step(step_fn)
+    assert torch.equal(engine.get_parameter("0.weight", up_to_date=False), before)
+    may_update.set()
+    assert not torch.equal(engine.get_parameter("0.weight"), before)

@@ -197,6 +197,7 @@ def test_an_update_that_could_not_be_written_back_is_written_back_later(
 
     def step_fn() -> None:
         optimizers[0].step()
+        optimizers[0].zero_grad()
         INJECTION.arm("write_back", raise_boom, at=1)
 
     with failing_to_write_back(layer, monkeypatch), pytest.raises(Boom, match="injected"):

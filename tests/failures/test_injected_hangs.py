@@ -143,6 +143,7 @@ def test_a_synchronous_step_is_interrupted_after_the_update(count: int, engines:
         def step_fn() -> None:
             interruption.hang()
             optimizer.step()
+            optimizer.zero_grad()
 
         with pytest.raises(KeyboardInterrupt):
             engine.step(step_fn, is_async=False)
@@ -168,6 +169,7 @@ def test_a_call_that_waits_for_an_update_can_be_interrupted(count: int, engines:
         def step_fn() -> None:
             next(hangs, lambda: None)()
             optimizer.step()
+            optimizer.zero_grad()
 
         engine.step(step_fn)
         call_only(engine)

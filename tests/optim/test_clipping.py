@@ -81,6 +81,7 @@ def test_the_next_step_has_norms_of_its_own(engines: Engines) -> None:
         assert norms_of(engine, engine) == pytest.approx(
             plain_norm(MLP, [MLP.batch(4, seed)]), rel=1e-5
         )
+        engine.zero_grad()  # because no optimizer has
 
 
 def test_an_optimizer_over_some_masters_clips_those_only(engines: Engines) -> None:
@@ -177,6 +178,7 @@ def test_clipped_training_equals_torchs(devices: DeviceSet, engines: Engines) ->
     def step_fn() -> None:
         norms.append(roundpipe.clip_grad_norm_(engine, 0.05))
         optimizer.step()
+        optimizer.zero_grad()
 
     for batch in batches:
         reference.forward_backward(batch.split(2), batch.loss_fn)

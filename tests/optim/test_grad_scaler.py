@@ -85,6 +85,7 @@ def engine_trace(
             scaler.unscale_(optimizer)
             clip()
         scaler.step(optimizer)
+        optimizer.zero_grad()
 
     seen = []
     for batch in batches():
@@ -268,7 +269,7 @@ def test_a_disabled_scaler_only_steps(engines: Engines) -> None:
         reference.forward_backward(batch.split(2), batch.loss_fn)
         reference.step()
         run_batch(engine, scaled(batch, scaler.scale), 2)
-        engine.step(lambda: scaler.step(optimizer), is_async=False)
+        engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
         scaler.update()
     assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
     ONE.check(engine_weights(engine), reference.weights)
@@ -326,7 +327,7 @@ def test_a_new_scale_is_taken_in_place_of_what_was_found(engines: Engines) -> No
     optimizer, scaler = sgd(engine.optim_parameters()), GradScaler(**SETTINGS)
     for batch, is_async in zip(batches(3, bad=(0, 1)), (False, True, True), strict=True):
         run_batch(engine, scaled(batch, scaler.scale), 2)
-        engine.step(lambda: scaler.step(optimizer), is_async=is_async)
+        engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=is_async)
         scaler.update(torch.tensor(64.0) if is_async else 32.0)
         assert scaler.get_scale() == (64.0 if is_async else 32.0)
 
@@ -368,7 +369,7 @@ def test_large_gradients_are_told_from_overflows(
     engine = engines(model, ONE, optim_dtype=torch.float32)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1e-22 if factor == 1e25 else 1.0)
     run_batch(engine, batch, 2)
-    engine.step(lambda: scaler.step(optimizer), is_async=False)
+    engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
     scaler.update()
     assert scaler.get_scale() == theirs.get_scale()
     assert torch.equal(engine_weights(engine)["0.weight"], before) == is_skipped
@@ -395,7 +396,7 @@ def test_sums_over_calls_and_over_the_uses_of_a_tied_weight_are_looked_at(engine
         theirs.step(expected)
         theirs.update()
         expected.zero_grad()
-        engine.step(lambda: scaler.step(optimizer), is_async=False)
+        engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
         scaler.update()
         assert scaler.get_scale() == theirs.get_scale()
         TWO.check(engine_weights(engine), weights_of(plain), bitwise=False)

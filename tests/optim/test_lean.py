@@ -259,6 +259,7 @@ def test_clipping_reaches_the_update(engines: Engines) -> None:
         def step_fn(optimizer: torch.optim.Optimizer = optimizer) -> None:
             roundpipe.clip_grad_norm_(optimizer, 0.05)
             optimizer.step()
+            optimizer.zero_grad()
 
         for batch in batches(5):
             reference.forward_backward(batch.split(2), batch.loss_fn)

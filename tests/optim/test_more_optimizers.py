@@ -123,6 +123,7 @@ def test_clipping_and_loss_scaling_work_with_each(name: str, engines: Engines) -
         scaler.unscale_(optimizer)
         roundpipe.clip_grad_norm_(optimizer, 0.05)
         scaler.step(optimizer)
+        optimizer.zero_grad()
 
     for index in range(6):
         batch = mlp_batch(4, index)

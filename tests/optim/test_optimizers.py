@@ -166,6 +166,7 @@ def train(
             if clip is not None:
                 norms.append(float(clip(optimizer)))
             optimizer.step()
+            optimizer.zero_grad()
 
         for x, y in batches()[:steps]:
             engine.forward_backward(
@@ -322,6 +323,7 @@ def test_clipping_a_gradient_that_is_not_finite_does_what_torch_does(gradient: f
         def update() -> None:
             seen.append(roundpipe.clip_grad_norm_(optimizer, 1.0))
             optimizer.step()
+            optimizer.zero_grad()
 
         engine.step(update, is_async=False)
     Poison.apply(plain(x)).sum().backward()

@@ -344,3 +344,19 @@ def test_auto_for_several_engines_gives_a_list(engines: Engines) -> None:
     for plan, engine in zip(plans, several, strict=True):
         assert isinstance(engine, RoundPipe)
         plan.check("train", engine.statistics()["layers"])
+
+
+def test_lists_may_be_assigned_later() -> None:
+    """As scripts of the public system do; each assignment is checked as at construction."""
+    plan = ModelExecutePlan()
+    plan.fwd_plan = [range(2)]
+    plan.bwd_plan = [range(2, 4), range(2)]
+    assert plan == ModelExecutePlan([range(2)], [range(2, 4), range(2)])
+    plan.check("fused", 4)
+    with pytest.raises(PlanError, match="bwd_plan: 3 is not a range"):
+        plan.bwd_plan = [3]  # type: ignore[list-item]
+    assert plan.bwd_plan == (range(2, 4), range(2))
+    with pytest.raises(AttributeError, match="no 'forward_plan'"):
+        plan.forward_plan = [range(4)]  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match="layer"):
+        ModelExecutePlan().check("infer", 4)

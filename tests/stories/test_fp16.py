@@ -42,6 +42,7 @@ def train(engine: roundpipe.RoundPipe) -> None:
         scaler.unscale_(optimizer)
         roundpipe.clip_grad_norm_(optimizer, 0.5)
         scaler.step(optimizer)
+        optimizer.zero_grad()
 
     for batch in BATCHES:
         run_batch(

@@ -82,6 +82,7 @@ def use_all_buffers(engine: RoundPipe, optimizer: torch.optim.Optimizer) -> None
     def step_fn() -> None:
         gate.pause()
         optimizer.step()
+        optimizer.zero_grad()
 
     engine.step(step_fn)
     gate.wait_reached()

@@ -44,6 +44,7 @@ CELL = compile(
         def step_fn():
             reach("update")
             optimizer.step()
+            optimizer.zero_grad()
 
         losses = []
         for number in range(4):

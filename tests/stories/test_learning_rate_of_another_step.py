@@ -58,6 +58,7 @@ def test_every_update_uses_the_hyper_parameters_of_its_own_step(
     def step_fn() -> None:
         pause()
         optimizer.step()
+        optimizer.zero_grad()
 
     def train(batches: list[Any]) -> None:
         for batch in batches:

@@ -83,6 +83,7 @@ def test_an_optimizer_made_later_keeps_the_hyper_parameters_of_the_call(
     def step_fn() -> None:
         gate.pause()
         later.step()
+        later.zero_grad()
 
     run_batch(engine, BATCH, 2)
     engine.step(step_fn)
@@ -112,7 +113,9 @@ def test_a_gradient_kept_by_step_fn_stays_what_it_was(
     def step_fn() -> dict[str, Tensor]:
         optimizer.step()
         masters = [master for group in optimizer.param_groups for master in group["params"]]
-        return {name: master.grad for name, master in zip(names, masters, strict=True)}
+        seen = {name: master.grad for name, master in zip(names, masters, strict=True)}
+        optimizer.zero_grad()
+        return seen
 
     kept = []
     for batch in BATCHES:

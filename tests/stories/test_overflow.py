@@ -90,6 +90,7 @@ def test_the_trace_is_torchs(make: Any, devices: DeviceSet, engines: Engines) ->
         roundpipe.clip_grad_norm_(optimizer, 0.5)
         if steps:
             scaler.step(optimizer)
+        optimizer.zero_grad()
 
     scales = []
     for index, batch in enumerate(make_batches()):
@@ -126,7 +127,7 @@ def engine(engines: Engines) -> RoundPipe:
 def steps_normally(engine: RoundPipe, optimizer: torch.optim.Optimizer, scaler: GradScaler) -> None:
     before = engine_weights(engine)
     run_batch(engine, scaled_by(scaler, mlp_batch(6)), 2)
-    engine.step(lambda: scaler.step(optimizer), is_async=False)
+    engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
     scaler.update()
     after = engine_weights(engine)
     assert all(not torch.equal(after[name], before[name]) for name in before)
@@ -157,10 +158,10 @@ def test_two_steps_without_an_update_are_an_error_as_in_torch(
     for may in (True, False):
         run_batch(engine, scaled_by(scaler, mlp_batch(6)), 2)
         if may:
-            engine.step(lambda: scaler.step(optimizer), is_async=False)
+            engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
             continue
         with pytest.raises(RuntimeError, match="already been called since the last update"):
-            engine.step(lambda: scaler.step(optimizer), is_async=False)
+            engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)
     scaler.update()
     steps_normally(engine, optimizer, scaler)
 
@@ -171,7 +172,7 @@ def test_an_update_without_a_step_is_an_error_as_in_torch(
 ) -> None:
     optimizer = adamw(engine.optim_parameters())
     run_batch(engine, scaled_by(scaler, mlp_batch(6)), 2)
-    engine.step(lambda: scaler.step(optimizer), is_async=is_async)
+    engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=is_async)
     scaler.update()
     with pytest.raises(ConfigError, match="no gradient was checked"):
         scaler.update()
@@ -236,4 +237,4 @@ def test_a_loss_that_was_not_scaled_is_noticed(engine: RoundPipe, scaler: GradSc
     optimizer = adamw(engine.optim_parameters())
     run_batch(engine, mlp_batch(6), 2)
     with pytest.raises(ConfigError, match="no loss was multiplied"):
-        engine.step(lambda: scaler.step(optimizer), is_async=False)
+        engine.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()), is_async=False)

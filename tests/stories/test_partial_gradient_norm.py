@@ -73,6 +73,7 @@ def test_the_norm_is_the_whole_models(
         scaler.unscale_(optimizer)
         norms.append(roundpipe.clip_grad_norm_(engine, LIMIT))
         scaler.step(optimizer)
+        optimizer.zero_grad()
 
     for seed in range(3):
         batch = case.batch(4, seed)
@@ -111,6 +112,7 @@ def test_an_inf_anywhere_shows_in_the_norm_and_does_what_torch_does(
         dict(engine.named_parameters())[poisoned].grad[0] = math.inf
         norm = roundpipe.clip_grad_norm_(engine, LIMIT)
         optimizer.step()
+        optimizer.zero_grad()
         return float(norm)
 
     norm = engine.step(step_fn, is_async=False).result()

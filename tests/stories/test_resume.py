@@ -68,6 +68,7 @@ class Run:
     def _update(self) -> None:
         roundpipe.clip_grad_norm_(self.optimizer, 1.0)
         self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -339,6 +339,7 @@ def test_a_failure_after_the_call_returned_cancels_the_step_that_waits_for_it(
     def step_fn() -> None:
         stepped.append(True)
         optimizer.step()
+        optimizer.zero_grad()
 
     # The very first step with an optimizer waits until it was entered, so that one must not be the
     # one held up.

@@ -67,6 +67,7 @@ def test_a_tied_llama_trains_as_the_plain_one(
     def step_fn() -> None:
         norms.append(torch.nn.utils.get_total_norm([p.grad for p in engine.parameters()]))
         optimizer.step()
+        optimizer.zero_grad()
 
     for seed in range(5):
         batch = TIED_LLAMA.batch(4, seed)

@@ -67,6 +67,7 @@ def test_the_fastest_optimizer_is_as_stale_as_the_slowest(
 
         def step_fn(done: threading.Event = done) -> None:
             optimizer.step()
+            optimizer.zero_grad()
             done.set()
 
         engine.step(step_fn)
@@ -217,6 +218,7 @@ class Pair:
     def step(self) -> None:
         for optimizer in self.both:
             optimizer.step()
+            optimizer.zero_grad()
 
     def set_lr(self, lr: float) -> None:
         for optimizer in self.both:
@@ -276,6 +278,7 @@ def test_torch_clipping_inside_step_fn_sees_masters_with_their_gradients(
     def step_fn() -> None:
         norms.append(torch.nn.utils.clip_grad_norm_(engine.parameters(), 0.05))
         optimizer.step()
+        optimizer.zero_grad()
 
     for batch in BATCHES:
         reference.forward_backward(batch.split(2), batch.loss_fn)
@@ -295,6 +298,7 @@ def test_a_step_hands_over_its_arguments_and_result(engines: Engines) -> None:
 
     def step_fn(factor: float, *, offset: float) -> float:
         optimizer.step()
+        optimizer.zero_grad()
         return 2 * factor + offset
 
     for is_async in (False, True):

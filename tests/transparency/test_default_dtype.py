@@ -43,6 +43,7 @@ def train(engines: Engines, name: str, state: AbstractContextManager[Any]) -> li
             scaler.unscale_(optimizer)
             norms.append(roundpipe.clip_grad_norm_(engine, 0.1))
             scaler.step(optimizer)
+            optimizer.zero_grad()
 
         for _ in range(2):
             engine.forward_backward(

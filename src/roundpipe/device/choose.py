@@ -34,6 +34,12 @@ def virtual(num_devices: int) -> list[torch.device]:
     return [torch.device("cpu")] * num_devices
 
 
+def get_num_devices() -> int:
+    """Returns how many devices an engine gets where ``devices`` is left out: every visible
+    accelerator, else one virtual device."""
+    return len(_first(None))
+
+
 def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> list[Device]:
     """Resolves the ``devices`` argument.
 

@@ -44,8 +44,8 @@ def check_model(model: Any) -> None:
             raise ConfigError(f"{name or 'the model'} is a {type(module).__name__}, which {remedy}")
 
 
-# Kinds of modules that compute with their own weights only; by name, because some are only there
-# once imported.
+# Kinds of modules that compute with their own weights only, or do not keep them; by name, because
+# some are only there once imported.
 _BOUND = {
     "torch._dynamo.eval_frame.OptimizedModule": (
         "computes with the weights it was compiled with; wrap the module that was given to "
@@ -54,6 +54,10 @@ _BOUND = {
     "torch.jit._script.RecursiveScriptModule": (
         "computes with the weights it was scripted with; wrap the module that was given to "
         "torch.jit"
+    ),
+    "peft.tuners.lora.layer.MultiheadAttention": (
+        "replaces the attention's weights by new ones in every forward; leave it out of PEFT's "
+        "target_modules, or build the attention from nn.Linear layers and name those there"
     ),
     "torch.nn.parallel.data_parallel.DataParallel": (
         "spreads a model over devices itself; wrap its .module"
@@ -116,6 +120,18 @@ class Engine(ForwardingModule):
             runner.name_layers(model)
         self._structure = Structure([model])
         self._original = model
+
+    def __getattr__(self, name: str) -> Any:
+        """The original model's, as everywhere; where that has none, ``name`` is the engine's in
+        logs and errors, and ``num_layers`` counts what it runs on devices."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "name" and "_host" in self.__dict__:
+                return self._host.name
+            if name == "num_layers" and "_runners" in self.__dict__:
+                return sum(len(runner.layers) for runner in self._runners)
+            raise
 
     # Weights: masters, working copies, gradients.
 
@@ -250,8 +266,8 @@ class Engine(ForwardingModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
 
-        What a step that is under way works on is not touched. ``set_to_none`` is accepted as
-        torch's is, and ignored: gradients are always dropped.
+        What a step that is under way works on is not touched, but what it leaves is dropped.
+        ``set_to_none`` is accepted as torch's is, and ignored: gradients are always dropped.
         """
         self._begin("zero_grad()")
         self._steps.zero_grad()
@@ -271,12 +287,14 @@ class Engine(ForwardingModule):
         gradients from here on.
 
         Hyper-parameters of the optimizers are read at this call, so a scheduler may step right
-        after it. Gradients that ``step_fn`` leaves are there again in the next one, with what came
-        since added.
+        after it. Gradients that ``step_fn`` does not zero, also because it raises, are there again
+        in the next one, with what came since added, as in torch. So a ``step_fn`` that steps and
+        zeroes every k-th time accumulates.
 
         Args:
             step_fn: steps one or more optimizers over ``optim_parameters()``, clips before that if
-                it likes, and may call ``zero_grad``. Engine calls are refused inside.
+                it likes, and calls their ``zero_grad``. An optimizer's own ``step``, which has no
+                place for that, is followed by its ``zero_grad``. Engine calls are refused inside.
             is_async: return at once, the update being one step stale (gradient t is taken at
                 W_(t-2)); else the update is visible to everything after this call.
             args, kwargs: what ``step_fn`` is called with.

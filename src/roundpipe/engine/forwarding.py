@@ -115,9 +115,11 @@ class ForwardingModule(nn.Module):
         """Yields the original model's children with their names there."""
         yield from self.model.named_children()
 
-    def get_parameter(self, target: str) -> nn.Parameter:
-        """Returns the weight of that name in the original model, every update in it."""
-        self._flush("get_parameter()")
+    def get_parameter(self, target: str, up_to_date: bool = True) -> nn.Parameter:
+        """Returns the weight of that name in the original model, every update in it; as it lies
+        there, without waiting, if not ``up_to_date``."""
+        if up_to_date:
+            self._flush("get_parameter()")
         return self.model.get_parameter(target)
 
     # What `nn.Module` does with its own children, parameters and buffers, of which an engine has

@@ -108,7 +108,7 @@ class AutoRoundPipe(Engine):
             # What a user has said of this very part beats the rules.
             said = {f.name: None for f in fields(override) if getattr(override, f.name) is not None}
             rules = replace(part.config, **said)
-            self._calls[id(part.module)] = self._caller_of(runner, rules, override)
+            self._calls[id(part.module)] = self._caller_of(part.module, runner, rules, override)
         self._runners += self._parts.values()
         self.set_original_model(model)
 
@@ -130,16 +130,23 @@ class AutoRoundPipe(Engine):
         )
 
     def _caller_of(
-        self, runner: BatchRunner, rules: RoundPipeRunConfig, override: RoundPipeRunConfig
+        self,
+        module: nn.Module,
+        runner: BatchRunner,
+        rules: RoundPipeRunConfig,
+        override: RoundPipeRunConfig,
     ) -> EngineCall:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
         # Not self, because an engine that holds itself would outlive its last user.
         settings = self._call_settings
         part, default = PartInputs(runner.name, runner.layers), self.default_num_microbatch
+        makes_cache = has_loss_function(module) and takes_use_cache(module)
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Ran:
             _refuse_cache(runner, (args, kwargs))
+            if makes_cache:  # a whole model of transformers' inside of another
+                kwargs = {"use_cache": False, **kwargs}
             config = rules.over(settings.call).over(override).over(settings.model)
             is_said = config.split_input is not None or override.num_microbatch is not None
             count = config.num_microbatch or default
@@ -211,14 +218,15 @@ class AutoRoundPipe(Engine):
         self._call_settings.rows.count = batch_size_of(args, kwargs)
         try:
             with torch.set_grad_enabled(with_grad):
-                output = merge_deferred(shell.root(*args, **_without_cache(self.model, kwargs)))
+                output = merge_deferred(shell.root(*args, **without_cache(self.model, kwargs)))
             shell.write_back()
         finally:
             shell.close()
         if config.output_device is None:
             return output
         target = torch.device(config.output_device)
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), output)
+        with torch.set_grad_enabled(with_grad):
+            return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), output)
 
     def _shell(self, with_grad: bool) -> Shell:
         residents = {}
@@ -315,10 +323,10 @@ def _refuse_what_blocks_collect(model: nn.Module, kwargs: dict[str, Any]) -> Non
             )
 
 
-def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A Hugging Face model's arguments with its key-value cache off: microbatches would all write
     to one cache."""
-    if not _takes_use_cache(base_of(model)):
+    if not takes_use_cache(base_of(model)):
         return kwargs
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise ConfigError(
@@ -327,7 +335,7 @@ def _without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "use_cache": False}
 
 
-def _takes_use_cache(model: nn.Module) -> bool:
+def takes_use_cache(model: nn.Module) -> bool:
     """Itself, or a model of transformers' that hands its ``**kwargs`` on to a decoder inside."""
     own = inspect.signature(type(model).forward).parameters
     if "use_cache" in own or not has_loss_function(model):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..autoplan.cost_model import first_trained
@@ -132,8 +133,10 @@ class BatchRunner:
     def forward(self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig) -> Any:
         """The outputs, as parts of the caller's graph if ``config`` wants one."""
         run_type: RunType = "train" if config.builds_graph else "infer"
-        batch = Batch.cut(args, kwargs, None, len(self._pool.devices) + 1, config)
-        return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
+        # Also where the batch is cut and joined, because the config beats the caller's context.
+        with torch.set_grad_enabled(config.builds_graph):
+            batch = Batch.cut(args, kwargs, None, len(self._pool.devices) + 1, config)
+            return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
 
     def free_devices(self) -> None:
         """Submits to the workers what frees all that is held for the layers. Returns at once."""

@@ -1,6 +1,7 @@
 """From any model to an engine: by the preset of its architecture, as the sequence it is, or part by
 part."""
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,10 +10,11 @@ from torch import nn
 
 from ..config import RoundPipeRunConfig
 from ..errors import ConfigError
+from ..microbatch import split
 from ..presets.adapters import base_of
 from ..presets.preset import cut
 from .base import call_site, check_model
-from .partitioned import AutoRoundPipe
+from .partitioned import AutoRoundPipe, takes_use_cache, without_cache
 from .parts.find import ModelPart, default_upper_threshold, find_parts, whole
 from .sequential import RoundPipe
 from .state import HostSettings
@@ -43,8 +45,8 @@ def wrap_model_to_roundpipe(
 
     Args:
         model: any module, on the CPU.
-        use_sequential_preset: None uses a preset if there is one; True insists on it; False does
-            not look for one.
+        use_sequential_preset: None uses a preset if there is one, and says so; True insists on
+            it; False does not look for one.
         lower_threshold: bytes of parameters from which a module that holds them itself is a part;
             parts with fewer in total run as one microbatch.
         upper_threshold: bytes of parameters up to which a module is a part; default: the model's,
@@ -79,8 +81,13 @@ def wrap_model_to_roundpipe(
                 f"but {architecture} runs by its preset; leave them out, or pass "
                 "use_sequential_preset=False"
             )
-        logger.info(
-            "%s: %s runs by its preset as %d layers", name, architecture, len(made.sequential)
+        # Shown by default where nobody has asked for the preset.
+        logger.log(
+            logging.INFO if use_sequential_preset else logging.WARNING,
+            "%s: %s runs by its preset as %d layers",
+            name,
+            architecture,
+            len(made.sequential),
         )
         of_preset = RoundPipeRunConfig(split_input=made.split_input, merge_output=made.merge_output)
         run_config = model_run_config.over(of_preset)
@@ -105,7 +112,10 @@ def wrap_model_to_roundpipe(
         parts = [whole(model, lower_threshold=lower_threshold)]
     _check_overrides(override_config, parts)
     if [part.path for part in parts] == [""]:
-        own = override_config.get(model, _UNSET).over(model_run_config).over(parts[0].config)
+        rules = parts[0].config
+        if takes_use_cache(base_of(model)):
+            rules = _of_whole_model(model).over(rules)
+        own = override_config.get(model, _UNSET).over(model_run_config).over(rules)
         return RoundPipe(model, name=name, model_run_config=own, **roundpipe_kwargs)
     logger.info(
         "%s: %s runs part by part: %s",
@@ -121,6 +131,21 @@ def wrap_model_to_roundpipe(
         overrides=override_config,
         settings=settings,
     )
+
+
+def _of_whole_model(model: nn.Module) -> RoundPipeRunConfig:
+    """How a model of transformers' runs as a single layer: without a cache, which no two
+    microbatches could share; whole if its loss is a mean over what each row has its own number
+    of."""
+    is_whole = "labels" in inspect.signature(type(base_of(model)).forward).parameters
+    if is_whole:
+        logger.info("%s runs as a single layer and microbatch", type(model).__name__)
+
+    def split_input(args: Any, kwargs: Any, n: int) -> tuple[list[Any], list[Any]]:
+        inputs = split(args, without_cache(model, kwargs), None, n).inputs
+        return [args for args, _ in inputs], [kwargs for _, kwargs in inputs]
+
+    return RoundPipeRunConfig(num_microbatch=1 if is_whole else None, split_input=split_input)
 
 
 def _check_modules(model: nn.Module, given: Sequence[nn.Module], option: str) -> None:

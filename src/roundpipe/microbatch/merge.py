@@ -1,6 +1,8 @@
 """Joins what the microbatches gave. See [Note: choices]."""
 
+import inspect
 from collections.abc import Sequence
+from functools import reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from ..errors import ConfigError
-from .specs import REPLICATE, Leaf, has_dim, is_function, show, walk
+from .specs import REPLICATE, Leaf, Reduce, check_takes, has_dim, is_function, show, walk
 
 
 def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
@@ -24,9 +26,9 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
     Args:
         outputs: one tree per microbatch.
         rows: the rows of each, as ``split`` gave them.
-        how: a function ``(outputs, rows) -> merged``, called for a single microbatch too, so that
-            the form of the result does not depend on the batch; or a spec ([Note: choices]); None
-            or True for the rule.
+        how: a function ``(outputs, rows) -> merged``, or of the outputs alone, called for a single
+            microbatch too, so that the form of the result does not depend on the batch; or a spec
+            ([Note: choices]); None or True for the rule.
 
     Raises:
         ConfigError: a leaf neither concatenates, averages nor agrees, or the structures differ;
@@ -34,12 +36,14 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
     """
     assert 0 < len(outputs) == len(rows), f"{len(outputs)} outputs for {len(rows)} microbatches"
     if is_function(how):
-        return how(outputs, rows)
-    if len(outputs) == 1:
-        return outputs[0]
+        return how(outputs, rows) if _takes_rows(how) else how(outputs)
     spec = None if how is True else how
+    if len(outputs) == 1 and spec is None:
+        return outputs[0]
     structure = tree_structure(outputs[0])
     columns = [list(walk(output, spec, "output", "merge_output")) for output in outputs]
+    if len(outputs) == 1 and not any(isinstance(leaf.chosen, Reduce) for leaf in columns[0]):
+        return outputs[0]
     for i, output in enumerate(outputs):
         if tree_structure(output) != structure:
             paths = zip_longest(*([leaf.path for leaf in columns[k]] for k in (0, i)))
@@ -53,9 +57,32 @@ def merge(outputs: Sequence[Any], rows: Sequence[int], how: Any = None) -> Any:
     )
 
 
+def check_merge_function(how: Any) -> None:
+    """Raises ConfigError for a function that can be called neither as ``(outputs, rows)`` nor as
+    ``(outputs)``."""
+    if is_function(how):
+        count = 2 if _takes_rows(how) else 1
+        check_takes(how, count, "merge_output", "(outputs, rows) -> merged, or (outputs) -> merged")
+
+
+def _takes_rows(function: Any) -> bool:
+    """False for one whose second argument, if there is one, is about something else."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return False  # such as torch.cat
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p for p in by_place if p.default is p.empty or p.name == "rows"]
+    return len(needed) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+
+
 def _merge_leaf(leaves: Sequence[Leaf], rows: Sequence[int]) -> Any:
     """``leaves``: the same leaf of every microbatch."""
     values, chosen = [leaf.value for leaf in leaves], leaves[0].chosen
+    if isinstance(chosen, Reduce):
+        return reduce(chosen.function, values, chosen.initial)
+    if len(values) == 1:
+        return values[0]
     if chosen != REPLICATE and all(isinstance(value, torch.Tensor) for value in values):
         if chosen is None and all(value.ndim == 0 for value in values):
             if values[0].is_floating_point() or values[0].is_complex():

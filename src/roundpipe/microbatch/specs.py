@@ -4,11 +4,14 @@
 every microbatch. A *choice* overrides it for one leaf: an int is the dim to cut (or concatenate)
 along, REPLICATE gives every microbatch the whole leaf (or, merging, wants it to agree), None leaves
 it to the rule. Users write choices as specs: trees of ``torch.distributed.pipelining``'s
-``TensorChunkSpec`` / ``_Replicate`` / None. A marker in place of a container covers everything in
-it, and a dict may name only some of the keys.
+``TensorChunkSpec`` / ``_Replicate`` / None; merging, also its ``_CustomReducer``, such as
+``sum_reducer``, which makes one value of those of the microbatches. A marker in place of a
+container covers everything in it, and a dict may name only some of the keys.
 """
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +20,18 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf
 from ..errors import ConfigError
 
 REPLICATE: Final = "replicate"
-Choice: TypeAlias = int | Literal["replicate"] | None
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A choice for merging: ``function`` takes what came out so far, ``initial`` first, and the
+    value of the next microbatch."""
+
+    initial: Any
+    function: Callable[[Any, Any], Any]
+
+
+Choice: TypeAlias = int | Literal["replicate"] | Reduce | None
 
 
 class Leaf(NamedTuple):
@@ -47,9 +61,7 @@ def walk(node: Any, spec: Any, path: str, option: str) -> Iterator[Leaf]:
         for leaf in (
             leaf for key, child in _children(node) for leaf in walk(child, None, path + key, option)
         ):
-            covered = chosen == REPLICATE or (
-                isinstance(chosen, int) and has_dim(leaf.value, chosen)
-            )
+            covered = has_dim(leaf.value, chosen) if isinstance(chosen, int) else chosen is not None
             yield leaf._replace(chosen=chosen) if covered else leaf
     else:
         children, specs = _children(node), dict(_children(spec))
@@ -82,12 +94,18 @@ def _choice(spec: Any, path: str, option: str) -> Choice:
     if spec is None:
         return None
     # Here, not above: it takes over a second to import, and whoever made a spec has paid for it.
-    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+    from torch.distributed.pipelining.microbatch import (
+        TensorChunkSpec,
+        _CustomReducer,
+        _Replicate,
+    )
 
     if isinstance(spec, TensorChunkSpec):
         return spec.split_dim
     if isinstance(spec, _Replicate) or spec is _Replicate:
         return REPLICATE
+    if isinstance(spec, _CustomReducer) and option == "merge_output":
+        return Reduce(spec.init_value, spec.reduce_fn)
     raise ConfigError(
         f"{option} has {spec!r} for {path}; use TensorChunkSpec(dim) or _Replicate() of "
         "torch.distributed.pipelining, None for the usual rule, or a function"
@@ -108,6 +126,18 @@ def pair_of_specs(spec: Any) -> tuple[Any, Any]:
 def is_function(override: Any) -> bool:
     # The class _Replicate is a marker too.
     return callable(override) and not isinstance(override, type)
+
+
+def check_takes(function: Any, count: int, option: str, form: str) -> None:
+    """Raises ConfigError for a function that cannot be called with ``count`` arguments."""
+    if not is_function(function):
+        return
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        raise ConfigError(f"{option} cannot be called as {form}: {show(function)}") from None
+    except ValueError:
+        return  # because it does not say what it takes
 
 
 def has_dim(value: Any, dim: int) -> bool:

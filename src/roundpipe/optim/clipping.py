@@ -33,6 +33,7 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
         >>> def step_fn():
         ...     norm = roundpipe.clip_grad_norm_(optimizer, 1.0)
         ...     optimizer.step()
+        ...     optimizer.zero_grad()
         ...     return norm
     """
     if context.current_step() is None:

@@ -42,6 +42,7 @@ class GradScaler:
         ...     scaler.unscale_(optimizer)
         ...     roundpipe.clip_grad_norm_(optimizer, 1.0)
         ...     scaler.step(optimizer)
+        ...     optimizer.zero_grad()
         >>> for x, y in batches:
         ...     scaled_loss = engine.forward_backward((x,), label=y, loss_fn=loss_fn)
         ...     engine.step(step_fn)

@@ -75,6 +75,13 @@ class Masters:
                 master = self.of(parameter)
             master.open(offloaded)
 
+    @torch.no_grad()
+    def left(self) -> dict[int, torch.Tensor]:
+        """The gradients that the step has not dropped, by the id of the working copy. Before
+        ``take_gradients``."""
+        found = ((id(parameter), master.left()) for parameter, master in self.existing())
+        return {key: gradient for key, gradient in found if gradient is not None}
+
     def take_gradients(self) -> None:
         for _, master in self.existing():
             master.close()

@@ -4,7 +4,7 @@ of it each master shows to ``step_fn``."""
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class GradientWindow:
         self._rules = rules
         self._buffers = buffers
         self._layers: dict[int, list[_LayerSums]] = {}  # one for each share of the microbatches
+        self._left: dict[int, torch.Tensor] = {}  # by the id of the parameter
         self.error: BaseException | None = None
 
     def commit(self, offloaded: Iterable[OffloadedLayer]) -> None:
@@ -67,9 +68,16 @@ class GradientWindow:
             shares[shares_seen[layer]].add(one)
             shares_seen[layer] += 1
 
+    def begin_with(self, left: Mapping[int, torch.Tensor]) -> None:
+        """Takes the gradients that the step before has left, by the id of the parameter. With no
+        call committed yet."""
+        self._left.update(left)
+
     def offloaded(self, parameter: nn.Parameter) -> Offloaded | None:
-        """What the calls committed so far have made; None if nothing reached the parameter."""
-        parts, norms = [], None
+        """What the step before has left and the calls committed so far have made; None if nothing
+        reached the parameter."""
+        left = self._left.get(id(parameter))
+        parts, norms = [] if left is None else [left], None
         for use in self._store.uses[id(parameter)]:
             for sums in self._layers.get(use.layer, ()):
                 gradient = sums.gradients.get(use.place)
@@ -78,7 +86,10 @@ class GradientWindow:
                     norms = sums.norms.get(use.place)
         if len(parts) < 2:
             return Offloaded((parts[0],), norms, parts[0].dtype) if parts else None
-        return Offloaded(tuple(parts), None, self._rules.dtypes(parameter).summed)
+        summed = self._rules.dtypes(parameter).summed
+        if left is not None:
+            summed = torch.promote_types(summed, left.dtype)
+        return Offloaded(tuple(parts), None, summed)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The sum of what offloaded; None if nothing did."""
@@ -87,6 +98,7 @@ class GradientWindow:
 
     def release(self) -> None:
         """Forgets all sums and gives the memory back for the next call."""
+        self._left.clear()
         for layer in list(self._layers):
             self._release(layer)
 
@@ -184,6 +196,19 @@ class Master(nn.Parameter):
 
     def close(self) -> None:
         self._offloaded = self._made = self._thread = None
+
+    def left(self) -> torch.Tensor | None:
+        """The gradient if the step has not dropped it, as ``grad`` would show it but in fp32 or
+        wider; not memory of the window."""
+        gradient = self._made
+        if self._offloaded is not None:
+            total = self._offloaded.total()
+            dtype = torch.promote_types(total.dtype, torch.float32)
+            gradient = total.to(dtype, copy=len(self._offloaded.parts) == 1)
+        if gradient is not None and self.scale != 1.0:
+            gradient.mul_(self.scale)
+            self.scale = 1.0
+        return gradient
 
     @property
     def is_in_step(self) -> bool:

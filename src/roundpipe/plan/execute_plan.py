@@ -35,9 +35,12 @@ class Plannable(Protocol):
         """Costs of the layers, and of a round of ``default_num_microbatch`` microbatches."""
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ModelExecutePlan:
     """Stages as ``range``s of layer indices.
+
+    Both lists may be assigned later, which is checked as at construction; an engine reads them at
+    each call. They are kept as tuples.
 
     A stage that is listed n times in a row is run n times, by n devices in turn, each time for
     a share of the microbatches. Gradients are then summed share by share: the sum is not to the bit
@@ -60,16 +63,19 @@ class ModelExecutePlan:
         ModelExecutePlan(F 0-3 | F 4-5 | X 6-7 | B 3-5 | B 0-2)
     """
 
-    fwd_plan: Sequence[range]
+    fwd_plan: Sequence[range] = ()
     bwd_plan: Sequence[range] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("fwd_plan", "bwd_plan"):
-            stages = tuple(getattr(self, name))
-            for stage in stages:
-                if not isinstance(stage, range) or stage.step != 1 or len(stage) == 0:
-                    raise PlanError(f"{name}: {stage!r} is not a range of consecutive layers")
-            object.__setattr__(self, name, stages)
+    def __setattr__(self, name: str, value: Sequence[range]) -> None:
+        if name not in ("fwd_plan", "bwd_plan"):
+            raise AttributeError(
+                f"ModelExecutePlan has no {name!r}; its stages are fwd_plan and bwd_plan"
+            )
+        stages = tuple(value)
+        for stage in stages:
+            if not isinstance(stage, range) or stage.step != 1 or len(stage) == 0:
+                raise PlanError(f"{name}: {stage!r} is not a range of consecutive layers")
+        super().__setattr__(name, stages)
 
     def __repr__(self) -> str:
         stages = [

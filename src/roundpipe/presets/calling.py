@@ -2,25 +2,94 @@
 block by block."""
 
 import copy
+import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import TransformersKwargs
 
 from ..errors import ConfigError
 
 # What first layers take besides, see causal_lm.py and loss.py.
-_OURS = ("skip_logits", "loss_weight")
+_OURS = ("skip_logits", "return_logits", "loss_weight")
 _ONE_ADAPTER_EACH = ("adapter_names", "alora_offsets", "task_ids")
+# Read by what `refuse_unsupported` and loss.py do with the rest.
+_ALWAYS_KNOWN = {
+    "return_dict",
+    "shift_labels",
+    "ignore_index",
+    "readout",
+    "loss_weight",
+    *_ONE_ADAPTER_EACH,
+    *TransformersKwargs.__annotations__,
+}
+
+
+def honour_return_logits(named: dict[str, Any]) -> None:
+    """Makes ``skip_logits`` of ``return_logits``, its opposite.
+
+    Raises:
+        ConfigError: it is False and there are no labels, so that nothing would come back.
+    """
+    returns = named.pop("return_logits", None)
+    if returns is None:
+        return
+    if not returns and named.get("labels") is None:
+        raise ConfigError(
+            "return_logits=False without labels leaves nothing to return; give labels, or leave it "
+            "out"
+        )
+    named.setdefault("skip_logits", not returns)
+
+
+def refuse_unknown(
+    model: PreTrainedModel, named: Mapping[str, Any], also: Iterable[str] = ()
+) -> None:
+    """Raises ConfigError for keywords that neither the model's forward names nor anything it hands
+    its ``**kwargs`` to reads: they would change nothing. ``also``: what the preset takes."""
+    unknown = set(named) - _ALWAYS_KNOWN - set(parameters_of(type(model))) - set(also)
+    if unknown:
+        unknown = {name for name in unknown if not _is_read(model, name)}
+    if unknown:
+        known = {name for name in parameters_of(type(model)) if name not in ("self", "kwargs")}
+        known |= {*_ALWAYS_KNOWN, *also}
+        close = difflib.get_close_matches(min(unknown), known, n=1, cutoff=0.75)
+        remedy = f"did you mean {close[0]!r}?" if close else "leave it out"
+        raise ConfigError(
+            f"{type(model).__name__} was called with {min(unknown)}=..., which nothing in it "
+            f"reads; {remedy}"
+        )
+
+
+def _is_read(model: PreTrainedModel, name: str) -> bool:
+    """Whether a loss, an attention or a module gets the keyword; of others' code that takes any,
+    nobody can tell."""
+    attention = ALL_ATTENTION_FUNCTIONS.get(model.config._attn_implementation)
+    forwards = {type(module).forward for module in model.modules()}
+    for function in (model.loss_function, attention, *forwards):
+        if function is None:
+            continue
+        parameters = inspect.signature(function).parameters
+        takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        module = getattr(function, "__module__", None) or ""
+        is_known = module.partition(".")[0] in ("transformers", "torch", "peft")
+        if name in parameters or (takes_any and not is_known):
+            return True
+    return False
 
 
 def by_name(model_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of one call of the class's forward, all by name, those of its ``**kwargs``
     among them."""
     signature = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
-    ours = {name: kwargs[name] for name in _OURS if name in kwargs}
+    ours = {
+        name: kwargs[name] for name in _OURS if name in kwargs and name not in signature.parameters
+    }
     theirs = {name: value for name, value in kwargs.items() if name not in ours}
     named: dict[str, Any] = dict(signature.bind(None, *args, **theirs).arguments)
     del named[next(iter(signature.parameters))]
@@ -49,6 +118,11 @@ def refuse_unsupported(config: Any, kwargs: dict[str, Any]) -> None:
             raise ConfigError(
                 f"{name}: one adapter serves the whole batch in the pipeline; leave it out"
             )
+    if kwargs.get("return_logits") is not None:
+        raise ConfigError(
+            "return_logits: microbatches that are cut already say skip_logits, which is its "
+            "opposite"
+        )
     if config._attn_implementation == "flex_attention":
         raise ConfigError(
             "flex_attention's BlockMask cannot move between devices; load the model with sdpa or "

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..errors import ConfigError
 from ..layers.output_use import only_loss_is_wanted
 from ..microbatch import split
-from .calling import by_name
+from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
 from .preset import Cut
 
@@ -105,6 +105,9 @@ def split_batch(
     alone and so stays identical to the model's own forward to the bit.
     """
     named = by_name(type(model), args, kwargs)
+    if "return_logits" not in parameters_of(type(model)):
+        honour_return_logits(named)
+    refuse_unknown(model, named, also=("skip_logits", "return_logits"))
     _warn_if_documents_leak(named)
     whole = {name: named.pop(name) for name in _NEVER_CUT | _FLASH_OFFSETS if name in named}
     parts = [part | whole for _, part in split((), named, None, n).inputs]

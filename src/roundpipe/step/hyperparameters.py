@@ -11,6 +11,7 @@ called: so its ``add_param_group`` is wrapped, which every optimizer goes throug
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from ..params.window import Master
 from ..threads.weak_registry import WeakRegistry
 from . import context
 
+_log = logging.getLogger("roundpipe")
 Hyperparameters = list[dict[str, Any]]
 _BEFORE = "_roundpipe_before"  # a stand-in's groups as they were before its step
 
@@ -50,6 +52,7 @@ class LearntOptimizers:
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self.self_written: dict[int, set[str]] = {}
+        self.have_stepped = False
 
     def learn(self, optimizer: Optimizer) -> None:
         known = self._known.get(id(optimizer))
@@ -95,8 +98,21 @@ class StepOptimizers:
         self._on_enter = on_enter
         self._learnt = learnt
         self._taken = taken
+        self._stepped: list[Optimizer] = []
+
+    def end(self, step_fn: Callable[..., Any]) -> None:
+        """``step_fn`` has returned. If it is an optimizer's own ``step``, which had nobody to drop
+        the gradients it used, they are dropped here."""
+        for optimizer in self._stepped:
+            if optimizer.step == step_fn:
+                optimizer.zero_grad()
+        if self._stepped and not self._learnt.have_stepped:
+            self._learnt.have_stepped = True
+            for optimizer in self._stepped:
+                _tell_what_is_left(optimizer)
 
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
+        self._stepped.append(optimizer)
         self._learnt.learn(optimizer)
         then = self._taken.get(id(optimizer))
         if then is not None and then.optimizer() is optimizer:
@@ -136,6 +152,22 @@ class StepOptimizers:
         for name, value in other.__dict__.items():
             if name != "param_groups" and attributes.get(name) is not value:
                 optimizer.__dict__[name] = value
+
+
+def _tell_what_is_left(optimizer: Optimizer) -> None:
+    """Warns of gradients that were used and that the next step will use again."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(
+        bool(part.any())
+        for parameter in parameters
+        if isinstance(parameter, Master)
+        for part in parameter.offloaded()
+    ):
+        _log.warning(
+            "step_fn stepped %s and left its gradients, so the next step adds its own to them, as "
+            "torch does; call zero_grad() in step_fn, after step(), unless that is meant",
+            type(optimizer).__name__,
+        )
 
 
 def _hyperparameters(optimizer: Optimizer) -> Hyperparameters:

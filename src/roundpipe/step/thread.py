@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -233,8 +234,8 @@ class StepThread:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> StepHandle:
-        """Queues step t. Ownership of the accumulated gradients passes here; later calls start from
-        zero."""
+        """Queues step t. Ownership of the accumulated gradients passes here; later calls add to
+        what ``step_fn`` leaves."""
         handle = StepHandle(self._condition, self._late.forget)
         window, self._window = self._window, self._new_window()
         self.num_steps += 1
@@ -243,9 +244,10 @@ class StepThread:
         is_first = self._learnt.forget_gone()
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
         context.tell_called(optimizers, handle, is_async)
+        windows = window, self._window
         self._jobs.submit(
             lambda: self._step(
-                handle, number, is_async, window, optimizers, lambda: step_fn(*args, **kwargs)
+                handle, number, is_async, windows, optimizers, partial(step_fn, *args, **kwargs)
             )
         )
         if is_async and is_first:
@@ -307,23 +309,30 @@ class StepThread:
         handle: StepHandle,
         number: int,
         is_async: bool,
-        window: GradientWindow,
+        windows: tuple[GradientWindow, GradientWindow],
         optimizers: StepOptimizers,
-        step_fn: Callable[[], Any],
+        step_fn: "partial[Any]",
     ) -> None:
+        """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
         began, result, error = time.perf_counter(), None, None
+        window, following = windows
         updates = optimizers.updates = PendingUpdates()
         try:
             self._write_back.write_back_behind(number - 1)
             if window.error is not None:
                 raise window.error
             self._masters.give_gradients(window)
-            with (
-                _noted(f"step_fn of step {number}"),
-                spans.span("step_fn", step=number),
-                context.running_step(optimizers),
-            ):
-                result = step_fn()
+            try:
+                with (
+                    _noted(f"step_fn of step {number}"),
+                    spans.span("step_fn", step=number),
+                    context.running_step(optimizers),
+                ):
+                    result = step_fn()
+                    optimizers.end(step_fn.func)
+            finally:
+                # Before an update gives the window's memory back.
+                following.begin_with(self._masters.left())
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):

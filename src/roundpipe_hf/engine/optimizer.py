@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from roundpipe import GradScaler, RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
 from roundpipe.optim import SGD, Adam, AdamW
+from roundpipe.step.context import introduce
 
 from ..processes import Processes
 
@@ -133,6 +136,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._scaler.step(self.inner)
         else:
             self.inner.step()
+        for master in self.engine.optim_parameters():
+            master.grad = None  # also where no optimizer has it
         return float(norm)
 
     def last_grad_norm(self) -> float:
@@ -210,6 +215,48 @@ def is_over_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> bool
     )
 
 
+def why_not_moved(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+    """Says what keeps an optimizer over the model's own parameters from being moved to the engine's
+    copies of them; None if nothing does."""
+    kind, own = type(optimizer).__name__, {id(parameter) for parameter in model.parameters()}
+    if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        return f"this {kind} is over tensors that are no parameters of the model"
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
+        return f"this {kind} has been stepped, and what it keeps belongs to the model's parameters"
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and any(
+            id(leaf) in own or isinstance(leaf, torch.optim.Optimizer)
+            for leaf in pytree.tree_leaves(value)
+        ):
+            return f"this {kind} keeps the model's parameters in .{name} as well"
+    return None
+
+
+def _move_to_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> None:
+    """Replaces the model's parameters in the optimizer's groups by the engine's copies; frozen ones
+    have none and are left out. It stays the same object, because a scheduler may hold it."""
+    masters = dict(engine.optim_named_parameters())
+    copies = {
+        id(parameter): masters[name]
+        for name, parameter in engine.model.named_parameters()
+        if name in masters
+    }
+    for group in optimizer.param_groups:
+        group.pop("param_names", None)  # because some are left out
+        group["params"] = [copies[id(p)] for p in group["params"] if id(p) in copies]
+    states = {parameter: optimizer.state.pop(parameter) for parameter in list(optimizer.state)}
+    for parameter, state in states.items():
+        master = copies.get(id(parameter))
+        if master is not None:
+            optimizer.state[master] = {
+                name: value.to(master.dtype)
+                if isinstance(value, torch.Tensor) and value.shape == master.shape
+                else value
+                for name, value in state.items()
+            }
+    introduce(optimizer, masters.values())
+
+
 def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.Optimizer | None:
     """The optimizer somebody else made, to be stepped by the engine; None if it is the engine's
     already.
@@ -220,8 +267,12 @@ def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.
     made = unwrapped(optimizer)
     if isinstance(made, PipelineOptimizer) and made.engine is engine:
         return None
-    if not isinstance(made, PipelineOptimizer) and is_over_masters(optimizer, engine):
-        return optimizer
+    if not isinstance(made, PipelineOptimizer):
+        if is_over_masters(optimizer, engine):
+            return optimizer
+        if why_not_moved(optimizer, engine.model) is None:
+            _move_to_masters(optimizer, engine)
+            return optimizer
     raise ConfigError(
         f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and "
         "would train "

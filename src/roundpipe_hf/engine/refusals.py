@@ -13,7 +13,7 @@ from roundpipe.errors import ConfigError
 
 from ..arguments import pipeline_of
 from ..compat import OptimizerNames, adapter_configs, is_optimizer_factory
-from .optimizer import is_over_masters
+from .optimizer import is_over_masters, why_not_moved
 
 SUPPORTED_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,
@@ -59,11 +59,12 @@ def refuse_optimizer(
     optimizers: tuple[Any, Any],
     cls_and_kwargs: Any,
     engine: RoundPipe | None,
+    model: nn.Module,
 ) -> None:
     """Raises for optimizers that would train nothing, or the wrong tensors.
 
-    ``engine``: the one that the model came in, if it did: then its copies of the weights were there
-    to make one over.
+    ``engine``: the one that the model came in, if it did. Without, an optimizer over parameters of
+    ``model`` is moved to copies of them when there are some.
     """
     optimizer, scheduler = optimizers
     if optimizer is None and scheduler is not None:
@@ -73,16 +74,15 @@ def refuse_optimizer(
             "lr_scheduler_type, override create_scheduler, or pass the scheduler's optimizer too"
         )
     if optimizer is not None and (engine is None or not is_over_masters(optimizer, engine)):
-        raise ConfigError(
-            f"optimizers=({type(optimizer).__name__}, ...): it is over the model's own parameters, "
-            "but the pipeline "
-            "updates copies of them, and it would train nothing. Pass "
-            "optimizer_cls_and_kwargs=(cls, kwargs), or make "
-            "it over the copies: engine = wrap_model_to_roundpipe(model, "
-            "optim_dtype=torch.float32), an optimizer over "
-            "engine.optim_parameters(), and RoundPipeTrainer(engine, args, optimizers=(optimizer, "
-            "scheduler))"
-        )
+        why_not = why_not_moved(optimizer, model)
+        if why_not is not None:
+            raise ConfigError(
+                f"optimizers=({type(optimizer).__name__}, ...): the pipeline updates copies of the "
+                f"model's parameters, and {why_not}. Pass optimizer_cls_and_kwargs=(cls, kwargs), "
+                "or make it over the copies: engine = wrap_model_to_roundpipe(model, "
+                "optim_dtype=torch.float32), an optimizer over engine.optim_parameters(), and "
+                "RoundPipeTrainer(engine, args, optimizers=(optimizer, scheduler))"
+            )
     if cls_and_kwargs is not None and is_optimizer_factory(cls_and_kwargs[0]):
         raise ConfigError(
             f"{cls_and_kwargs[0].__name__} builds its optimizer from the model's own parameters; "

@@ -99,9 +99,8 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _validate_args(self) -> None:
         super()._validate_args()
         given = self._slot.current
-        refuse_optimizer(
-            self.args, (self.optimizer, self.lr_scheduler), self.optimizer_cls_and_kwargs, given
-        )
+        optimizers = self.optimizer, self.lr_scheduler
+        refuse_optimizer(self.args, optimizers, self.optimizer_cls_and_kwargs, given, self.model)
         if not _takes_num_items(self.compute_loss):
             # The signature of old releases. Such a loss cannot divide by the window's items, so
             # Trainer divides it by the window's batches, as those releases did.
@@ -184,6 +183,18 @@ class RoundPipeTrainerMixin(SavingMixin):
         )
         inner: torch.optim.Optimizer = SAME_BUT_FASTER.get(cls, cls)(groups, **kwargs)
         return inner
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """Returns the param group that has the pipeline's copy of ``param``, a parameter of the
+        model or its name; without one, or if none has it, the parameters of each group."""
+        if param is not None and self.optimizer is not None:
+            names = {id(weight): name for name, weight in self.model.named_parameters()}
+            masters = dict(self._engine().optim_named_parameters())
+            copy = masters.get(param if isinstance(param, str) else names.get(id(param), ""), param)
+            for group in self.optimizer.param_groups:
+                if any(copy is held for held in group["params"]):
+                    return group
+        return super().get_optimizer_group()
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Done in the optimizer's step, where the gradients are."""

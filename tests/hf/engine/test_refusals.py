@@ -77,29 +77,24 @@ def test_optimizers(optim: str, why: str) -> None:
     assert optim not in {supported.value for supported in SUPPORTED_OPTIMIZERS}
 
 
-def test_an_optimizer_over_the_models_own_weights() -> None:
-    """With the model, and with an engine that has copies of its weights: either way it would train
-    nothing."""
+def test_optimizers_that_cannot_be_moved_to_the_copies() -> None:
+    """They would train nothing, or lose what they keep."""
     model = MODELS["full"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    refused(
-        "optimizer_cls_and_kwargs.*engine.optim_parameters()", model, optimizers=(optimizer, None)
-    )
-    refused("lr_scheduler_type", model, optimizers=(None, get_constant_schedule(optimizer)))
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stepped.step()
+    model.zero_grad()
+    remedy = ".*optimizer_cls_and_kwargs.*engine.optim_parameters()"
+    refused(f"SGD has been stepped{remedy}", model, optimizers=(stepped, None))
+    elsewhere = torch.optim.SGD(MODELS["full"]().parameters(), lr=0.1)
+    refused(f"SGD is over tensors that are no param{remedy}", model, optimizers=(elsewhere, None))
+    cached = torch.optim.LBFGS(model.parameters())
+    refused(f"LBFGS keeps .* in ._params as well{remedy}", model, optimizers=(cached, None))
+    schedule = get_constant_schedule(stepped)
+    refused("lr_scheduler_type", model, optimizers=(None, schedule))
     with wrap_model_to_roundpipe(model, devices=1) as engine:
-        refused("engine.optim_parameters()", engine, optimizers=(optimizer, None))
-
-
-class OwnOptimizer(RoundPipeTrainer):
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        return self.optimizer
-
-
-def test_an_overridden_create_optimizer_over_the_models_own_weights() -> None:
-    """It would step parameters without gradients, and train nothing."""
-    with pytest.raises(ConfigError, match="would train nothing.*optim_named_parameters"):
-        run(make_trainer(OwnOptimizer, MODELS["full"](), ROWS))
+        refused("engine.optim_parameters()", engine, optimizers=(stepped, None))
 
 
 class StepOfTheModelItself(RoundPipeTrainer):

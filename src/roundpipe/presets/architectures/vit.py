@@ -14,7 +14,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from ...microbatch import split
-from ..calling import by_name, refuse_unsupported, run_block
+from ..calling import by_name, refuse_unknown, refuse_unsupported, run_block
 from ..loss import Loss, merge_outputs, take_loss_kwargs, weighted
 from ..preset import Cut
 
@@ -116,6 +116,7 @@ def split_batch(
     images that have a class, or over all images.
     """
     named = by_name(type(model), args, kwargs)
+    refuse_unknown(model, named)
     whole = {
         name: named.pop(name) for name in ("num_items_in_batch", "loss_weight") if name in named
     }
