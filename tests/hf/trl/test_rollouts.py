@@ -44,7 +44,7 @@ def length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion) % 7) for completion in completions]
 
 
-def make_one(kind: str, is_ours: bool, folder: Path, **settings: Any) -> Any:
+def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settings: Any) -> Any:
     trainers, configs = KINDS[kind]
     more = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
     given = {
@@ -66,7 +66,7 @@ def make_one(kind: str, is_ours: bool, folder: Path, **settings: Any) -> Any:
     } | settings
     if not is_ours:
         given.pop("devices")
-    model = make_model()
+    model = make_model() if model is None else model
     model.name_or_path = model.config._name_or_path = str(folder)  # where TRL finds the reference
     torch.manual_seed(1)  # which adapters are drawn from
     return trainers[0 if is_ours else 1](
