@@ -395,8 +395,8 @@ def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
 
 @pytest.mark.parametrize("reduction", ["rows", "sum"])
 def test_a_models_own_loss_is_what_it_is_declared_to_be(reduction: Any) -> None:
-    """A declaration of the model's own loss is tried like one of the user's: this one divides by the
-    number of items, and taken for a mean over rows it trained with a part of its gradient."""
+    """A declaration of the model's own loss is tried like one of the user's: this one divides by
+    the number of items, and taken for a mean over rows it trained with a part of its gradient."""
     rows = [
         dict(zip(("pixel_values", "labels"), row, strict=True))
         for row in zip(*images(8).values(), strict=True)
