@@ -336,13 +336,14 @@ def test_dpo_trains_as_with_the_plain_trainer(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_grpo_trains_as_with_the_plain_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LoRA on SmolLM2 from the package index: the same completions, and the same rewards."""
     flags = [
         *("--smollm2", "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"),
-        *("--max_steps", "2", "--num_generations", "4", "--max_completion_length", "8"),
+        *("--max_steps", "1", "--num_generations", "4", "--max_completion_length", "8"),
         *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"),
         *("--held_out", "4", "--learning_rate", "1e-3", "--bf16", "False", "--dtype", "float32"),
         *("--devices", "2", "--output_dir", str(tmp_path / "grpo")),
