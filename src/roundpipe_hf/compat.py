@@ -107,8 +107,11 @@ def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor |
     )
 
 
-def returns_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
-    """Whether `prediction_step` would compute a loss."""
+def returns_loss(trainer: Trainer, inputs: Any) -> bool:
+    """Whether `prediction_step` would compute a loss of ``inputs``, which TRL's rollouts begin with
+    as a list of prompts."""
+    if not isinstance(inputs, Mapping):
+        return False
     names = trainer.label_names
     if len(names) > 0:
         return all(inputs.get(name) is not None for name in names)
