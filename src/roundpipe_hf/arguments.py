@@ -39,7 +39,7 @@ def losses_on(device: torch.device | None) -> Iterator[None]:
 @dataclass
 class PipelineArguments:
     """Adds the engine's settings to any training arguments class; put it before that class among
-    the bases.
+    the bases. Where there is no accelerator ``use_cpu`` is set, and so bf16 allowed.
 
     Args:
         async_optimizer: let the optimizer run behind the next step; gradients are then exactly one
@@ -130,6 +130,9 @@ class PipelineArguments:
         self.run_config()  # because a bad value should be told here, not at the first training step
         inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
         if inherited is not None:
+            if not torch.accelerator.is_available():
+                # Else bf16, which TRL's arguments ask for by default, would be refused there.
+                self.use_cpu = True
             inherited()
 
     @property

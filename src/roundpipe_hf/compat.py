@@ -69,19 +69,22 @@ def loss_adds_up(trainer: Trainer) -> bool:
     to add up.
 
     True for label smoothing, and for the models whose own loss is transformers' causal one.
-    Mixture-of-experts routers add a mean to that loss.
     """
     if trainer.label_smoother is not None:
         return True
     assert isinstance(trainer.model, nn.Module)
     model = base_model(trainer.model)
-    return makes_causal_loss(model) and not adds_router_loss(model)
+    return makes_causal_loss(model)
 
 
-def adds_router_loss(model: nn.Module) -> bool:
-    """Whether the model's own loss has a part that is of all rows of a batch together."""
+def adds_router_loss(model: nn.Module, asked: bool | None = None) -> bool:
+    """Whether the model's own loss has a part that is of all rows of a batch together.
+
+    ``asked``: ``output_router_logits`` of a call, which beats the config where it says something.
+    """
     config = getattr(base_model(model), "config", None)
-    return bool(getattr(config, "output_router_logits", False))
+    in_config = getattr(config, "output_router_logits", False)
+    return bool(in_config if asked is None else asked)
 
 
 def makes_causal_loss(model: nn.Module) -> bool:
@@ -104,8 +107,11 @@ def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor |
     )
 
 
-def returns_loss(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
-    """Whether `prediction_step` would compute a loss."""
+def returns_loss(trainer: Trainer, inputs: Any) -> bool:
+    """Whether `prediction_step` would compute a loss of ``inputs``, which TRL's rollouts begin with
+    as a list of prompts."""
+    if not isinstance(inputs, Mapping):
+        return False
     names = trainer.label_names
     if len(names) > 0:
         return all(inputs.get(name) is not None for name in names)

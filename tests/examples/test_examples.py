@@ -1,7 +1,12 @@
 """The example scripts run on tiny models made offline, and with the plain `Trainer` in its place
 train the same."""
 
+import ast
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +22,27 @@ from transformers import (
     TrainingArguments,
 )
 from trl import DPOTrainer as PlainDPOTrainer
+from trl import GRPOTrainer as PlainGRPOTrainer
 from trl import SFTConfig
 from trl import SFTTrainer as PlainSFTTrainer
 
 import dpo
+import grpo
 import run_clm
 import run_image_classification
 import sft
 from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig
+from tests.support import ROOT
 from tests.support.example_data import LLAMA, QUIET, save_images, save_tokenizer, sentences
 
 VIT = [
     *("--model_type", "vit", "--image_size", "8", "--config_overrides"),
     "hidden_size=16,intermediate_size=24,num_hidden_layers=2,num_attention_heads=2,patch_size=4",
 ]
+
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(autouse=True)
@@ -323,3 +333,65 @@ def test_dpo_trains_as_with_the_plain_trainer(
         results.append({key: value for key, value in dpo.main(flags).items() if key in keys})
     assert sorted(results[0]) == sorted(keys)
     assert results[0] == pytest.approx(results[1], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_grpo_trains_as_with_the_plain_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA on SmolLM2 from the package index: the same completions, and the same rewards."""
+    flags = [
+        *("--smollm2", "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"),
+        *("--max_steps", "1", "--num_generations", "4", "--max_completion_length", "8"),
+        *("--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"),
+        *("--held_out", "4", "--learning_rate", "1e-3", "--bf16", "False", "--dtype", "float32"),
+        *("--devices", "2", "--output_dir", str(tmp_path / "grpo")),
+        *QUIET,
+    ]
+    keys = ["train_loss", "eval_loss", "eval_reward", "eval_completions/mean_length"]
+    results = []
+    for cls in (grpo.RoundPipeGRPOTrainer, PlainGRPOTrainer):
+        monkeypatch.setattr(grpo, "RoundPipeGRPOTrainer", cls)
+        results.append({key: value for key, value in grpo.main(flags).items() if key in keys})
+    assert sorted(results[0]) == sorted(keys)
+    assert results[0] == pytest.approx(results[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("3 + 4 = 7.", 1.0), ("7 is 8", 0.0), ("seven", 0.0), ([{"content": "It is 7.0"}], 1.0)],
+)
+def test_the_reward_of_the_grpo_example(completion: Any, reward: float) -> None:
+    """It reads the last number, in text and in conversations."""
+    assert grpo.ends_with_the_answer([completion], answer=[7]) == [reward]
+
+
+def documented_commands() -> list[Any]:
+    """Those commands in the examples' first lines that need no file of the user's."""
+    found = []
+    for script in sorted(EXAMPLES.glob("*.py")):
+        text = ast.get_docstring(ast.parse(script.read_text())) or ""
+        for command in re.findall(r"^ *python examples/((?:.*\\\n)*.*)", text, flags=re.MULTILINE):
+            words = shlex.split(command.replace("\\\n", " "), comments=True)
+            if "--smollm2" in words or "--mnist" in words:
+                found.append(pytest.param(words, id=script.stem))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("words", documented_commands())
+def test_documented_commands_run(words: list[str], tmp_path: Path) -> None:
+    """With a GPU and without one, where bf16 was refused; cut short by flags that come after."""
+    try:
+        smollm2_folder()
+    except IndexUnreachableError as error:
+        pytest.skip(str(error))
+    short = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--report_to", "none"]
+    held_out = ["--max_eval_samples", "8"] if "--mnist" in words else ["--held_out", "8"]
+    subprocess.run(
+        [sys.executable, str(EXAMPLES / words[0]), *words[1:], *short, *held_out],
+        cwd=tmp_path,
+        check=True,
+    )

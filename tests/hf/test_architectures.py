@@ -10,8 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import EvalPrediction
 
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
 from tests.support.preset_models import VOCABULARY, images, make_model, make_vit
-from tests.support.trainers import assert_same, logged, token_rows, train_both
+from tests.support.trainers import assert_same, logged, make_trainer, token_rows, train_both
 
 LANGUAGE = ["qwen2-window", "qwen3", "gpt2"]
 # 7 batches of 2 rows: windows of 3, 3 and 1.
@@ -129,6 +131,13 @@ def test_a_routers_auxiliary_loss_keeps_batches_whole(caplog: pytest.LogCaptureF
     )
     assert logged(without.ours)[0]["loss"] != pytest.approx(logged(pair.ours)[0]["loss"], abs=1e-3)
     assert_same(without)
+
+
+def test_a_loss_with_a_routers_is_not_reduced_as_declared() -> None:
+    """It was cut all the same, and every microbatch added an auxiliary loss of its own."""
+    trainer = make_trainer(RoundPipeTrainer, routed(), TOKENS, loss_reduction="tokens")
+    with pytest.raises(ConfigError, match="a router's auxiliary loss is of all rows together"):
+        trainer.train()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from transformers import HfArgumentParser
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainingArguments
+from roundpipe_hf.trl import RoundPipeSFTConfig
 
 SETTINGS: dict[str, Any] = {
     "async_optimizer": True,
@@ -94,3 +95,16 @@ def test_auto_keeps_the_weights_dtype() -> None:
 def test_bad_values_are_told_at_once(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         RoundPipeTrainingArguments("out", **setting)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_an_accelerator_bf16_is_of_the_cpu(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's arguments ask for it by default and were refused there: "Your setup doesn't support
+    bf16/gpu"."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: there)
+    args = RoundPipeSFTConfig("out")
+    assert args.bf16
+    assert args.use_cpu == (not there)

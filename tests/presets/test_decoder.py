@@ -28,7 +28,6 @@ from transformers import (
     GraniteConfig,
     LlamaForCausalLM,
     MambaConfig,
-    MixtralConfig,
     Olmo2Config,
     OlmoeConfig,
     OPTConfig,
@@ -117,7 +116,6 @@ MORE: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": lambda: MambaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, state_size=4
     ),
-    "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2),
     "opt": lambda: OPTConfig(
         **_SMALL,

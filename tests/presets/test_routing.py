@@ -30,7 +30,7 @@ from tests.support.preset_models import (
 from tests.support.tolerances import assert_same_sums
 
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
-ROUTERS = {"qwen3-moe": "gate", "gpt-oss": "router", "olmoe": "gate"}
+ROUTERS = {"qwen3-moe": "gate", "mixtral": "gate", "gpt-oss": "router", "olmoe": "gate"}
 
 
 def make_moe(name: str) -> Any:
@@ -100,7 +100,7 @@ def test_routing_is_saved_for_each_microbatch(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("inputs", ["labels", "padded left"])
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
 def test_the_auxiliary_loss_is_the_models_own(engines: Engines, name: str, inputs: str) -> None:
     """To the bit, its gradient through every router and the tokens it counts included."""
     model, kwargs = make_moe(name), {**INPUTS[inputs](), "output_router_logits": True}

@@ -15,6 +15,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -99,6 +100,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "qwen3-moe": tiny_qwen3_moe,
     "qwen3-moe-window": lambda: tiny_qwen3_moe(use_sliding_window=True, sliding_window=5),
+    "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4),
+    "mixtral-window": lambda: MixtralConfig(**TINY, num_local_experts=4, sliding_window=5),
     "gpt-oss": tiny_gpt_oss,
     "gpt2": tiny_gpt2,
 }

@@ -5,8 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from roundpipe.system import cgroups
+from roundpipe import RoundPipe, virtual
+from roundpipe.system import cgroups, cores
 from roundpipe.system.cores import usable_cores
 
 V2, V1 = "0::{}\n", "4:memory:/elsewhere\n3:cpu,cpuacct:{}\n"
@@ -86,3 +89,28 @@ def test_a_system_without_control_groups_has_the_cores_it_shows(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     monkeypatch.setattr(cgroups, "_OWN", tmp_path / "none")
     assert usable_cores() == 3
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 4), (2, 2), (3, 1), (9, 1)])
+def test_workers_of_virtual_devices_share_the_cores(
+    devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each computed with as many threads as its caller, which together were several times the
+    cores, and waited for each other: 8 toy steps took ten times as long."""
+    monkeypatch.setattr(cores, "usable_cores", lambda: 4)
+    seen: set[int] = set()
+
+    class Looks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(torch.get_num_threads())
+            return super().forward(x)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        layers = nn.Sequential(*(Looks(3, 3) for _ in range(4)))
+        with RoundPipe(layers, devices=virtual(devices)) as engine:
+            engine(torch.ones(9, 3)).sum().backward()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {expected}

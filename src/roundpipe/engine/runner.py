@@ -248,7 +248,7 @@ class BatchRunner:
             first_trained=first_trained,
             weights=WeightsVersion(steps.version, steps.num_loads),
             modes=Modes.of(self._structure),
-            ambient=AmbientState.of_caller({d.torch_device.type for d in self._pool.devices}),
+            ambient=AmbientState.of_caller([d.torch_device.type for d in self._pool.devices]),
         )
 
     def _call(

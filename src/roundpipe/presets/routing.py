@@ -153,11 +153,23 @@ class RoutedHeadAndLoss(HeadAndLoss):
         ].load_balancing_loss_func
 
     def forward(self, state: RoutedState) -> Any:  # type: ignore[override]
+        """The model's output; what a readout returns gets the auxiliary loss as ``aux_loss``."""
         if "readout" in state["loss_kwargs"]:
-            return super().forward(state)
+            made = super().forward(state)
+            if state["router_logits"] is not None:
+                made.aux_loss, _ = self._auxiliary(state)
+            return made
         logits, loss = self.logits_and_loss(state)
         if state["router_logits"] is None:
             return self.output_class(loss=loss, logits=logits)
+        auxiliary, router_logits = self._auxiliary(state)
+        if loss is not None:
+            loss = loss + self.coefficient * auxiliary
+        return self.output_class(
+            loss=loss, aux_loss=auxiliary, logits=logits, router_logits=router_logits
+        )
+
+    def _auxiliary(self, state: RoutedState) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         router_logits = _links(state["router_logits"])
         choice = KeptChoice()
         with choice:
@@ -165,11 +177,7 @@ class RoutedHeadAndLoss(HeadAndLoss):
                 router_logits, self.num_experts, self.num_chosen, state["attention_mask"]
             )
         choice.save()
-        if loss is not None:
-            loss = loss + self.coefficient * auxiliary
-        return self.output_class(
-            loss=loss, aux_loss=auxiliary, logits=logits, router_logits=router_logits
-        )
+        return auxiliary, router_logits
 
 
 def split_batch(

@@ -2,7 +2,7 @@
 the caller."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import torch
 
 from ..device import Device
 from ..device.generators import state_of
+from ..system.cores import threads_for
 from ..threads.interrupts import deferred
 
 # One process has one CPU generator: layers that may draw from it run one at a time on virtual
@@ -111,13 +112,15 @@ class AmbientState:
     num_threads: int
 
     @classmethod
-    def of_caller(cls, device_types: set[str]) -> "AmbientState":
+    def of_caller(cls, device_types: Sequence[str]) -> "AmbientState":
+        """``device_types``: of each device. Virtual ones share the cores, so that the intra-op
+        threads of all workers are no more than these."""
         return cls(
             autocast=tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted(device_types)
+                for kind in sorted(set(device_types))
             ),
-            num_threads=torch.get_num_threads(),
+            num_threads=threads_for(device_types.count("cpu")),
         )
 
     @contextmanager

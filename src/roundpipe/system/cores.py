@@ -33,6 +33,16 @@ def _quota(group: Path) -> float | None:
     return None
 
 
+def threads_for(num_workers: int) -> int:
+    """How many intra-op threads each of ``num_workers`` that compute on the CPU at once uses: the
+    caller's number, or if that is less a share of the cores. More than there are would wait for
+    each other."""
+    given = torch.get_num_threads()
+    if num_workers < 2 or given == 1:
+        return given
+    return min(given, max(1, usable_cores() // num_workers))
+
+
 def leave_cores_for(num_devices: int) -> Callable[[], None]:
     """A job that limits the intra-op threads of the thread it runs on.
 

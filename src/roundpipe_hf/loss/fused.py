@@ -18,7 +18,7 @@ from ..compat import base_model, makes_causal_loss
 from ..engine.calls import Microbatch
 from ..engine.slot import runs_by_preset
 from .model_call import EngineStandIn, LossAnswer, ModelAnswer, ModelCall, copied, record_call
-from .reduction import amount_of, declared_reduction, is_users, reduction_of
+from .reduction import amount_of, declared_reduction, is_known, is_users, reduction_of
 from .round import RoundLoss, StashedBatch, cut_window, most_parts, rows_at
 
 # Relative. Losses of one row and of two come from other kernels, below fp32 with other roundings.
@@ -48,7 +48,7 @@ class FusedLoss:
         self._forget_another_loss()
         trainer = self._trainer
         reduction = reduction_of(trainer, batches)
-        if reduction is None or not is_users(trainer):
+        if reduction is None or is_known(trainer, batches):
             return reduction
         if self._fits is None:
             self._check(engine, batches, reduction)

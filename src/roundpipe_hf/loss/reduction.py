@@ -20,7 +20,7 @@ from torch import nn
 from roundpipe.errors import ConfigError
 
 from ..arguments import LossReduction, check_choice, pipeline_of
-from ..compat import base_model, loss_adds_up, makes_causal_loss, valid_targets
+from ..compat import adds_router_loss, base_model, loss_adds_up, makes_causal_loss, valid_targets
 from .round import StashedBatch, rows_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,13 +60,41 @@ def is_users(trainer: Any) -> bool:
 
 
 def reduction_of(trainer: Any, batches: Sequence[StashedBatch]) -> LossReduction | None:
-    """See [Note: two paths]. None for a loss that runs on whole batches."""
+    """See [Note: two paths]. None for a loss that runs on whole batches.
+
+    Raises:
+        ConfigError: a reduction is declared of a loss that has a router's in it.
+    """
+    if _has_router_loss(trainer):
+        declared = declared_reduction(trainer)
+        if declared is not None:
+            raise ConfigError(
+                f"loss_reduction={declared!r}: a router's auxiliary loss is of all rows together, "
+                "so the loss is not reduced like that. Leave loss_reduction out, or leave the "
+                "auxiliary loss out (output_router_logits=False in the model's config; with TRL "
+                "router_aux_loss_coef=0.0)"
+            )
+        return None
     if not is_users(trainer):
         return _stock_reduction(trainer, batches) or pipeline_of(trainer.args).loss_reduction
     declared = declared_reduction(trainer)
     if declared is not None or not trainer.has_stock_loss():
         return declared
     return "sum" if _has_items(batches) and reads_num_items(trainer.compute_loss_func) else None
+
+
+def is_known(trainer: Any, batches: Sequence[StashedBatch]) -> bool:
+    """Whether the reduction comes from what is known of the libraries' losses, and not from a
+    declaration or from the user's code."""
+    return not is_users(trainer) and _stock_reduction(trainer, batches) is not None
+
+
+def _has_router_loss(trainer: Any) -> bool:
+    """Not where the loss is code of the user's, which may make it of logits alone."""
+    if trainer.router_loss is not None:
+        return bool(trainer.router_loss)
+    is_of_logits = is_users(trainer) or trainer.label_smoother is not None
+    return not is_of_logits and adds_router_loss(trainer.model)
 
 
 def declared_reduction(trainer: Any) -> LossReduction | None:

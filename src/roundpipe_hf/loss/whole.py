@@ -84,7 +84,7 @@ class WholeBatchLoss:
         if self._has_told or not isinstance(engine, RoundPipe):
             return
         self._has_told = True
-        if adds_router_loss(engine.model):
+        if adds_router_loss(engine.model, self._trainer.router_loss):
             logger.warning(
                 "a router's auxiliary loss is of all rows together, so batches are not cut into "
                 "microbatches; use gradient accumulation to keep several devices busy"

@@ -204,7 +204,8 @@ class AccumulationWindow:
     def _most_of(self, engine: RoundPipe, batches: Round) -> int:
         if self._reduction(engine, batches) is not None:
             return max(most_parts(batch.inputs) for batch in batches)
-        return max(rows_of(batch.inputs) for batch in batches) if cuts_batches(engine) else 1
+        is_cut = cuts_batches(engine, self._trainer.router_loss)
+        return max(rows_of(batch.inputs) for batch in batches) if is_cut else 1
 
     def _reduction(self, engine: RoundPipe | AutoRoundPipe, batches: Round) -> LossReduction | None:
         """A model that runs in parts has no last stage that a loss could be fused with."""

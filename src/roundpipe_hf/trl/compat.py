@@ -55,7 +55,8 @@ def fused_outputs(
     """
     step: Any = _LastStep(config, head, hidden_states)
     add_fused_lm_head(step, **settings)
-    outputs: Any = step.forward(fused_lm_head=True, labels=labels)
+    # The router's loss is the last layer's to add: the backbone that TRL would ask has run.
+    outputs: Any = step.forward(fused_lm_head=True, labels=labels, output_router_logits=False)
     outputs.loss = None  # a mean over this microbatch, which nothing can be made of
     return outputs
 

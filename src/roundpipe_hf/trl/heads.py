@@ -64,7 +64,9 @@ class LogitsAnswer(ModelAnswer):
     def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
         if not given.get("fused_lm_head"):
             return outputs
-        return _of_logits(outputs.logits, given["labels"], self._head.temperature)
+        made = _of_logits(outputs.logits, given["labels"], self._head.temperature)
+        made.aux_loss = getattr(outputs, "aux_loss", None)
+        return made
 
     def repeat(self) -> None:
         """TRL calls the model for its loss, then for its metrics."""

@@ -29,6 +29,7 @@ from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
 from .by_name import load_by_name, references_on_host
 from .heads import FusedAnswer, Head, LogitsAnswer
+from .refusals import refuse_data_and_model
 
 
 class TRLMixin(RoundPipeTrainerMixin):
@@ -55,8 +56,13 @@ class TRLMixin(RoundPipeTrainerMixin):
                 f"{type(self).__name__} does not support several processes: start the script with "
                 "plain python, which drives all devices"
             )
-        self._refuse_data_and_model()
+        refuse_data_and_model(self)
         self._route_calls()
+
+    @property
+    def router_loss(self) -> bool | None:  # type: ignore[override]  # known after TRL's constructor
+        """True where TRL's loss asks for the routers' auxiliary loss."""
+        return getattr(self, "aux_loss_enabled", False) or None
 
     @property
     def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model
@@ -91,25 +97,13 @@ class TRLMixin(RoundPipeTrainerMixin):
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         """Called by TRL's constructor, before ours can go on."""
-        self._refuse_data_and_model()
+        refuse_data_and_model(self)
         self._route_calls()
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]  # of TRL's
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         device = self._outputs_device(self._engine(trains=False))
         return super().prediction_step(model, _to(inputs, device), *args, **kwargs)
-
-    def _refuse_data_and_model(self) -> None:
-        name = type(self).__name__
-        if getattr(self, "_is_vision_dataset", False):
-            raise ConfigError(
-                f"{name} does not support data sets with images: no preset cuts such models"
-            )
-        if getattr(self, "aux_loss_enabled", False):
-            raise ConfigError(
-                f"{name} does not support router_aux_loss_coef yet: the auxiliary loss is no sum "
-                "over microbatches; set router_aux_loss_coef=0.0"
-            )
 
     # --- calls of the models themselves ---
 

@@ -28,6 +28,7 @@ from ..trainer.mixin import RoundPipeTrainerMixin
 from .by_name import load_by_name
 from .compat import FusedCausalLMOutput, drop_fused_forward, note, notes_of, tokens_in
 from .heads import FusedAnswer, Head, LogitsAnswer
+from .refusals import refuse_data_and_model
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
-            of mixtures of experts.
+            of mixtures of experts that have no preset of their own.
 
     Example:
         >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)
@@ -80,17 +81,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
                 "them at every microbatch; start the script with plain python, which drives all "
                 "devices"
             )
-        if self._is_vision_dataset:
-            raise ConfigError(
-                "RoundPipeSFTTrainer does not support data sets with images: no preset cuts such "
-                "models"
-            )
-        if self.aux_loss_enabled:
-            raise ConfigError(
-                "RoundPipeSFTTrainer does not support router_aux_loss_coef yet: the auxiliary loss "
-                "is no sum over "
-                "microbatches; set router_aux_loss_coef=0.0"
-            )
+        refuse_data_and_model(self)
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
             logger.warning(
@@ -98,6 +89,11 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
                 "small microbatches",
                 type(base_model(self.model)).__name__,
             )
+
+    @property
+    def router_loss(self) -> bool | None:  # type: ignore[override]  # known after TRL's constructor
+        """True where TRL's loss asks for the routers' auxiliary loss."""
+        return getattr(self, "aux_loss_enabled", False) or None
 
     @property
     def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model

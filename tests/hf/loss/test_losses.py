@@ -16,10 +16,12 @@ from roundpipe_hf.loss.model_call import EngineStandIn, ModelAnswer, Replay
 from tests.support.preset_models import images, make_vit
 from tests.support.trainers import (
     MODELS,
+    Pair,
     assert_same,
     logged,
     make_both,
     make_trainer,
+    run,
     token_rows,
     train_both,
     trained,
@@ -389,6 +391,22 @@ def test_regression_is_a_mean_over_rows(accumulation: int) -> None:
     )
     assert_same(pair)
     assert pair.ours.evaluate()["eval_loss"] == pytest.approx(pair.plain.evaluate()["eval_loss"])
+
+
+@pytest.mark.parametrize("reduction", ["rows", "sum"])
+def test_a_models_own_loss_is_what_it_is_declared_to_be(reduction: Any) -> None:
+    """A declaration of the model's own loss is tried like one of the user's: this one divides by
+    the number of items, and taken for a mean over rows it trained with a part of its gradient."""
+    rows = [
+        dict(zip(("pixel_values", "labels"), row, strict=True))
+        for row in zip(*images(8).values(), strict=True)
+    ]
+    pair = make_both(make_vit, rows, loss_reduction=reduction, per_device_train_batch_size=4)
+    if reduction == "rows":
+        with pytest.raises(ConfigError, match="loss_reduction='rows' does not fit the loss"):
+            run(pair.ours)
+    else:
+        assert_same(Pair(*map(run, pair)))
 
 
 # --- what cannot run ---

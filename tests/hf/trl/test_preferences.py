@@ -13,8 +13,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
@@ -240,26 +238,6 @@ def test_a_model_by_its_name(folder: Path) -> None:
     assert_same(
         Pair(trainer, run(make_one("dpo", False, folder, str(folder), max_steps=1))), atol=1e-5
     )
-
-
-def test_a_routers_loss_is_refused(folder: Path) -> None:
-    """It would be needed of all rows together; TRL asks for it by default."""
-    torch.manual_seed(0)
-    experts = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=24,
-            moe_intermediate_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
-    with pytest.raises(ConfigError, match="router_aux_loss_coef=0.0"):
-        make_one("dpo", True, folder, experts, precompute_ref_log_probs=True)
 
 
 def test_a_reference_that_follows_is_refused(folder: Path) -> None:

@@ -20,7 +20,7 @@ from roundpipe_hf.trl import (
 )
 from tests.hf.trl.test_preferences import make_model
 from tests.support.example_data import save_tokenizer, sentences
-from tests.support.trainers import Pair, assert_same, run
+from tests.support.trainers import Pair, assert_same, logged, run
 
 PROMPTS = Dataset.from_dict({"prompt": sentences(8)})
 KINDS: dict[str, tuple[tuple[type, type], tuple[type, type]]] = {
@@ -44,9 +44,11 @@ def length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(completion) % 7) for completion in completions]
 
 
-def make_one(kind: str, is_ours: bool, folder: Path, **settings: Any) -> Any:
+def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settings: Any) -> Any:
     trainers, configs = KINDS[kind]
-    more = {name: settings.pop(name) for name in ("peft_config",) if name in settings}
+    more = {
+        name: settings.pop(name) for name in ("peft_config", "eval_dataset") if name in settings
+    }
     given = {
         "output_dir": "out-ours" if is_ours else "out-plain",
         "per_device_train_batch_size": 4,
@@ -66,7 +68,7 @@ def make_one(kind: str, is_ours: bool, folder: Path, **settings: Any) -> Any:
     } | settings
     if not is_ours:
         given.pop("devices")
-    model = make_model()
+    model = make_model() if model is None else model
     model.name_or_path = model.config._name_or_path = str(folder)  # where TRL finds the reference
     torch.manual_seed(1)  # which adapters are drawn from
     return trainers[0 if is_ours else 1](
@@ -101,6 +103,16 @@ def test_adapters_a_reference_and_accumulation(kind: str, folder: Path) -> None:
             temperature=0.8,
         )
     )
+
+
+@both
+def test_evaluation(kind: str, folder: Path) -> None:
+    """Its batches are lists of prompts, of which the Trainer's evaluation asked for columns."""
+    pair = trained(
+        kind, folder, eval_dataset=PROMPTS, eval_strategy="steps", eval_steps=1, max_steps=1
+    )
+    assert "eval_reward" in logged(pair.ours)[1]
+    assert_same(pair)
 
 
 @both

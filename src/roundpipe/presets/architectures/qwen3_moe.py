@@ -1,4 +1,5 @@
 """Qwen3-MoE: Qwen3 whose blocks, but for some dense ones, send each token to a few of many experts.
+Mixtral is built alike, without dense blocks.
 
 The experts' weights are stacked, (experts, ...) per matrix, as transformers keeps them: one
 parameter each, uploaded with its block.
@@ -8,7 +9,6 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from ..causal_lm import assemble
 from ..preset import Cut
@@ -32,7 +32,5 @@ def cut(model: PreTrainedModel) -> Cut:
 
 def _block(block: nn.Module, kind: str) -> Block:
     return (
-        RoutedBlock(block, kind, "mlp.gate")
-        if isinstance(block.mlp, Qwen3MoeSparseMoeBlock)
-        else Block(block, kind)
+        RoutedBlock(block, kind, "mlp.gate") if hasattr(block.mlp, "gate") else Block(block, kind)
     )

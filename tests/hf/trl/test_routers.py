@@ -1,0 +1,136 @@
+"""Mixtures of experts train as with TRL, which adds the routers' auxiliary loss unless told not to.
+
+Its coefficient is raised to where leaving it out, or taking its mean over microbatches, would show.
+"""
+
+import logging
+from pathlib import Path
+from string import digits
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+
+from roundpipe.errors import ConfigError
+from roundpipe_hf.trl import RoundPipeSFTTrainer
+from tests.hf.trl import test_preferences as preferences
+from tests.hf.trl import test_rollouts as rollouts
+from tests.hf.trl import test_sft as sft
+from tests.support.example_data import save_tokenizer
+from tests.support.preset_models import make_model
+from tests.support.trainers import Pair, assert_same, logged, run
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.5,
+}
+_QWEN = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "mlp_only_layers": [1]}
+CONFIGS = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
+    "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("mixtral", marks=SLOW)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint and its tokenizer, because TRL loads reference models by name."""
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    save_tokenizer(folder)
+    make(request.param).save_pretrained(folder)
+    return folder
+
+
+def make(name: str) -> Any:
+    return make_model(config=CONFIGS[name]())
+
+
+def trained(kind: str, folder: Path, **settings: Any) -> Pair:
+    def one(is_ours: bool) -> Any:
+        model = make(folder.name.rstrip(digits))
+        if kind in rollouts.KINDS:
+            return rollouts.make_one(kind, is_ours, folder, model=model, **settings)
+        model.name_or_path = model.config._name_or_path = str(folder)
+        if kind in preferences.KINDS:
+            return preferences.make_one(kind, is_ours, folder, model, **settings)
+        cls = RoundPipeSFTTrainer if is_ours else sft.SFTTrainer
+        return sft.make_trainer(cls, AutoTokenizer.from_pretrained(folder), model=model, **settings)
+
+    return Pair(*(run(one(is_ours)) for is_ours in (True, False)))
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=SLOW), 3])
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo"])
+def test_a_routers_loss_is_that_of_the_batch(
+    kind: str, adapts: bool, devices: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Accumulation, and evaluation where there is one. The log says once why batches stay whole."""
+    settings: dict[str, Any] = {
+        "devices": devices,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+    }
+    if adapts:
+        settings["peft_config"] = preferences.LORA
+    if kind == "sft":
+        settings["eval_dataset"] = sft.HELD_OUT
+    elif kind in preferences.KINDS:
+        settings["eval_dataset"] = preferences.KINDS[kind][2]
+    if kind not in rollouts.KINDS:
+        settings |= {"eval_strategy": "steps", "eval_steps": 1}
+    caplog.set_level(logging.WARNING)
+    pair = trained(kind, folder, **settings)
+    assert "aux_loss" in logged(pair.ours)[0]
+    assert_same(pair)
+    assert caplog.text.count("not cut into microbatches") == 1
+
+
+@SLOW
+@pytest.mark.parametrize("case", ["dft", "packing", "padding-free", "label smoothing"])
+def test_every_form_of_sft(case: str, folder: Path) -> None:
+    """Smoothing leaves the auxiliary loss out, as TRL does, and logs it all the same."""
+    assert_same(trained("sft", folder, max_steps=2, **sft.CASES[case]))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_none_where_its_coefficient_is_zero(kind: str, folder: Path) -> None:
+    """Batches are cut then."""
+    pair = trained(kind, folder, max_steps=1, router_aux_loss_coef=0.0)
+    assert "aux_loss" not in logged(pair.ours)[0]
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_models_whose_routers_nobody_listens_to(kind: str, folder: Path) -> None:
+    """The generic preset does not know how an unknown model makes it: refused before any work."""
+    maker = {
+        "sft": lambda **more: sft.make_trainer(
+            RoundPipeSFTTrainer,
+            AutoTokenizer.from_pretrained(folder),
+            model=make("olmoe"),
+            **more,
+        ),
+        "dpo": lambda **more: preferences.make_one(
+            "dpo", True, folder, make("olmoe"), peft_config=preferences.LORA, **more
+        ),
+    }[kind]
+    with pytest.raises(ConfigError, match="OlmoeForCausalLM.*set router_aux_loss_coef=0.0"):
+        maker()
+    run(maker(router_aux_loss_coef=0.0, max_steps=1))
+
+
+def test_a_reduction_cannot_be_declared(folder: Path) -> None:
+    """Every microbatch would add an auxiliary loss of its own."""
+    with pytest.raises(ConfigError, match="loss_reduction='tokens'.*router_aux_loss_coef=0.0"):
+        trained("sft", folder, loss_reduction="tokens")
