@@ -161,6 +161,12 @@ def _refuse_left_out(model: nn.Module, sequential: nn.Sequential) -> None:
         )
 
 
+def _has_patched_forward(module: nn.Module) -> bool:
+    """Of somebody else than this package, whose own patches hand calls to an engine."""
+    forward = vars(module).get("forward")
+    return forward is not None and not getattr(forward, "calls_engine", False)
+
+
 def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
     """Says which hooks and patches are lost because the module they sit on is taken apart instead
     of called."""
@@ -170,7 +176,7 @@ def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
         for name, module in model.named_modules()
         if module not in called
         and (
-            "forward" in vars(module)
+            _has_patched_forward(module)
             or module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks

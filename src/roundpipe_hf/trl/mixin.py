@@ -160,6 +160,7 @@ def _route(model: nn.Module, call: _OnEngine) -> None:
             return type(self).forward(self, *args, **kwargs)
         return call(by_name(self, args, kwargs) | {"fused_lm_head": True})
 
+    forward.calls_engine = True  # type: ignore[attr-defined]  # the preset is not to warn of it
     base.forward = types.MethodType(forward, base)
 
 

@@ -141,3 +141,11 @@ def test_on_a_gpu(kind: str, folder: Path) -> None:
     """The same tokens are drawn there, from the same generator."""
     on_gpu = {"use_cpu": False, "devices": 1, "beta": 0.1}
     assert_same(trained(kind, folder, **on_gpu), atol=1e-3)
+
+
+def test_nothing_is_said_of_patches_of_our_own(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls for a fused head reach an engine by a patched forward, which is no user's."""
+    run(make_one("grpo", True, folder, max_steps=1))
+    assert "will not run" not in caplog.text
