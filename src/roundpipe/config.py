@@ -25,10 +25,6 @@ class RoundPipeRunConfig:
         preserve_rng_state: give every (layer, microbatch) its own random stream; else True.
         recompute_grain: ``"stage"`` recomputes a backward stage whole, ``"layer"`` one layer at a
             time (lower peak).
-        keep_graphs: a forward that is a part of the caller's graph keeps what devices have room for
-            of its layers' graphs until the backward, which recomputes the others only; else False.
-            What the caller computes in between needs its room as well, so it begins once a few
-            training steps have shown how much that is.
         num_microbatch: microbatches per call; else the number of devices + 1.
         split_input: ``(args, kwargs, n) -> (args_list, kwargs_list)`` or a pair of chunk specs for
             args and kwargs.
@@ -36,6 +32,10 @@ class RoundPipeRunConfig:
         merge_output: ``(outputs, rows) -> merged`` or ``(outputs) -> merged``, a chunk spec, or
             False to get the microbatches as they are, as `RoundPipePackedData`.
         execute_plan: the stages to use; else planned from the layers' sizes.
+        keep_graphs: a forward that is a part of the caller's graph keeps what devices have room for
+            of its layers' graphs until the backward, which recomputes the others only; else False.
+            What the caller computes in between needs its room as well, so it begins once a few
+            training steps have shown how much that is.
 
     Raises:
         ConfigError: a value that a field cannot have.
@@ -52,12 +52,12 @@ class RoundPipeRunConfig:
     output_device: torch.device | str | None = None
     preserve_rng_state: bool | None = None
     recompute_grain: RecomputeGrain | None = None
-    keep_graphs: bool | None = None
     num_microbatch: int | None = None
     split_input: Callable[..., Any] | tuple[Any, Any] | None = None
     split_label: Callable[..., Any] | Any | None = None
     merge_output: Callable[..., Any] | Any | bool | None = None
     execute_plan: ModelExecutePlan | None = None
+    keep_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         if self.num_microbatch is not None:

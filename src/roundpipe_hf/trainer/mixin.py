@@ -251,6 +251,13 @@ class RoundPipeTrainerMixin(SavingMixin):
             compat.book_loss(self, loss)
         return last
 
+    def counted_by_losses(self) -> Any:
+        """Returns what a loss adds to beside gradients, as it is now: metrics, for example."""
+        return None
+
+    def count_again_from(self, counted: Any) -> None:
+        """Losses run again: what they add to is as it was when ``counted_by_losses`` was asked."""
+
     def _divisor(self, num_items: torch.Tensor | int | None) -> int:
         """What Trainer divides a batch's loss by. A loss that was given the number of items is
         divided already."""

@@ -39,9 +39,9 @@ class AccumulationWindow:
 
     [Note: again] Where memory runs out, all rounds since the last step run again, because late
     stage runs of one may have failed behind the others: their gradients are dropped first, and
-    those of the loss's own parameters put back, so nothing is counted twice. Batches are kept until
-    the step has them. Random numbers are those of the first attempt: a call in which a layer drew
-    has no late stage runs.
+    those of the loss's own parameters put back, and what losses have counted, so nothing is counted
+    twice. Batches are kept until the step has them. Random numbers are those of the first attempt:
+    a call in which a layer drew has no late stage runs.
     """
 
     def __init__(self, trainer: "RoundPipeTrainerMixin") -> None:
@@ -53,6 +53,7 @@ class AccumulationWindow:
         self._since_step: list[Round] = []
         self._shown: list[Shown] = []
         self._largest_offloaded = 0
+        self._counted: Any = None  # by losses, before the first round since the last step
         self._training, self._evaluation = (
             OutOfMemoryBackoff("training"),
             OutOfMemoryBackoff("evaluation"),
@@ -84,6 +85,8 @@ class AccumulationWindow:
         empty afterwards, also after an error."""
         batches, self._batches = self._batches, []
         rounds = [*self._since_step, batches]
+        if not self._since_step:
+            self._counted = self._trainer.counted_by_losses()
         attempts = 0
 
         def attempt(footprint: Footprint) -> list[torch.Tensor]:
@@ -219,6 +222,7 @@ class AccumulationWindow:
         """The losses of the last round. See [Note: again]."""
         engine.zero_grad()
         self._loss_gradients.restore()
+        self._trainer.count_again_from(self._counted)
         losses: list[torch.Tensor] = []
         for batches in rounds:
             losses = self._run(engine, batches, footprint)

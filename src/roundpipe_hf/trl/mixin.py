@@ -7,6 +7,7 @@ by one that hands such a call to an engine. A call without it, as generation mak
 host's weights as ever. The reference model has an engine of its own.
 """
 
+import copy
 import functools
 import types
 import weakref
@@ -73,6 +74,15 @@ class TRLMixin(RoundPipeTrainerMixin):
         """TRL's losses here are of whole batches: pairs, or means over them."""
         return False
 
+    def counted_by_losses(self) -> Any:
+        """TRL's metrics until they are logged, and the tokens it has seen."""
+        counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
+        return copy.deepcopy(counts)
+
+    def count_again_from(self, counted: Any) -> None:
+        for name, value in copy.deepcopy(counted).items():
+            setattr(self, name, value)
+
     def _answer_of(self, model: nn.Module, engine: RoundPipe) -> ModelAnswer:
         if self.head_fields is None:
             return ModelAnswer()
@@ -134,6 +144,8 @@ class TRLMixin(RoundPipeTrainerMixin):
         return answer.outputs(self.precision().finish(outputs), given)
 
 
+# What TRL's losses add to.
+_COUNTS = ("_metrics", "_total_train_tokens")
 _PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True, keeps_graphs=True)
 
 

@@ -243,3 +243,21 @@ def test_a_model_by_its_name(folder: Path) -> None:
 def test_a_reference_that_follows_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="sync_ref_model"):
         make_one("dpo", True, folder, make_model(), sync_ref_model=True)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_a_loss_that_runs_again_counts_once(kind: str, folder: Path) -> None:
+    """The second batch of a window runs out of memory when both have been counted."""
+    pair = make_both(kind, folder, reference=True, gradient_accumulation_steps=2, max_steps=2)
+    inner, calls = pair.ours.compute_loss, list[Any]()
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        calls.append(loss)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("as asked for")
+        return loss
+
+    pair.ours.compute_loss = compute_loss
+    assert_same(Pair(*map(run, pair)))
+    assert len(calls) == 2 * 2 + 2
