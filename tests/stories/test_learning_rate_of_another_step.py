@@ -58,7 +58,8 @@ def test_every_update_uses_the_hyper_parameters_of_its_own_step(
     def step_fn() -> None:
         pause()
         optimizer.step()
-        optimizer.zero_grad()
+        for _, master in named:  # of those too that are in no group yet, as the oracle does
+            master.grad = None
 
     def train(batches: list[Any]) -> None:
         for batch in batches:

@@ -174,6 +174,7 @@ def test_a_weight_written_while_an_update_is_on_its_way_is_refused(
 
     def step() -> None:
         pair.optimizer.step()
+        pair.optimizer.zero_grad()
         how(written, torch.zeros_like(written))
 
     run_batch(pair.engine, BATCHES[0], 2)
