@@ -39,7 +39,8 @@ def losses_on(device: torch.device | None) -> Iterator[None]:
 @dataclass
 class PipelineArguments:
     """Adds the engine's settings to any training arguments class; put it before that class among
-    the bases. Where there is no accelerator ``use_cpu`` is set, and so bf16 allowed.
+    the bases. Where there is no accelerator ``use_cpu`` is set, so bf16 is allowed; TRL's
+    arguments, which ask for it by default, do so only if you say so.
 
     Args:
         async_optimizer: let the optimizer run behind the next step; gradients are then exactly one
@@ -130,9 +131,12 @@ class PipelineArguments:
         self.run_config()  # because a bad value should be told here, not at the first training step
         inherited: Callable[[], None] | None = getattr(super(), "__post_init__", None)
         if inherited is not None:
-            if not torch.accelerator.is_available():
-                # Else bf16, which TRL's arguments ask for by default, would be refused there.
+            if not torch.accelerator.is_available() and not getattr(self, "use_cpu", False):
+                # Else bf16 would be refused, which TRL's arguments take where nothing is said, and
+                # which most CPUs compute slowly.
                 self.use_cpu = True
+                if getattr(self, "bf16", False) is None:
+                    self.bf16 = False
             inherited()
 
     @property
