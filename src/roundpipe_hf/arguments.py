@@ -136,7 +136,7 @@ class PipelineArguments:
                 # which most CPUs compute slowly.
                 self.use_cpu = True
                 if getattr(self, "bf16", False) is None:
-                    self.bf16 = False
+                    vars(self)["bf16"] = False  # a field of the class that this one is put before
             inherited()
 
     @property
