@@ -256,7 +256,11 @@ class RoundPipeTrainerMixin(SavingMixin):
         return None
 
     def count_again_from(self, counted: Any) -> None:
-        """Losses run again: what they add to is as it was when ``counted_by_losses`` was asked."""
+        """Losses run again: what they add to is as it was before.
+
+        Args:
+            counted: what ``counted_by_losses`` returned then.
+        """
 
     def _divisor(self, num_items: torch.Tensor | int | None) -> int:
         """What Trainer divides a batch's loss by. A loss that was given the number of items is

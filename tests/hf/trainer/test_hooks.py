@@ -15,6 +15,8 @@ OWN = {
     "stand_in",
     "precision",
     "call_engine",
+    "counted_by_losses",
+    "count_again_from",
 }
 PRIVATE = {
     "_checkpoint_in",
