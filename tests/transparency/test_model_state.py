@@ -178,10 +178,11 @@ def test_a_weight_written_while_an_update_is_on_its_way_is_refused(
         how(written, torch.zeros_like(written))
 
     run_batch(pair.engine, BATCHES[0], 2)
-    pair.engine.step(pair.optimizer.step if is_async else step, is_async=is_async)
+    handle = pair.engine.step(pair.optimizer.step if is_async else step, is_async=is_async)
     pair.plain.forward_backward(BATCHES[0], 2)
     pair.plain.step(is_async=is_async)
     if is_async:
+        handle.wait()  # or late backward stage runs compute this update's gradients with the write
         how(written, torch.zeros_like(written))
     with pytest.raises(ConfigError, match=rf"'{name}' was changed .* call synchronize\(\)"):
         pair.engine.synchronize()
