@@ -88,7 +88,7 @@ class Sequence:
     def step(self) -> None:
         is_async = self.random.random() < 0.5
         self.log[-1] += f" is_async={is_async}"
-        self.engine.step(self.optimizer.step, is_async=is_async)
+        self.latest_step = self.engine.step(self.optimizer.step, is_async=is_async)
         self.plain.step(is_async=is_async)
 
     def flush(self) -> None:
@@ -147,6 +147,8 @@ class Sequence:
             return
         name, how = self.random.choice(WEIGHTS), self.random.choice(COUNTED)
         self.log[-1] += f" {name} {how}"
+        # Until then late backward stage runs may compute the update's gradients with the write.
+        self.latest_step.wait()
         write(tensor_of(self.model, name), how, self.new_value(name))
         with pytest.raises(ConfigError, match=rf"'{name}' was changed .* call synchronize\(\)"):
             self.random.choice([self.engine.synchronize, self.engine.zero_grad])()
