@@ -323,8 +323,8 @@ class ShapeMeasurements:
 
     @property
     def between_bytes(self) -> int:
-        """What callers take of a device at most between a forward and its backward, beside the
-        outputs: for a loss of their own. As far as that was seen; 0 before."""
+        """The bytes that callers take of a device at most between a forward and its backward,
+        beside the outputs: for a loss of their own. As far as that was seen; 0 before."""
         return 0 if self._between is None else self._between[1]
 
     def record_between(self, after: MemoryInUse, before: MemoryInUse) -> None:

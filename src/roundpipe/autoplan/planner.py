@@ -176,7 +176,8 @@ class Planner:
             self._writes[key] = self._writes.get(key, False) or writes
 
     def writes_nothing(self, planned: Planned) -> bool:
-        """Whether calls like it have shown that no forward writes buffers or attributes."""
+        """Returns True once calls like it have shown that no forward writes buffers or
+        attributes."""
         key = planned.plan_key
         return self._writes.get((key.run_type, key.modes)) is False
 

@@ -360,10 +360,14 @@ class Engine(ForwardingModule):
     def free_devices(self) -> None:
         """Frees what stays on the devices between calls: weights, and buffers for those that pass.
 
-        The next call uploads them again. Optimizer state that is on a device stays. Waits for calls
-        and steps under way, and raises what has failed in them.
+        The next call uploads them again. Optimizer state that is on a device stays, and so do
+        graphs that wait for their backward. Waits for calls and steps under way, and raises what
+        has failed in them.
+
+        Raises:
+            ClosedError: the engine was closed.
         """
-        self.synchronize()
+        self._flush("free_devices()")
         for runner in self._runners:
             runner.free_devices()
         self._host.worker_pool.wait()

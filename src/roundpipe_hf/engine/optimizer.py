@@ -76,6 +76,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._scaler = scaler
         self._processes = processes
         self._last: StepHandle | None = None
+        # Listed once, because that walks through all modules of the model. They are the same for as
+        # long as the engine is.
+        self._masters = list(engine.optim_parameters())
 
     # Returns no loss.
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -121,7 +124,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if penalties:
             _add(penalties, dict(self.engine.optim_named_parameters()))
         if self._processes is not None:
-            self._processes.average_gradients(self.engine.optim_parameters())
+            self._processes.average_gradients(self._masters)
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
@@ -136,7 +139,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self._scaler.step(self.inner)
         else:
             self.inner.step()
-        for master in self.engine.optim_parameters():
+        for master in self._masters:
             master.grad = None  # also where no optimizer has it
         return float(norm)
 

@@ -1,5 +1,4 @@
-"""Whether a part may cut its inputs along their first dimension: only if that is known to be the
-batch.
+"""A part may cut its inputs along their first dimension only if that is known to be the batch.
 
 [Note: rows] The model's own code may put anything first: tokens of all rows together, or the
 sequence, of which no part can be left out. What is known is how many rows the model was called
@@ -30,7 +29,7 @@ _OVER_IMAGES = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
 
 
 class PartInputs:
-    """What the layers of a part tell of its inputs. ``name`` is the part's, for the log."""
+    """Tells of a part's inputs what its layers say. ``name`` is the part's, for the log."""
 
     def __init__(self, name: str, layers: Sequence[nn.Module]) -> None:
         self.name = name
@@ -41,7 +40,7 @@ class PartInputs:
         }
 
     def may_have_rows_second(self, tensor: torch.Tensor) -> bool:
-        """Whether its batch may be its second dimension, by the number of its dimensions."""
+        """Says by the number of its dimensions whether the second may be its batch."""
         if self._is_row_by_row or tensor.dim() in self._of_images:
             return False
         return tensor.dim() - tensor.is_floating_point() > 1

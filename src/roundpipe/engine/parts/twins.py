@@ -30,13 +30,13 @@ class Sides:
         self._copies = {id(own): copy for own, copy in both}
 
     def own(self, value: Any) -> Any:
-        """What the user's side has in the place of a value of the shell's; outputs of engines
-        merged, because they are memory of devices."""
+        """Returns what the user's side has in the place of a value of the shell's; outputs of
+        engines merged, because they are memory of devices."""
         own = _replaced(value, self._own)
         return own.plain() if isinstance(own, Deferred) else own
 
     def copy(self, value: Any) -> Any:
-        """What the shell has in the place of a value of the user's."""
+        """Returns what the shell has in the place of a value of the user's."""
         return _replaced(value, self._copies)
 
 
