@@ -5,10 +5,12 @@ Anonymous pages count, and shared ones, which buffers are in that could be page-
 virtual device's slots take does not: a device has its own memory. Measured in a process of its own,
 which has trained a tiny model before, so that what libraries allocate once is there; over a base of
 a gigabyte, because a device's ring takes 48 MB whatever it is for, and each block some 200 kB of
-Python objects.
+Python objects. The process gives every freed tensor back at once: what the C library keeps of them
+differs by 90 MB from run to run, and is nobody's.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +25,7 @@ from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pret
 from tests.support import ROOT
 
 DEVICE_GB = 90 / 1024
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 @pytest.mark.slow
@@ -40,6 +43,7 @@ def test_memory_grows_by_less_than_a_tenth_of_the_base(tmp_path: Path) -> None:
         text=True,
         timeout=280,
         check=False,
+        env=os.environ | GIVES_BACK,
     )
     assert process.returncode == 0, process.stderr
     measured = json.loads(process.stdout.splitlines()[-1])
