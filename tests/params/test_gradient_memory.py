@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.params import gradient_memory
+from roundpipe.params import gradients
 from tests.support.device_sets import TWO
 from tests.support.engines import Engines, run_batch, train_steps
 from tests.support.models import make_mlp, mlp_batch
@@ -24,12 +24,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[set[torch.dtype]]:
     """The dtypes in each block of memory that was made for a layer's gradients."""
     blocks: list[set[torch.dtype]] = []
 
-    class Counted(gradient_memory.GradientBuffer):
-        def __init__(self, layout: gradient_memory.Layout, *others: Any) -> None:
+    class Counted(gradients.GradientBuffer):
+        def __init__(self, layout: gradients.Layout, *others: Any) -> None:
             super().__init__(layout, *others)
             blocks.append({dtype for _, _, dtype in layout})
 
-    monkeypatch.setattr(gradient_memory, "GradientBuffer", Counted)
+    monkeypatch.setattr(gradients, "GradientBuffer", Counted)
     return blocks
 
 

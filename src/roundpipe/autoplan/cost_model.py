@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..params.gradient_memory import GradientRules
+from ..params.dtypes import GradientRules
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.costs import LayerCosts
 from .measurements import LayerSize, estimate_costs, estimate_update_ms

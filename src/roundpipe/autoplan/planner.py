@@ -10,7 +10,7 @@ from torch import nn
 
 from ..device import Device
 from ..errors import PlanError
-from ..params.gradient_memory import GradientRules
+from ..params.dtypes import GradientRules
 from ..params.working import ParameterStore
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import (

@@ -140,10 +140,3 @@ class Device(Protocol):
     def trim(self) -> None:
         """Gives unused cached memory back to the system."""
         ...
-
-
-class Handoff(NamedTuple):
-    """A tensor on its way: whoever uses it makes its own lane wait for ``ready`` first."""
-
-    tensor: torch.Tensor
-    ready: Event

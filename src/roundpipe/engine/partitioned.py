@@ -16,8 +16,9 @@ job of the next step.
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
-from ..params.gradient_memory import GradientBuffers
+from ..params.gradients import GradientBuffers
 from ..presets.adapters import base_of
 from .base import Engine
 from .device_memory import KeptInputs, SharedMemory
@@ -96,11 +97,11 @@ class AutoRoundPipe(Engine):
         super().__init__(host)
         self._sequence = model
         self._config = model_run_config
-        self._call_settings = _CallSettings(_for_parts(model_run_config), BatchRows(name))
+        self._rows = BatchRows(name)
         self._loss = own_loss
         self._backwards = BackwardPasses(host)
         self._parts: dict[str, BatchRunner] = {}
-        self._calls: dict[int, EngineCall] = {}
+        self._calls: dict[int, Callable[..., Ran]] = {}  # with the settings of the model's call
         kept = KeptInputs()
         for part in parts:
             override = (overrides or {}).get(part.module, _UNSET)
@@ -135,27 +136,32 @@ class AutoRoundPipe(Engine):
         runner: BatchRunner,
         rules: RoundPipeRunConfig,
         override: RoundPipeRunConfig,
-    ) -> EngineCall:
+    ) -> Callable[..., Ran]:
         """What stands for the module's forward. ``rules`` beat the call, which beats ``override``,
         then the model's."""
         # Not self, because an engine that holds itself would outlive its last user.
-        settings = self._call_settings
+        rows, below = self._rows, override.over(_for_parts(self._config))
         part, default = PartInputs(runner.name, runner.layers), self.default_num_microbatch
         makes_cache = has_loss_function(module) and takes_use_cache(module)
 
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any], whole: str | None) -> Ran:
+        def call(
+            of_call: RoundPipeRunConfig,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            whole: str | None,
+        ) -> Ran:
             _refuse_cache(runner, (args, kwargs))
             if makes_cache:  # a whole model of transformers' inside of another
                 kwargs = {"use_cache": False, **kwargs}
-            config = rules.over(settings.call).over(override).over(settings.model)
+            config = rules.over(of_call).over(below)
             is_said = config.split_input is not None or override.num_microbatch is not None
             count = config.num_microbatch or default
-            why = None if is_said else whole or settings.rows.why_whole(part, args, kwargs, count)
+            why = None if is_said else whole or rows.why_whole(part, args, kwargs, count)
             if why is None:
                 args, kwargs = packed_again((args, kwargs))
             else:
                 if count != 1:
-                    settings.rows.tell(part, why)
+                    rows.tell(part, why)
                 config = replace(config, num_microbatch=1)
                 args, kwargs = merge_deferred((args, kwargs))
             output = runner.forward(args, kwargs, config)
@@ -213,9 +219,8 @@ class AutoRoundPipe(Engine):
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda tensor: tensor.to("cpu"), (args, kwargs)
         )
-        shell = self._shell(with_grad)
-        self._call_settings.call = _for_parts(roundpipe_run_config)
-        self._call_settings.rows.count = batch_size_of(args, kwargs)
+        shell = self._shell(with_grad, _for_parts(roundpipe_run_config))
+        self._rows.count = batch_size_of(args, kwargs)
         try:
             with torch.set_grad_enabled(with_grad):
                 output = merge_deferred(shell.root(*args, **without_cache(self.model, kwargs)))
@@ -228,16 +233,15 @@ class AutoRoundPipe(Engine):
         with torch.set_grad_enabled(with_grad):
             return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(target), output)
 
-    def _shell(self, with_grad: bool) -> Shell:
+    def _shell(self, with_grad: bool, config: RoundPipeRunConfig) -> Shell:
         residents = {}
         for layer in self._store.on_host:
             parameter = layer.uses[0].parameter
             is_plain = with_grad and type(parameter) is nn.Parameter
             residents[id(parameter)] = self._backwards.resident(layer) if is_plain else parameter
         loss = self._loss if self._loss is not None and self._loss.is_usable() else None
-        return Shell(
-            self.model, residents, self._calls, None if loss is None else self._calls[id(loss)]
-        )
+        calls: dict[int, EngineCall] = {k: partial(c, config) for k, c in self._calls.items()}
+        return Shell(self.model, residents, calls, None if loss is None else calls[id(loss)])
 
     def forward_backward(self, *_: Any, **__: Any) -> Any:
         """Refuses: what comes between the parts is the model's own code, which cannot be run stage
@@ -277,19 +281,6 @@ class AutoRoundPipe(Engine):
             "cpu_bytes": sum(parameter.nbytes for parameter in outside),
             "layer_bytes": [layer.num_bytes for layer in staged],
         }
-
-
-@dataclass
-class _CallSettings:
-    """What parts are called with: below what the rules say, the settings of the call, and below
-    all, the model's.
-
-    ``rows``: of the batch that the model was called with.
-    """
-
-    model: RoundPipeRunConfig
-    rows: BatchRows
-    call: RoundPipeRunConfig = _UNSET
 
 
 def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:

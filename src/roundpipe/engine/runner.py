@@ -17,7 +17,7 @@ from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
 from ..microbatch.sizes import elements_of, size_class, tokens_of
-from ..params.gradient_memory import GradientBuffers
+from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.execute_plan import RunType
@@ -158,19 +158,17 @@ class BatchRunner:
         tensors, is_fused = batch.wanted, request.run_type == "fused"
         losses = joined = None
 
-        def commit() -> None:
+        def succeed() -> None:
             write_buffers(call)
             self.lost_attributes = call.lost_attributes
             for commit_before in before:
                 commit_before()
-            if is_fused:
-                self._host.steps.commit(call)
 
         with (
             self._host.device_states.noting_failures(),
             batch.spent_by(call),
             commits_held() as before,
-            call.awaited(self._start(call), commit),
+            call.awaited(self._start(call), succeed),
         ):
             # Meanwhile the planner thinks, because the caller has nothing else to do.
             self.planner.reconsider()
@@ -236,6 +234,7 @@ class BatchRunner:
             ),
             RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
             Kept(),
+            self._host.steps.commit if run_type == "fused" else None,
         )
         for microbatch, boundary in enumerate(batch.boundaries):
             call.post_input(0, microbatch, boundary)
@@ -259,6 +258,7 @@ class BatchRunner:
         memory: MemoryPlan,
         streams: RandomStreams,
         kept: Kept,
+        commit: Callable[[Call], None] | None,
         placed: Mapping[tuple[range, range], int] = NOWHERE,
     ) -> Call:
         schedule = round_robin(
@@ -278,6 +278,7 @@ class BatchRunner:
             streams=streams,
             condition=self._host.condition,
             kept=kept,
+            commit=commit,
         )
 
     def _start(self, call: Call) -> Callable[[], None]:
@@ -330,6 +331,7 @@ class BatchRunner:
             forward.memory,
             forward.streams,
             forward.kept,
+            self._commit,
             {
                 (run.layers, run.microbatches): run.device
                 for run in forward.schedule.stage_runs
@@ -342,7 +344,7 @@ class BatchRunner:
         gradients.clear()
         with (
             self._host.device_states.noting_failures(),
-            call.awaited(self._start(call), lambda: self._commit(call), advance=False),
+            call.awaited(self._start(call), advance=False),
         ):
             call.wait_finished()
         return input_gradients(call, then.targets)

@@ -15,7 +15,8 @@ from ..errors import ClosedError, ConfigError
 from ..layers.compiler import BlockCompiler
 from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
-from ..params.gradient_memory import GradientBuffers, GradientRules
+from ..params.dtypes import GradientRules
+from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
 from ..params.window import GradientWindow

@@ -29,6 +29,7 @@ _NUM_COEFFICIENTS = 7
 _SQUARES = 4
 _CHUNK = 16 * 1024
 
+Tensors = Sequence[Tensor]
 _dtype_of = operator.attrgetter("dtype")
 _is_on_cpu = operator.attrgetter("is_cpu")
 
@@ -47,12 +48,7 @@ class Rule(Protocol):
     """What happens to each element, hyper-parameters included. Must be elementwise: it is given
     chunks."""
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        moments: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         """Updates chunks (flat) of masters and their states in place. Gradients are fp32 and not to
         be written."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..params.gradient_memory import GradientRules
+from ..params.dtypes import GradientRules
 from ..params.gradients import Accumulator
 from ..params.working import LayerParameters, view_of
 from ..transfer.residency import Residency
@@ -29,7 +29,6 @@ class ReplicaParameters:
         self.accumulator = Accumulator(layer, rules)
         self._slot = slot
         self._trains = trains
-        self._are_attached = False
         # ``data``, because views would share one count of writes: writing to one would spoil the
         # graphs of all.
         self._all = [
@@ -41,15 +40,6 @@ class ReplicaParameters:
         self.parameters = {
             id(use.parameter): own for use, own in zip(layer.uses, self._all, strict=True)
         }
-
-    def attach(self) -> None:
-        """There will be a backward, whose gradients are to be summed."""
-        if self._are_attached:
-            return
-        self._are_attached = True
-        for use, own in zip(self.accumulator.layer.uses, self._all, strict=True):
-            if own.requires_grad:
-                self.accumulator.attach(use, own)
 
     def look(self) -> None:
         """Before the first forward that anybody knows of: it may write through ``.data``, which

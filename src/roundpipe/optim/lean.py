@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import BLOCK, RuleUpdate
+from ..kernels.updates import BLOCK, RuleUpdate, Tensors
 from ..memory.scratch import scratch
 from ..params.window import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
@@ -42,12 +42,7 @@ class LeanRule:
     formats: tuple[Format, Format]
     noise: Noise
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        moments: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         for weight, gradient, own in zip(weights, gradients, moments, strict=True):
             self._apply_to(weight, gradient, own)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import RuleUpdate
+from ..kernels.updates import RuleUpdate, Tensors
 from ..memory import huge_pages
 from ..memory.scratch import scratch
 from ..params.window import Master
@@ -26,12 +26,7 @@ class LionRule:
     weight_decay: float
     maximize: bool
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        moments: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         for weight, gradient, [momentum] in zip(weights, gradients, moments, strict=True):
             self.apply_to(weight, gradient, momentum)
 

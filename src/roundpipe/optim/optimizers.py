@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.updates import Formula, Rule, RuleUpdate, UpdateInto, compute
+from ..kernels.updates import Formula, Rule, RuleUpdate, Tensors, UpdateInto, compute
 from ..memory import huge_pages
 from ..params.window import Master
 from ..step import context
@@ -100,12 +100,7 @@ class AdamRule:
     maximize: bool
     is_decoupled: bool
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        moments: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         means, squares, *largest = map(list, zip(*moments, strict=True))
         step = torch.full((), self.step, dtype=torch.float32, device=weights[0].device)
         kernel = torch._fused_adamw_ if self.is_decoupled else torch._fused_adam_
@@ -214,12 +209,7 @@ class SGDRule:
     maximize: bool
     is_first: bool
 
-    def apply(
-        self,
-        weights: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        moments: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         torch._fused_sgd_(
             list(weights),
             list(gradients),

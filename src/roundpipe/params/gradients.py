@@ -1,60 +1,158 @@
-"""Gradients on their way to the optimizer: summed on the device, offloaded on the host."""
+"""Gradients on their way to the optimizer: summed on the device, offloaded to host memory that
+goes round from step to step."""
 
 import functools
-import importlib
-import importlib.util
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module, util
+from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ..device import Device, Event, Lane
-from .gradient_memory import (
-    GradientBuffer,
-    GradientBuffers,
-    GradientRules,
-    is_small,
-    num_norms,
-    unpacked,
-)
+from ..device import Device, Event
+from ..memory.pinning import HostMemory
+from ..memory.slot_sizes import ALIGNMENT
+from .dtypes import GradientRules
 from .working import LayerParameters, ParameterUse
+
+Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
+# Elements. Smaller gradients go down together, because queueing a copy of each takes longer than
+# copying: adapters, norms and biases.
+_LEAST_ALONE = 1 << 20
+
+
+class GradientBuffer:
+    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and
+    ``num_norms`` of their norms.
+
+    ``blocks`` are by places: small gradients of one dtype lie one behind the other in one. ``home``
+    is the list of free buffers that it goes back to.
+    """
+
+    def __init__(
+        self, layout: Layout, num_norms: int, memory: HostMemory, home: "list[GradientBuffer]"
+    ) -> None:
+        self.layout = layout
+        self.num_norms = num_norms
+        self.home = home
+        together: dict[object, list[tuple[int, torch.Size, torch.dtype]]] = {}
+        for place, shape, dtype in layout:
+            key = dtype if _is_small(shape) else place
+            together.setdefault(key, []).append((place, shape, dtype))
+        sizes = [sum(s.numel() * d.itemsize for _, s, d in uses) for uses in together.values()]
+        *offsets, end = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
+        arena = memory.arena(end + num_norms * torch.float64.itemsize)
+        self.norms = arena.tensor(end, (num_norms,), torch.float64)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.blocks: dict[tuple[int, ...], torch.Tensor] = {}
+        for offset, size, uses in zip(offsets, sizes, together.values(), strict=True):
+            places, shapes, (dtype, *_) = zip(*uses, strict=True)
+            block = arena.tensor(offset, (size // dtype.itemsize,), dtype)
+            self.blocks[places] = block
+            self.tensors |= zip(places, _unpacked(block, shapes), strict=True)
+
+
+class GradientBuffers:
+    """Reuses gradient memory from step to step, because fresh host memory costs a page fault per 4
+    KiB."""
+
+    def __init__(self, memory: HostMemory, rules: GradientRules) -> None:
+        self._memory = memory
+        self._rules = rules
+        # Because workers take buffers and the optimizer thread gives them back.
+        self._lock = threading.Lock()
+        # By layer, and whether they are for sums over calls.
+        self._free: dict[tuple[int, bool], list[GradientBuffer]] = {}
+
+    def take(
+        self, layer: LayerParameters, uses: Sequence[ParameterUse], *, stays: bool = False
+    ) -> GradientBuffer:
+        """For gradients as they offload, and their norms; for these alone if the layer ``stays`` on
+        its device."""
+        layout = [(use, self._rules.dtypes(use.parameter).offloaded) for use in uses]
+        num_norms = sum(_num_norms(use.parameter.shape) for use in uses)
+        return self._take((layer.layer, False), () if stays else layout, num_norms)
+
+    def take_sums(self, layer: LayerParameters, uses: Sequence[ParameterUse]) -> GradientBuffer:
+        """For sums over calls that are too wide for the memory that gradients offload in."""
+        dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
+        wide = [(use, to.summed) for use, to in dtypes if to.summed != to.offloaded]
+        return self._take((layer.layer, True), wide, 0)
+
+    def _take(
+        self,
+        key: tuple[int, bool],
+        uses: Iterable[tuple[ParameterUse, torch.dtype]],
+        num_norms: int,
+    ) -> GradientBuffer:
+        layout = tuple((use.place, use.parameter.shape, dtype) for use, dtype in uses)
+        with self._lock:
+            free = self._free.setdefault(key, [])
+            while free:
+                buffer = free.pop()
+                if buffer.layout == layout and buffer.num_norms == num_norms:
+                    return buffer
+        return GradientBuffer(layout, num_norms, self._memory, free)
+
+    def give_back(self, buffer: GradientBuffer) -> None:
+        with self._lock:
+            buffer.home.append(buffer)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._free.clear()
+
+
+def _is_small(shape: torch.Size) -> bool:
+    return shape.numel() < _LEAST_ALONE
+
+
+def _unpacked(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    pieces = flat.split([shape.numel() for shape in shapes])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _num_norms(shape: torch.Size) -> int:
+    """How many norms are taken of a gradient."""
+    return 1 if _is_small(shape) or len(shape) < 2 else shape[0]
 
 
 class Accumulator:
     """Sums one layer's gradients over the microbatches of a stage run, on the device.
 
     During the stage run's last microbatch it offloads them by itself as soon as all are there, so
-    that they go down while shallower layers are still in their backward. ``offloaded`` is what it
-    has sent; a gradient that comes after that (a layer may run backward inside its own backward)
-    takes it back.
+    that they go down while shallower layers are still in their backward. A gradient that comes
+    after that (a layer may run backward inside its own backward) takes back what it has sent.
     """
 
     def __init__(self, layer: LayerParameters, rules: GradientRules) -> None:
         self.layer = layer
         self.sums: dict[int, torch.Tensor] = {}
-        self.offloaded: OffloadedLayer | None = None
-        self._rules = rules
         self.uses: list[ParameterUse] = []
-        self._offloaded_dtypes: dict[int, torch.dtype] = {}
+        self.dtypes: dict[int, torch.dtype] = {}  # to offload in, by place
+        # Offloading again writes to the same one: the lane keeps the order.
+        self.buffer: GradientBuffer | None = None
+        self._rules = rules
         self._missing: set[int] = set()
-        self.buffer: GradientBuffer | None = (
-            None  # offloading again writes to the same one: the lane keeps the order
-        )
-        self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
+        self.offloader: Offloader | None = None  # once the stage run's last microbatch begins
+        self._offloaded: OffloadedLayer | None = None
 
-    def offload_when_complete(self, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
-        """The stage run's last microbatch begins. ``offload`` is called on whichever thread runs
-        its backward."""
-        self._offload = offload
+    def attach(self, residents: Mapping[int, nn.Parameter]) -> None:
+        """There will be a backward. ``residents`` are by the ``id`` of the working parameter."""
+        if not self.uses:
+            for use in self.layer.uses:
+                if residents[id(use.parameter)].requires_grad:
+                    self._attach(use, residents[id(use.parameter)])
 
-    def attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
+    def _attach(self, use: ParameterUse, resident: nn.Parameter) -> None:
         """Takes each gradient of ``resident`` as soon as autograd has finished it, in microbatch
         order."""
         sums, place = self.sums, use.place
-        summed, self._offloaded_dtypes[place] = self._rules.dtypes(use.parameter)
+        summed, self.dtypes[place] = self._rules.dtypes(use.parameter)
         self.uses.append(use)
         self._missing.add(place)
 
@@ -68,28 +166,31 @@ class Accumulator:
             # The first is kept as it is, because with one microbatch there is nothing to sum.
             before = sums.get(place)
             sums[place] = gradient if before is None else _sum(before, gradient, summed)
-            if self._offload is not None:
-                self._came(place, self._offload)
+            if self.offloader is not None:
+                self._came(place, self.offloader)
 
         resident.register_post_accumulate_grad_hook(take)
 
-    def offloaded_dtype(self, place: int) -> torch.dtype:
-        return self._offloaded_dtypes[place]
+    def _came(self, place: int, offloader: "Offloader") -> None:
+        """On whichever thread runs the layer's backward."""
+        self._offloaded = None
+        self._missing.discard(place)
+        if not self._missing:
+            offloader.came(self.layer)
+            self._offloaded = offloader.send(self)
+
+    def offload_into(self, offloaded: "list[OffloadedLayer]") -> None:
+        """The stage run's backwards are queued: whatever came goes down, if it has not yet."""
+        if self.sums:
+            assert self.offloader is not None
+            offloaded.append(self._offloaded or self.offloader.send(self))
 
     def let_go(self) -> None:
         """Everything has offloaded. Said because a layer's replica may be part of a circle, and
         holds this by a hook: what is in here would stay until the circle is found."""
         self.sums.clear()
-        self.offloaded = self.buffer = self._offload = None
-        self._missing = {
-            use.place for use in self.uses
-        }  # because the next stage run may go on with it
-
-    def _came(self, place: int, offload: Callable[["Accumulator"], "OffloadedLayer"]) -> None:
-        self.offloaded = None
-        self._missing.discard(place)
-        if not self._missing:
-            self.offloaded = offload(self)
+        self._offloaded = self.buffer = self.offloader = None
+        self._missing = set(self.dtypes)  # because the next stage run may go on with it
 
 
 class OffloadedLayer(NamedTuple):
@@ -102,7 +203,7 @@ class OffloadedLayer(NamedTuple):
     """
 
     layer: LayerParameters
-    buffer: "GradientBuffer"
+    buffer: GradientBuffer
     gradients: dict[int, torch.Tensor]
     norms: dict[int, torch.Tensor]
     ready: Event
@@ -112,9 +213,7 @@ class OffloadedLayer(NamedTuple):
 def norms_of(gradient: torch.Tensor) -> torch.Tensor:
     """2-norms whose own 2-norm is the gradient's: of a large one each row's, of a small one its
     own."""
-    if num_norms(gradient.shape) > 1:
-        return row_norms(gradient)
-    return _norms_of_all([gradient])
+    return row_norms(gradient) if _num_norms(gradient.shape) > 1 else _norms_of_all([gradient])
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
@@ -136,9 +235,9 @@ def _norms_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
 @functools.cache
 def _kernel() -> ModuleType | None:
     """None where there is no Triton, which torch brings along for GPUs on Linux."""
-    if importlib.util.find_spec("triton") is None:
+    if util.find_spec("triton") is None:
         return None
-    return importlib.import_module("..kernels.gradient_sums", __package__)
+    return import_module("..kernels.gradient_sums", __package__)
 
 
 def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -164,92 +263,88 @@ def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
 
 class _Rounded(NamedTuple):
     """Gradients as they offload: ``gradients`` by place, and the norms of them in that order.
-    ``whole``: all of them in one, as they lie in a pack, if they are small."""
+    ``whole``: all of them in one, as they lie in a block, if they are small."""
 
     gradients: dict[int, torch.Tensor]
     norms: torch.Tensor
     whole: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients.values())
 
-
-def _all_rounded(accumulator: Accumulator) -> list[_Rounded]:
-    sums, alone = accumulator.sums, list[_Rounded]()
-    small: dict[torch.dtype, list[int]] = {}
-    for place in sorted(sums):
-        dtype = accumulator.offloaded_dtype(place)
-        if is_small(sums[place].shape):
-            small.setdefault(dtype, []).append(place)
+def _all_rounded(
+    sums: Mapping[int, torch.Tensor], dtypes: Mapping[int, torch.dtype]
+) -> list[_Rounded]:
+    alone, small = list[_Rounded](), dict[torch.dtype, dict[int, torch.Tensor]]()
+    for place, total in sorted(sums.items()):
+        if _is_small(total.shape):
+            small.setdefault(dtypes[place], {})[place] = total
         else:
-            gradient, norms = _rounded(sums[place], dtype)
+            gradient, norms = _rounded(total, dtypes[place])
             alone.append(_Rounded({place: gradient}, norms))
-    return [
-        *alone,
-        *(
-            _together({place: sums[place] for place in places}, dtype)
-            for dtype, places in small.items()
-        ),
-    ]
+    return alone + [_together(totals, dtype) for dtype, totals in small.items()]
 
 
 def _together(sums: dict[int, torch.Tensor], dtype: torch.dtype) -> _Rounded:
     totals = list(sums.values())
     whole = torch.empty(sum(map(torch.Tensor.numel, totals)), dtype=dtype, device=totals[0].device)
-    gradients = unpacked(whole, [total.shape for total in totals])
+    gradients = _unpacked(whole, [total.shape for total in totals])
     # Not one behind the other first, which in fp32 takes twice that memory.
     torch._foreach_copy_(gradients, totals)
     return _Rounded(dict(zip(sums, gradients, strict=True)), _norms_of_all(gradients), whole)
 
 
-def _send(rounded: _Rounded, buffer: GradientBuffer, lane: Lane) -> None:
-    """Small ones at once, if all that the buffer has room for are there."""
-    if rounded.whole is not None:
-        pack = buffer.packs[rounded.whole.dtype]
-        if pack.places == tuple(rounded.gradients):
-            lane.copy_(pack.tensor, rounded.whole)
-            lane.borrow(rounded.whole)
-            return
-    for place, gradient in rounded.gradients.items():
-        lane.copy_(buffer.tensors[place], gradient)
-        lane.borrow(gradient)
+class Offloader(NamedTuple):
+    """Sends the gradients of one stage run down.
 
-
-def offload(
-    accumulator: Accumulator,
-    buffers: GradientBuffers,
-    device: Device,
-    copies: Callable[[int], AbstractContextManager[None]],
-    *,
-    stays: bool = False,
-) -> OffloadedLayer:
-    """Sends a layer's sums down, rounded, and with them the norms of what is sent, so that clipping
-    need not read it.
-
-    Called by the device's worker after it queued the last backward of the stage run; returns at
-    once. What is sent stays alive through ``borrow`` until the copies are done. ``copies`` is
-    entered for the time of so many bytes' copies. With ``stays`` only norms go down: the layer is
-    updated on the device.
+    ``copies`` is entered for the time of so many bytes' copies. A layer that ``stays`` is updated
+    on the device, so only norms go down. ``came`` is told that all gradients of a layer are there,
+    on whichever thread runs its backward.
     """
-    if accumulator.buffer is None:
-        take = buffers.take_norms if stays else buffers.take
-        accumulator.buffer = take(accumulator.layer, accumulator.uses)
-    buffer = accumulator.buffer
-    stays = not buffer.tensors  # as when it offloaded before, if this is to replace that
-    with device.compute.work(), torch.no_grad():
-        all_rounded = _all_rounded(accumulator)
-        all_norms = torch.cat([rounded.norms for rounded in all_rounded]).double()
-    device.down.wait(device.compute.record())
-    with nullcontext() if stays else copies(sum(rounded.nbytes for rounded in all_rounded)):
-        for rounded in () if stays else all_rounded:
-            _send(rounded, buffer, device.down)
-    device.down.copy_(buffer.norms[: len(all_norms)], all_norms)
-    device.down.borrow(all_norms)
-    made = {
-        place: gradient for rounded in all_rounded for place, gradient in rounded.gradients.items()
-    }
-    counts = [num_norms(gradient.shape) for gradient in made.values()]
-    norms = dict(zip(made, buffer.norms[: len(all_norms)].split(counts), strict=True))
-    gradients = made if stays else {place: buffer.tensors[place] for place in made}
-    return OffloadedLayer(accumulator.layer, buffer, gradients, norms, device.down.record())
+
+    device: Device
+    buffers: GradientBuffers
+    copies: Callable[[int], AbstractContextManager[None]]
+    stays: Callable[[LayerParameters], bool]
+    came: Callable[[LayerParameters], None]
+    first_microbatch: int
+
+    def send(self, accumulator: Accumulator) -> OffloadedLayer:
+        """Sends a layer's sums, rounded, and with them the norms of what is sent, so that clipping
+        need not read it.
+
+        Called when the stage run's last backward of the layer is queued; returns at once. What is
+        sent stays alive through ``borrow`` until the copies are done.
+        """
+        layer, lane = accumulator.layer, self.device.down
+        if accumulator.buffer is None:
+            stays = self.stays(layer)
+            accumulator.buffer = self.buffers.take(layer, accumulator.uses, stays=stays)
+        buffer = accumulator.buffer
+        stays = not buffer.tensors  # as when it offloaded before, if this is to replace that
+        with self.device.compute.work(), torch.no_grad():
+            all_rounded = _all_rounded(accumulator.sums, accumulator.dtypes)
+            all_norms = torch.cat([rounded.norms for rounded in all_rounded]).double()
+        made: dict[int, torch.Tensor] = {}
+        for rounded in all_rounded:
+            made |= rounded.gradients
+        lane.wait(self.device.compute.record())
+        if not stays:
+            with self.copies(sum(gradient.nbytes for gradient in made.values())):
+                for rounded in all_rounded:
+                    self._copy(rounded, buffer)
+        sent_norms = buffer.norms[: len(all_norms)]
+        lane.copy_(sent_norms, all_norms)
+        lane.borrow(all_norms)
+        counts = [_num_norms(gradient.shape) for gradient in made.values()]
+        norms = dict(zip(made, sent_norms.split(counts), strict=True))
+        gradients = made if stays else {place: buffer.tensors[place] for place in made}
+        return OffloadedLayer(layer, buffer, gradients, norms, lane.record(), self.first_microbatch)
+
+    def _copy(self, rounded: _Rounded, buffer: GradientBuffer) -> None:
+        """Small ones at once, if all that the buffer has room for are there."""
+        block = buffer.blocks.get(tuple(rounded.gradients))
+        pairs = [(buffer.tensors[place], each) for place, each in rounded.gradients.items()]
+        if rounded.whole is not None and block is not None:
+            pairs = [(block, rounded.whole)]
+        for target, source in pairs:
+            self.device.down.copy_(target, source)
+            self.device.down.borrow(source)

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError
 from ..memory import huge_pages
-from .gradient_memory import GradientRules
-from .window import GradientWindow, Master
+from .dtypes import GradientRules
+from .window import Master
 from .working import ParameterStore
 
 
@@ -51,38 +50,8 @@ class Masters:
             if id(parameter) in self.by_parameter:
                 yield parameter, self.by_parameter[id(parameter)]
 
-    def give_gradients(self, window: GradientWindow) -> None:
-        """Opens every master's gradient to the step that begins.
-
-        Raises:
-            ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has
-                no master yet.
-        """
-        handed_out = bool(self.by_parameter)
-        for parameter in self._store.parameters:
-            # Also where it has been frozen since, as an adapter is when another one is set.
-            offloaded = window.offloaded(parameter)
-            master = self.by_parameter.get(id(parameter))
-            if master is None:
-                if offloaded is None and not parameter.requires_grad:
-                    continue
-                if handed_out and offloaded is not None:
-                    raise ConfigError(
-                        f"parameter {self._store.name_of(parameter)!r} became trainable after the "
-                        "optimizer was made "
-                        "and would get no update; make the optimizer again over optim_parameters()"
-                    )
-                master = self.of(parameter)
-            master.open(offloaded)
-
-    @torch.no_grad()
-    def left(self) -> dict[int, torch.Tensor]:
-        """The gradients that the step has not dropped, by the id of the working copy. Before
-        ``take_gradients``."""
-        found = ((id(parameter), master.left()) for parameter, master in self.existing())
-        return {key: gradient for key, gradient in found if gradient is not None}
-
     def take_gradients(self) -> None:
+        """The step is over."""
         for _, master in self.existing():
             master.close()
 

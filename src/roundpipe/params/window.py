@@ -4,17 +4,20 @@ of it each master shows to ``step_fn``."""
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import ConfigError
-from .gradient_memory import GradientBuffer, GradientBuffers, GradientRules
-from .gradients import OffloadedLayer
+from .dtypes import GradientRules
+from .gradients import GradientBuffer, GradientBuffers, OffloadedLayer
 from .placement.held import Held, hold_as
 from .working import LayerParameters, ParameterStore
+
+if TYPE_CHECKING:
+    from .masters import Masters
 
 
 class Offloaded(NamedTuple):
@@ -68,10 +71,35 @@ class GradientWindow:
             shares[shares_seen[layer]].add(one)
             shares_seen[layer] += 1
 
-    def begin_with(self, left: Mapping[int, torch.Tensor]) -> None:
-        """Takes the gradients that the step before has left, by the id of the parameter. With no
-        call committed yet."""
-        self._left.update(left)
+    @torch.no_grad()
+    def begin_with_left(self, masters: "Masters") -> None:
+        """Takes the gradients that the step before has not dropped. With no call committed yet."""
+        found = ((id(parameter), master.left()) for parameter, master in masters.existing())
+        self._left |= {key: gradient for key, gradient in found if gradient is not None}
+
+    def show(self, masters: "Masters") -> None:
+        """Opens every master's gradient to the step that begins.
+
+        Raises:
+            ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has
+                no master yet.
+        """
+        handed_out = bool(masters.by_parameter)
+        for parameter in self._store.parameters:
+            # Also where it has been frozen since, as an adapter is when another one is set.
+            offloaded = self.offloaded(parameter)
+            master = masters.by_parameter.get(id(parameter))
+            if master is None:
+                if offloaded is None and not parameter.requires_grad:
+                    continue
+                if handed_out and offloaded is not None:
+                    raise ConfigError(
+                        f"parameter {self._store.name_of(parameter)!r} became trainable after the "
+                        "optimizer was made "
+                        "and would get no update; make the optimizer again over optim_parameters()"
+                    )
+                master = masters.of(parameter)
+            master.open(offloaded)
 
     def offloaded(self, parameter: nn.Parameter) -> Offloaded | None:
         """What the step before has left and the calls committed so far have made; None if nothing

@@ -129,6 +129,7 @@ class Call:
     schedule: Schedule
     streams: RandomStreams
     condition: threading.Condition
+    commit: Callable[["Call"], None] | None = None  # makes its gradients count, if it makes any
     kept: Kept = field(default_factory=Kept)
     error: BaseException | None = None
     losses: dict[int, MicrobatchLoss] = field(default_factory=dict)
@@ -222,13 +223,18 @@ class Call:
 
     @contextmanager
     def awaited(
-        self, start: Callable[[], None], commit: Callable[[], None], *, advance: bool = True
+        self,
+        start: Callable[[], None],
+        succeed: Callable[[], None] = lambda: None,
+        *,
+        advance: bool = True,
     ) -> Iterator[None]:
         """The caller waits inside. Whatever ends that early, an interrupt too, ends the call.
 
         Args:
             start: hands the call to its workers.
-            commit: makes a call that has succeeded count; not run if anything has failed.
+            succeed: what else makes a call count; not run, nor is it committed, if anything has
+                failed.
             advance: the caller's generator is one draw on afterwards if a layer drew.
         """
         with deferred(self.fail) as interrupts:
@@ -239,7 +245,9 @@ class Call:
                 if interrupts.error is not None:
                     raise interrupts.error
                 self.streams.give_back(advance=advance)
-                commit()
+                succeed()
+                if self.commit is not None:
+                    self.commit(self)
             except BaseException as error:
                 interrupts.keep()
                 self.fail(error)

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
 from ..layers.saved import Graph
-from ..params.gradient_memory import GradientBuffers
-from ..params.gradients import Accumulator, OffloadedLayer, offload
+from ..params.gradients import GradientBuffers, Offloader
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..trace import spans
 from ..transfer.boundaries import (
@@ -33,7 +32,7 @@ from .loader import StageLoader, Uploads
 from .parked import ParkedStages
 from .replica_cache import ReplicaCache
 from .stage import MicrobatchRun, Stage
-from .timing import Stopwatch, Timer, timer_of
+from .timing import Stopwatch, timer_of
 
 
 class Executor:
@@ -178,16 +177,13 @@ class Executor:
             if run.is_first:
                 self._wait_offloaded()
             if run.is_last:
-                stage.offload_when_complete(partial(self._offload_early, stage))
+                stage.offload_when_complete(self._offloader(stage))
         with self.device.compute.work():
             self._passes[pass_](run)
 
     def _offload(self, call: Call, action: Action) -> None:
-        stage, share = self._stages[action.stage_run], action.stage_run.microbatches
-        for accumulator in reversed(stage.accumulators):
-            if accumulator.sums:
-                offloaded = accumulator.offloaded or self._offload_layer(stage.timer, accumulator)
-                call.offloaded.append(offloaded._replace(first_microbatch=share.start))
+        for accumulator in reversed(self._stages[action.stage_run].accumulators):
+            accumulator.offload_into(call.offloaded)
         self._offloading.append(self.device.down.record())
 
     def _wait_offloaded(self) -> None:
@@ -196,18 +192,15 @@ class Executor:
         while len(self._offloading) > 1:
             self._offloading.popleft().wait()
 
-    def _offload_early(self, stage: Stage, accumulator: Accumulator) -> OffloadedLayer:
-        stage.departures[accumulator.layer.layer].parameters_came()
-        return self._offload_layer(stage.timer, accumulator)
-
-    def _offload_layer(self, timer: Timer, accumulator: Accumulator) -> OffloadedLayer:
-        stays = self._loader.is_on_device(accumulator.layer)
-        return offload(
-            accumulator,
-            self._buffers,
+    def _offloader(self, stage: Stage) -> Offloader:
+        departures = stage.departures  # not the stage, which mostly holds this
+        return Offloader(
             self.device,
-            partial(timer.copies, "down", self.device.down),
-            stays=stays,
+            self._buffers,
+            partial(stage.timer.copies, "down", self.device.down),
+            self._loader.is_on_device,
+            lambda layer: departures[layer.layer].parameters_came(),
+            stage.stage_run.microbatches.start,
         )
 
     def _release(self, call: Call, action: Action) -> None:

@@ -13,7 +13,7 @@ from ..layers.compiler import BlockCompiler
 from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch, Writers
-from ..params.gradient_memory import GradientRules
+from ..params.dtypes import GradientRules
 from ..plan.actions import Pass
 from ..transfer.residency import Residency
 from .stage import Stage
@@ -80,7 +80,7 @@ class ReplicaCache:
         if residents is None or not residents.fit(slot.buffer, trains):
             residents = ReplicaParameters(layer, slot.buffer, trains, self._rules)
         if stage.stage_run.pass_ is not Pass.FORWARD or stage.keeps_graphs:
-            residents.attach()
+            residents.accumulator.attach(residents.parameters)
         mode = index, stage.layer_modes[index][0]
         if stage.stage_run.pass_ is not Pass.BACKWARD and mode not in self._seen:
             self._seen.add(mode)
@@ -128,7 +128,6 @@ class ReplicaCache:
             residents.accumulator.let_go()
             if residents.are_in(self._residency):
                 self._residents[index] = residents
-        stage.forget_offloading()
         stage.replicas.clear()
         stage.watches.clear()
         stage.residents.clear()

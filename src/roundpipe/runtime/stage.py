@@ -1,7 +1,6 @@
 """A stage on a device: its weights in slots and its layers' replicas, for the time of one stage
 run."""
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch
 from ..memory.slots import Slot
-from ..params.gradients import Accumulator, OffloadedLayer
+from ..params.gradients import Accumulator, Offloader
 from ..params.working import LayerParameters
 from ..plan.actions import Pass, StageRun
 from ..transfer.boundaries import Boundary, address_of, copied
@@ -67,7 +66,7 @@ class Stage:
         self.untouched: set[int] = set()
         self.watches: dict[int, LayerWatch] = {}
         self.departures: dict[int, Departure] = {}
-        self._offload: Callable[[Accumulator], OffloadedLayer] | None = None
+        self._offloader: Offloader | None = None
 
     def give_up(self) -> None:
         """Nobody will compute with it: no copies into its slots are queued any more."""
@@ -145,18 +144,13 @@ class Stage:
         """The layer can run."""
         self.residents[layer] = residents
         self.replicas[layer] = replica
-        if self._offload is not None:
-            residents.accumulator.offload_when_complete(self._offload)
+        residents.accumulator.offloader = self._offloader
 
-    def offload_when_complete(self, offload: Callable[[Accumulator], OffloadedLayer]) -> None:
+    def offload_when_complete(self, offloader: Offloader) -> None:
         """The last microbatch begins: layers send their gradients down as soon as they have all."""
-        self._offload = offload
+        self._offloader = offloader
         for accumulator in self.accumulators:
-            accumulator.offload_when_complete(offload)
-
-    def forget_offloading(self) -> None:
-        """Nobody offloads anything any more; ``offload`` mostly holds this stage."""
-        self._offload = None
+            accumulator.offloader = offloader
 
 
 class MicrobatchRun(NamedTuple):

@@ -14,7 +14,8 @@ from ..layers.snapshot import Writers
 from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
-from ..params.gradient_memory import GradientBuffers, GradientRules
+from ..params.dtypes import GradientRules
+from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
 from ..transfer.sender import make_sender

@@ -248,7 +248,8 @@ def hook_optimizers() -> None:
         _hooked = True
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        Optimizer.add_param_group = _introducing(Optimizer.add_param_group)  # type: ignore[method-assign]
+        kind: Any = Optimizer
+        kind.add_param_group = _introducing(kind.add_param_group)
 
 
 def _introducing(add_param_group: Callable[..., None]) -> Callable[..., None]:

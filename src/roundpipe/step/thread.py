@@ -321,7 +321,7 @@ class StepThread:
             self._write_back.write_back_behind(number - 1)
             if window.error is not None:
                 raise window.error
-            self._masters.give_gradients(window)
+            window.show(self._masters)
             try:
                 with (
                     _noted(f"step_fn of step {number}"),
@@ -332,7 +332,7 @@ class StepThread:
                     optimizers.end(step_fn.func)
             finally:
                 # Before an update gives the window's memory back.
-                following.begin_with(self._masters.left())
+                following.begin_with_left(self._masters)
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):

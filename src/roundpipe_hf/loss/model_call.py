@@ -194,8 +194,8 @@ def record_call(
     copies = copied(inputs)
     try:
         # In a shallow copy of the same type, because `compute_loss` pops what it takes out.
-        given: Any = type(inputs)(dict(copies))  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer assumes
-        compute_loss(_Recorder(model), given, num_items_in_batch=num_items)
+        container: Callable[[Any], Any] = type(inputs)  # dict, BatchEncoding: as Trainer assumes
+        compute_loss(_Recorder(model), container(dict(copies)), num_items_in_batch=num_items)
     except _ModelCalled as call:
         for name, value in call.arguments.items():
             if _writes_to(value) and any(value is copy for copy in copies.values()):

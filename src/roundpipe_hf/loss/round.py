@@ -134,7 +134,8 @@ class RoundLoss:
         self._call = call
         self._answer = answer
         self._divisors = [batch.divisor for batch in batches]
-        self._container = type(batches[0].inputs)
+        # dict, BatchEncoding: as Trainer does
+        self._container: Callable[[Any], Any] = type(batches[0].inputs)
         self._finish_outputs = finish_outputs
         self._writes = writes
 
@@ -153,7 +154,7 @@ class RoundLoss:
 
     def _evaluate(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
         given = copied(label.inputs) if self._writes else label.inputs
-        inputs: Any = self._container(given)  # type: ignore[call-arg]  # dict, BatchEncoding: as Trainer does
+        inputs = self._container(given)
         expected = self._answer.arguments(self._call.arguments(given, label.num_items))
         replay = Replay(
             self._model, self._answer, self._finish_outputs(outputs), expected, label.batch
