@@ -7,6 +7,8 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
+from ..config import RoundPipeRunConfig
+from ..device import Device
 from ..errors import ConfigError
 from ..layers.structure import Structure
 from ..step import context
@@ -92,9 +94,11 @@ class Engine(ForwardingModule):
     Whoever makes one adds its ``_runners`` and last calls ``set_original_model``.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, model: nn.Module, config: RoundPipeRunConfig) -> None:
         super().__init__()
         self._host = host
+        self._sequence = model
+        self._config = config
         self._store = host.store
         self._masters = host.masters
         self._steps = host.steps
@@ -336,6 +340,16 @@ class Engine(ForwardingModule):
         self._host.rest()
 
     # What is going on.
+
+    @property
+    def devices(self) -> list[Device]:
+        """The devices that stages run on."""
+        return list(self._host.worker_pool.devices)
+
+    @property
+    def default_num_microbatch(self) -> int:
+        """Microbatches per call (of a part) where nothing is set: the number of devices + 1."""
+        return self._config.num_microbatch or len(self.devices) + 1
 
     def statistics(self) -> dict[str, Any]:
         """Says what the engine does and holds at this moment, without waiting for anything.

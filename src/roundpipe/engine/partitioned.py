@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 
 from ..autoplan.free_memory import FreeMemory
 from ..config import RoundPipeRunConfig
-from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
@@ -94,9 +93,7 @@ class AutoRoundPipe(Engine):
         host = Host(
             name, layers, settings.choose_devices(), settings, on_host=list(model.parameters())
         )
-        super().__init__(host)
-        self._sequence = model
-        self._config = model_run_config
+        super().__init__(host, model, model_run_config)
         self._rows = BatchRows(name)
         self._loss = own_loss
         self._backwards = BackwardPasses(host)
@@ -256,16 +253,6 @@ class AutoRoundPipe(Engine):
         )
 
     # What is going on.
-
-    @property
-    def devices(self) -> list[Device]:
-        """The devices that parts run on."""
-        return list(self._host.worker_pool.devices)
-
-    @property
-    def default_num_microbatch(self) -> int:
-        """Microbatches per call of a part where nothing is set: the number of devices + 1."""
-        return self._config.num_microbatch or len(self.devices) + 1
 
     def statistics(self) -> dict[str, Any]:
         """Gives `Engine.statistics`, the number of layers of each part by its name in the model

@@ -168,7 +168,7 @@ class BatchRunner:
             self._host.device_states.noting_failures(),
             batch.spent_by(call),
             commits_held() as before,
-            call.awaited(self._start(call), succeed),
+            call.awaited(partial(self._pool.start, call, self.executors), succeed),
         ):
             # Meanwhile the planner thinks, because the caller has nothing else to do.
             self.planner.reconsider()
@@ -281,9 +281,6 @@ class BatchRunner:
             commit=commit,
         )
 
-    def _start(self, call: Call) -> Callable[[], None]:
-        return lambda: self._pool.start(call, self.executors)
-
     def _plan(self, batch: Batch, request: Request) -> Planned:
         inputs = [boundary.leaves for boundary in batch.boundaries]
         return self.planner.plan(
@@ -344,7 +341,7 @@ class BatchRunner:
         gradients.clear()
         with (
             self._host.device_states.noting_failures(),
-            call.awaited(self._start(call), advance=False),
+            call.awaited(partial(self._pool.start, call, self.executors), advance=False),
         ):
             call.wait_finished()
         return input_gradients(call, then.targets)

@@ -9,7 +9,6 @@ from torch import nn
 from ..autoplan.free_memory import FreeMemory
 from ..autoplan.planner import Planner
 from ..config import RoundPipeRunConfig
-from ..device import Device
 from ..device.choose import DeviceSpec
 from ..memory.pinning import PinMode
 from ..plan.costs import LayerCosts, Workload
@@ -91,9 +90,7 @@ class RoundPipe(Engine):
         )
         layers, name = layers_of(model), name if name is not None else call_site()
         host = Host(name, layers, settings.choose_devices(), settings)
-        super().__init__(host)
-        self._sequence = model
-        self._config = model_run_config
+        super().__init__(host, model, model_run_config)
         steps, planner = host.steps, host.planner(host.store, layers, keeps_layers=True)
         self._runner = BatchRunner(
             name,
@@ -245,11 +242,6 @@ class RoundPipe(Engine):
     # What is going on.
 
     @property
-    def devices(self) -> list[Device]:
-        """The devices that stages run on."""
-        return list(self._host.worker_pool.devices)
-
-    @property
     def planner(self) -> Planner:
         """Costs and limits that plans are made from."""
         return self._runner.planner
@@ -261,11 +253,6 @@ class RoundPipe(Engine):
         ``run_type`` is as in `ModelExecutePlan.auto`, which calls this.
         """
         return self._runner.planner.problem(run_type, self.default_num_microbatch)
-
-    @property
-    def default_num_microbatch(self) -> int:
-        """Microbatches per call where nothing is set: the number of devices + 1."""
-        return self._config.num_microbatch or len(self.devices) + 1
 
     @property
     def execute_plan(self) -> ModelExecutePlan:

@@ -80,6 +80,7 @@ class StepThread:
         self._learnt = LearntOptimizers()
         self._late = LateError(condition)
         self._write_back = WriteBack(condition, store, masters, device_states, self._late)
+        self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = 0
         self.num_steps = 0
@@ -131,14 +132,6 @@ class StepThread:
     def is_idle(self) -> bool:
         """Whether all calls committed and all steps taken are over."""
         return self._jobs.num_left == 0
-
-    def is_written_back(self, layer: int, version: int) -> bool:
-        """Whether the layer's working copies hold ``version``. Called by workers under the engine's
-        condition.
-
-        Raises what keeps them from ever holding it.
-        """
-        return self._write_back.is_written_back(layer, version)
 
     def introduce(
         self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]
