@@ -21,6 +21,7 @@ ROOMS = [
     "roundpipe.testing",
     "roundpipe.memory",
     "roundpipe.kernels",
+    "roundpipe.quantized",
     "roundpipe.microbatch",
     "roundpipe.plan",
     "roundpipe.params",
