@@ -40,6 +40,7 @@ ROOMS = [
     "roundpipe_hf.processes",
     "roundpipe_hf.arguments",
     "roundpipe_hf.compat",
+    "roundpipe_hf.quantization",
     "roundpipe_hf.loading",
     "roundpipe_hf.generation",
     "roundpipe_hf.engine",

@@ -1,4 +1,4 @@
-"""A quantized weight is seen as the dense one by everything that reads it, and cannot be written."""
+"""A quantized weight is seen as the dense one by all that reads it, and cannot be written."""
 
 import copy
 import io
@@ -30,7 +30,11 @@ def test_it_looks_like_the_dense_one(linear: nn.Linear) -> None:
     weight = linear.weight
     assert isinstance(weight, nn.Parameter)
     assert isinstance(weight, QuantizedWeight)
-    assert (weight.shape, weight.dtype, weight.device) == ((64, 128), torch.bfloat16, torch.device("cpu"))
+    assert (weight.shape, weight.dtype, weight.device) == (
+        (64, 128),
+        torch.bfloat16,
+        torch.device("cpu"),
+    )
     assert weight.num_bytes < 0.3 * weight.nbytes
     assert "nf4" in repr(weight)
 

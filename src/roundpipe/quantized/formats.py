@@ -31,11 +31,11 @@ class Format(ABC):
 
     @abstractmethod
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parts of ``weight``, on its device.
+        """The parts of ``weight``, on its device. Raises what ``check_shape`` does."""
 
-        Raises:
-            ConfigError: its shape does not divide into blocks.
-        """
+    @abstractmethod
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raises ConfigError if a weight of that shape does not divide into blocks."""
 
     @abstractmethod
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
@@ -82,11 +82,7 @@ class NF4(Format):
             raise ConfigError(
                 "nf4: weights are quantized with float32 magnitudes here; nested ones are only read"
             )
-        if weight.numel() % self.block_size:
-            raise ConfigError(
-                f"nf4: {weight.numel()} weights of shape {tuple(weight.shape)} do not divide into "
-                f"blocks of {self.block_size}; leave this weight as it is"
-            )
+        self.check_shape(weight.shape)
         table = nf4_table().to(weight.device)
         packed = torch.empty(weight.numel() // 2, 1, dtype=torch.uint8, device=weight.device)
         magnitudes = torch.empty(weight.numel() // self.block_size, device=weight.device)
@@ -102,6 +98,13 @@ class NF4(Format):
             packed[piece.start // 2 : piece.stop // 2, 0] = codes[0::2] << 4 | codes[1::2]
         return packed, magnitudes, table
 
+    def check_shape(self, shape: Sequence[int]) -> None:
+        if math.prod(shape) % self.block_size:
+            raise ConfigError(
+                f"nf4: {math.prod(shape)} weights of shape {tuple(shape)} do not divide into "
+                f"blocks of {self.block_size}; leave this weight as it is"
+            )
+
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
         count = math.prod(shape)
         blocks = -(-count // self.block_size)
@@ -109,9 +112,7 @@ class NF4(Format):
         if len(parts) != (5 if is_nested else 3):
             raise ConfigError(f"nf4: {len(parts)} parts where {5 if is_nested else 3} are needed")
         self._expect(parts[0], "the packed weight", -(-count // 2), torch.uint8)
-        self._expect(
-            parts[1], "absmax", blocks, torch.uint8 if is_nested else torch.float32
-        )
+        self._expect(parts[1], "absmax", blocks, torch.uint8 if is_nested else torch.float32)
         self._expect(parts[2], "the table", 16, torch.float32)
         if is_nested:
             self._expect(parts[3], "the table of absmax", 256, torch.float32)
@@ -183,11 +184,7 @@ class FP8(Format):
     block_size: int = 128
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if weight.dim() < 2:
-            raise ConfigError(
-                f"fp8: a weight of shape {tuple(weight.shape)} has no blocks of rows and columns; "
-                "leave it as it is"
-            )
+        self.check_shape(weight.shape)
         values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
         scales = torch.empty(self._scales_shape(weight.shape), device=weight.device)
         most = torch.finfo(torch.float8_e4m3fn).max
@@ -199,6 +196,13 @@ class FP8(Format):
             scale.copy_(torch.where(largest > 0, largest / most, 1.0))
             quantized.copy_(dense.float() / self._spread(scale, dense.shape[1]))
         return values, scales
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        if len(shape) < 2:
+            raise ConfigError(
+                f"fp8: a weight of shape {tuple(shape)} has no blocks of rows and columns; leave "
+                "it as it is"
+            )
 
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
         if len(parts) != 2 or len(shape) < 2:
@@ -240,10 +244,7 @@ class INT8(Format):
     name = "int8"
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if weight.dim() < 2:
-            raise ConfigError(
-                f"int8: a weight of shape {tuple(weight.shape)} has no rows; leave it as it is"
-            )
+        self.check_shape(weight.shape)
         values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(weight.shape[:-1], device=weight.device)
         for dense, quantized, scale in self._rows(weight.detach(), values, scales):
@@ -251,6 +252,12 @@ class INT8(Format):
             scale.copy_(torch.where(largest > 0, largest / 127, 1.0))
             quantized.copy_((dense.float() / scale[:, None]).round_())
         return values, scales
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        if len(shape) < 2:
+            raise ConfigError(
+                f"int8: a weight of shape {tuple(shape)} has no rows; leave it as it is"
+            )
 
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
         if len(parts) != 2 or len(shape) < 2:
@@ -283,19 +290,15 @@ class MXFP4(Format):
     """Four-bit floats of stacked experts, times a power of two for each 32 of a row (OCP
     Microscaling Formats 1.0; the files of gpt-oss).
 
-    The dense weight is ``(experts, columns, rows)``, as gpt-oss multiplies by it. Parts: ``(experts,
-    rows, columns / 32, 16)`` uint8 with the first of two weights in the low bits; ``(experts, rows,
-    columns / 32)`` uint8, exponents plus 127.
+    The dense weight is ``(experts, columns, rows)``, as gpt-oss multiplies by it. Parts:
+    ``(experts, rows, columns / 32, 16)`` uint8 with the first of two weights in the low bits;
+    ``(experts, rows, columns / 32)`` uint8, exponents plus 127.
     """
 
     name = "mxfp4"
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if weight.dim() != 3 or weight.shape[1] % 32:
-            raise ConfigError(
-                f"mxfp4: a weight of shape {tuple(weight.shape)} is no stack of experts whose "
-                "second dimension divides into blocks of 32; leave it as it is"
-            )
+        self.check_shape(weight.shape)
         experts, columns, rows = weight.shape
         blocks = torch.empty(
             experts, rows, columns // 32, 16, dtype=torch.uint8, device=weight.device
@@ -317,6 +320,13 @@ class MXFP4(Format):
             codes += 8 * scaled.signbit().to(torch.uint8)
             blocks[index] = codes[..., 0::2] | codes[..., 1::2] << 4
         return blocks, scales
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        if len(shape) != 3 or shape[1] % 32:
+            raise ConfigError(
+                f"mxfp4: a weight of shape {tuple(shape)} is no stack of experts whose second "
+                "dimension divides into blocks of 32; leave it as it is"
+            )
 
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
         if len(parts) != 2 or len(shape) != 3 or shape[1] % 32:

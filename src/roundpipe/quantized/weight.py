@@ -48,8 +48,8 @@ class QuantizedWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        format: Format,  # noqa: A002
+        cls: type["QuantizedWeight"],
+        format: Format,
         parts: Sequence[torch.Tensor],
         shape: Sequence[int],
         dtype: torch.dtype,
@@ -59,14 +59,18 @@ class QuantizedWeight(torch.Tensor):
 
     @classmethod
     def _of(
-        cls, format: Format, parts: tuple[torch.Tensor, ...], shape: torch.Size, dtype: torch.dtype  # noqa: A002
+        cls,
+        format: Format,
+        parts: tuple[torch.Tensor, ...],
+        shape: torch.Size,
+        dtype: torch.dtype,
     ) -> "QuantizedWeight":
         made = torch.Tensor._make_subclass(cls, _stand_in(parts[0], shape, dtype))
         made.format, made.parts = format, parts
         return made
 
     @classmethod
-    def quantize(cls, weight: torch.Tensor, format: Format) -> "QuantizedWeight":  # noqa: A002
+    def quantize(cls, weight: torch.Tensor, format: Format) -> "QuantizedWeight":
         """``weight`` in that format, on its device.
 
         Raises:
@@ -92,8 +96,8 @@ class QuantizedWeight(torch.Tensor):
         if not isinstance(value, QuantizedWeight) or value.dtype != self.dtype:
             raise ConfigError(
                 f"a weight that is quantized ({self.format.name}, {tuple(self.shape)}, "
-                f"{self.dtype}) cannot become {value.dtype} in place; leave it as it is, or replace "
-                "the parameter by its dequantize()"
+                f"{self.dtype}) cannot become {value.dtype} in place; leave it as it is, or "
+                "replace the parameter by its dequantize()"
             )
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.format, self.parts = value.format, value.parts
@@ -119,7 +123,9 @@ class QuantizedWeight(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        rest = {key: value for key, value in self.__dict__.items() if key not in ("format", "parts")}
+        rest = {
+            key: value for key, value in self.__dict__.items() if key not in ("format", "parts")
+        }
         return _made_again, (self.format, self.parts, tuple(self.shape), self.dtype, rest)
 
     @classmethod
@@ -162,13 +168,11 @@ def _stand_in(part: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torc
             f"takes at least {dtype.itemsize}, at a multiple of that. Clone it"
         )
     empty = torch.empty(0, dtype=dtype, device=part.device)
-    return empty.set_(
-        part.untyped_storage(), start // dtype.itemsize, shape, (0,) * len(shape)
-    )
+    return empty.set_(part.untyped_storage(), start // dtype.itemsize, shape, (0,) * len(shape))
 
 
 def _made_again(
-    format: Format,  # noqa: A002
+    format: Format,
     parts: tuple[torch.Tensor, ...],
     shape: tuple[int, ...],
     dtype: torch.dtype,
