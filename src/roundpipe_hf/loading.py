@@ -247,7 +247,12 @@ class _Checkpoint:
         names = (
             set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
         )
-        return [file for file in map(self._find, sorted(names)) if file is not None]
+        files = {name: self._find(name) for name in sorted(names)}
+        for name in (name for name, file in files.items() if file is None):
+            raise ConfigError(
+                f"{self._name_or_path}: {name} is missing, which {index} names; get it again"
+            )
+        return [file for file in files.values() if file is not None]
 
     def _find(self, name: str) -> Path | None:
         # The model was loaded from it a moment ago, so it is here.

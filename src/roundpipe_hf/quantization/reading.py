@@ -69,9 +69,15 @@ def read_quantized(
     dtype = kwargs.pop("dtype", "auto")
     dense = _dense_dtype(config, tensors) if dtype == "auto" else dtype
     weights = quantized_weights(tensors, said, dense)
-    model: PreTrainedModel = model_class.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dense, **kwargs
-    )
+    kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
+    loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{files[0].parent} has no {missing[0]} and lacks {len(missing) - 1} others of "
+            f"{model_class.__name__}; a file is missing, or the checkpoint is another class's"
+        )
     lost = [name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)]
     for name, parameter in model.named_parameters():
         if isinstance(parameter, QuantizedWeight):
