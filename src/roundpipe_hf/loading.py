@@ -167,7 +167,7 @@ def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreT
     """
     given = getattr(args, "model_init_kwargs", None) or {}
     kwargs = json.loads(given) if isinstance(given, str) else dict(given)
-    if kwargs.get("quantization_config") is not None or kwargs.get("device_map") is not None:
+    if any(kwargs.get(option) is not None for option in (*_COPIES_ALL, "device_map")):
         model: PreTrainedModel = _class_of(name_or_path, kwargs).from_pretrained(
             name_or_path, **{"dtype": "auto", **kwargs}
         )

@@ -10,7 +10,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, FP8, INT8, MXFP4, NF4, Format, formats
 
-bitsandbytes = pytest.importorskip("bitsandbytes.functional")
+try:
+    from bitsandbytes import functional as bitsandbytes
+except ImportError:
+    bitsandbytes = None  # tests that are marked with its name need it
 
 WEIGHTS = {
     "nf4": (96, 128),
@@ -31,6 +34,7 @@ def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(formats, "_CHUNK", request.param)
 
 
+@pytest.mark.bitsandbytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
     dense = weight((96, 128), dtype)
@@ -43,6 +47,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
     assert torch.equal(NF4().dequantize((packed, magnitudes, table), dense.shape, dtype), expected)
 
 
+@pytest.mark.bitsandbytes
 def test_nested_magnitudes_of_bitsandbytes() -> None:
     dense = weight((96, 128))
     packed, state = bitsandbytes.quantize_4bit(dense, quant_type="nf4", compress_statistics=True)
@@ -56,6 +61,7 @@ def test_nested_magnitudes_of_bitsandbytes() -> None:
         form.quantize(dense)
 
 
+@pytest.mark.bitsandbytes
 def test_a_last_block_that_is_not_full() -> None:
     """Other writers leave some: it is read, though not written."""
     dense = weight((1, 100))

@@ -18,7 +18,7 @@ from roundpipe_hf.quantization.modules import adopt_bitsandbytes
 from roundpipe_hf.trl import RoundPipeSFTConfig, RoundPipeSFTTrainer
 from tests.hf.quantization.test_reading import llama
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.bitsandbytes
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,9 @@ def test_the_bytes_stay_where_they_are(dense: Path) -> None:
     model = load(dense, **HOW["nested"])
     layer = model.model.layers[0].mlp.down_proj
     address = layer.weight.data_ptr()
-    expected = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    from bitsandbytes.functional import dequantize_4bit
+
+    expected = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
     adopt_bitsandbytes(model)
     assert model.model.layers[0].mlp.down_proj is layer
     assert isinstance(layer.weight, QuantizedWeight)

@@ -70,8 +70,8 @@ def test_stacked_experts(tmp_path: Path) -> None:
         assert isinstance(attention, QuantizedWeight) == (quantization == "nf4")
 
 
+@pytest.mark.bitsandbytes
 def test_bitsandbytes_reads_ours(source: Path, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     ours = load_pretrained(source, quantization="nf4", quantized_dir=tmp_path / "out")
     theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
     from bitsandbytes.functional import dequantize_4bit
