@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, FP8, INT8, MXFP4, NF4, Format, formats
+from roundpipe.quantized import FORMATS, FP8, INT8, MXFP4, NF4, Format
+from roundpipe.quantized import format as format_module
 
 try:
     from bitsandbytes import functional as bitsandbytes
@@ -31,7 +32,7 @@ def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tenso
 
 @pytest.fixture(params=[2**20, 4096], ids=["at once", "in pieces"], autouse=True)
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_CHUNK", request.param)
+    monkeypatch.setattr(format_module, "_CHUNK", request.param)
 
 
 @pytest.mark.bitsandbytes

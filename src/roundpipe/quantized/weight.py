@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
-from .formats import Format
+from .format import Format
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
