@@ -174,7 +174,6 @@ def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreT
         return model
     is_mapped = args is not None and pipeline_of(args).pin_model == "off"
     return load_pretrained(name_or_path, mmap=is_mapped, **kwargs)
-    return load_pretrained(name_or_path, mmap=False, **kwargs)
 
 
 def _refuse_copies(kwargs: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class QuantizedWeight(torch.Tensor):
     format: Format
     parts: tuple[torch.Tensor, ...]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -78,7 +78,7 @@ class QuantizedWeight(torch.Tensor):
         """
         return cls(format, format.quantize(weight), weight.shape, weight.dtype)
 
-    def dequantize(self) -> torch.Tensor:  # type: ignore[override]
+    def dequantize(self) -> torch.Tensor:
         """The dense weight, as a new plain tensor."""
         return self.format.dequantize(self.parts, self.shape, self.dtype)
 
@@ -87,7 +87,7 @@ class QuantizedWeight(torch.Tensor):
         self.data = type(self)._of(self.format, tuple(parts), self.shape, self.dtype)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """As of any tensor; what is assigned has to be quantized too."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -107,7 +107,7 @@ class QuantizedWeight(torch.Tensor):
         """Of all its parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
             f"QuantizedWeight({self.format.name}, {tuple(self.shape)}, {self.dtype}, "
             f"{self.num_bytes} bytes)"
@@ -129,7 +129,7 @@ class QuantizedWeight(torch.Tensor):
         return _made_again, (self.format, self.parts, tuple(self.shape), self.dtype, rest)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}

@@ -67,7 +67,7 @@ def read_quantized(
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     dtype = kwargs.pop("dtype", "auto")
-    dense = _dense_dtype(config, tensors) if dtype == "auto" else dtype
+    dense = _dense_dtype(config) if dtype == "auto" else dtype
     weights = quantized_weights(tensors, said, dense)
     kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
     loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
@@ -97,10 +97,10 @@ def _as_dict(said: Any) -> dict[str, Any]:
     return dict(said) if isinstance(said, Mapping) else dict(said.to_dict())
 
 
-def _dense_dtype(config: Any, tensors: Tensors) -> torch.dtype:
-    if config.dtype is not None:
-        return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
-    return torch.bfloat16
+def _dense_dtype(config: Any) -> torch.dtype:
+    said = config.dtype
+    dtype = getattr(torch, said) if isinstance(said, str) else said
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def quantized_weights(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> Tensors:
