@@ -5,6 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 PYTEST := $(RUN) -m pytest
+# In a folder of its own, because every process that imports PEFT imports what it finds of it.
+BITSANDBYTES := $(VENV)/only-bitsandbytes
 
 .PHONY: help quickstart notebooks test test-slow test-gpu lint shape format clean
 
@@ -26,10 +28,11 @@ notebooks: $(INSTALLED)
 	$(RUN) notebooks/run.py $(NOTEBOOKS)
 
 test: $(INSTALLED)
-	$(PYTEST) -n auto --dist worksteal -m 'not slow and not gpu' $(TESTS)
+	$(PYTEST) -n auto --dist worksteal -m 'not slow and not gpu and not bitsandbytes' $(TESTS)
 
-test-slow: $(INSTALLED)
-	$(PYTEST) -n auto --dist worksteal -m 'slow and not gpu' $(TESTS)
+test-slow: $(INSTALLED) $(BITSANDBYTES)
+	$(PYTEST) -n auto --dist worksteal -m 'slow and not gpu and not bitsandbytes' $(TESTS)
+	PYTHONPATH=$(CURDIR)/$(BITSANDBYTES) $(PYTEST) -n auto --dist worksteal -m 'bitsandbytes and not gpu' tests/quantized tests/hf/quantization
 
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m gpu $(TESTS)
@@ -45,6 +48,10 @@ shape: $(INSTALLED)
 format: $(INSTALLED)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+$(BITSANDBYTES): $(INSTALLED)
+	$(RUN) -m pip install --quiet --no-deps -c constraints.txt --target $@ bitsandbytes
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache

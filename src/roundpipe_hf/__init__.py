@@ -2,7 +2,7 @@
 nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
-from .loading import load_pretrained_mmap
+from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
 from .trainer.mixin import RoundPipeTrainerMixin
@@ -12,6 +12,7 @@ __all__ = [
     "RoundPipeTrainer",
     "RoundPipeTrainerMixin",
     "RoundPipeTrainingArguments",
+    "load_pretrained",
     "load_pretrained_mmap",
     "loss_reduction",
 ]

@@ -35,6 +35,7 @@ __all__ = [
     "convert_to_fp32",
     "is_optimizer_factory",
     "loss_adds_up",
+    "model_class_of",
     "note_rows",
     "returns_loss",
     "rotate_checkpoints",
@@ -54,6 +55,12 @@ def base_model(model: nn.Module) -> Any:
 def adapter_configs(model: Any) -> Mapping[str, Any]:
     """PEFT configs by adapter name; none for a model without adapters."""
     return model.peft_config if isinstance(model, PeftModel | PeftMixedModel) else {}
+
+
+def model_class_of(model_or_auto_class: Any, config: Any) -> Any:
+    """The model's class: that which an auto class chooses for the config."""
+    mapping = getattr(model_or_auto_class, "_model_mapping", None)
+    return model_or_auto_class if mapping is None else mapping[type(config)]
 
 
 def use_one_gpu(args: TrainingArguments) -> None:

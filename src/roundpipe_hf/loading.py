@@ -24,7 +24,9 @@ from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMappings, can_tell_mappings
 
 from .arguments import pipeline_of
-from .compat import add_variant
+from .compat import add_variant, model_class_of
+from .quantization.packing import default_folder, quantize_checkpoint, quantized_keys
+from .quantization.reading import method_of, read_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,69 @@ def load_pretrained_mmap(
     return loaded if wants_info else model
 
 
+def load_pretrained(
+    name_or_path: str | Path,
+    *,
+    quantization: str | None = None,
+    mmap: bool = True,
+    quantized_dir: str | Path | None = None,
+    model_class: Any = None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Loads a model as ``from_pretrained`` does; quantized weights stay as they are stored, in host
+    memory or in their files, and are frozen.
+
+    Checkpoints that are read: bitsandbytes NF4, FP8 in square blocks (DeepSeek-V3, Qwen3 FP8),
+    MXFP4 (gpt-oss) and int8 as this writes it. Train adapters over them.
+
+    Args:
+        name_or_path: a folder, or the name of a model on the Hub.
+        quantization: how to quantize a checkpoint that is not: ``"nf4"``, ``"fp8"`` or ``"int8"``
+            the linear layers but the head, ``"mxfp4"`` stacked experts. Done once, file by file,
+            and kept in ``quantized_dir``. None: as the checkpoint is.
+        mmap: weights stay in the files; else they are read into memory.
+        quantized_dir: where what is quantized here is kept; default: in the Hugging Face cache.
+        model_class: a model or auto class; default: the class named in the model's config.
+        kwargs: those of ``from_pretrained``.
+
+    Raises:
+        ConfigError: a quantization that is unknown, or another one than the checkpoint's; files
+            that are damaged; weights that do not divide into blocks; too little room on the disk.
+
+    Example:
+        >>> model = load_pretrained("path/to/model", quantization="nf4")
+        >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
+        >>> RoundPipeTrainer(model, RoundPipeTrainingArguments("out"), train_dataset=rows).train()
+    """
+    _refuse_copies(kwargs)
+    config = kwargs.get("config") or _config_of(name_or_path, kwargs)
+    method = method_of(config)
+    if quantization is not None and method is None:
+        source = _Checkpoint(name_or_path, kwargs)
+        out = Path(quantized_dir or default_folder(source.folder, quantization))
+        cls = model_class_of(model_class or _class_of(name_or_path, kwargs), config)
+        quantize_checkpoint(
+            source.folder, out, quantization, quantized_keys(cls, config, quantization)
+        )
+        name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in _OF_THE_FILES}
+        config, method = _config_of(out, {}), quantization
+    elif quantization not in (None, method):
+        raise ConfigError(
+            f"quantization={quantization!r}: {name_or_path} is quantized already, as {method}; "
+            "leave it out"
+        )
+    if method is None:
+        if mmap:
+            return load_pretrained_mmap(name_or_path, model_class=model_class, **kwargs)
+        cls = model_class or _class_of(name_or_path, kwargs)
+        plain: PreTrainedModel = cls.from_pretrained(name_or_path, **{"dtype": "auto", **kwargs})
+        return plain
+    files = _Checkpoint(name_or_path, kwargs).files
+    cls = model_class_of(model_class or _class_of(name_or_path, kwargs), config)
+    others = {key: value for key, value in kwargs.items() if key not in (*_OF_THE_FILES, "config")}
+    return read_quantized(files, cls, config, mmap=mmap, **others)
+
+
 def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreTrainedModel:
     """What ``RoundPipeTrainer(model="name or path")`` trains; with ``pin_model="off"`` its weights
     stay in their files.
@@ -102,12 +167,13 @@ def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreT
     """
     given = getattr(args, "model_init_kwargs", None) or {}
     kwargs = json.loads(given) if isinstance(given, str) else dict(given)
-    if args is not None and pipeline_of(args).pin_model == "off":
-        return load_pretrained_mmap(name_or_path, **kwargs)
-    model: PreTrainedModel = _class_of(name_or_path, kwargs).from_pretrained(
-        name_or_path, **{"dtype": "auto", **kwargs}
-    )
-    return model
+    if any(kwargs.get(option) is not None for option in (*_COPIES_ALL, "device_map")):
+        model: PreTrainedModel = _class_of(name_or_path, kwargs).from_pretrained(
+            name_or_path, **{"dtype": "auto", **kwargs}
+        )
+        return model
+    is_mapped = args is not None and pipeline_of(args).pin_model == "off"
+    return load_pretrained(name_or_path, mmap=is_mapped, **kwargs)
 
 
 def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
@@ -131,14 +197,16 @@ def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
 
 def _class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     """The class that wrote the files, else a causal language model."""
-    config = kwargs.get("config")
-    if config is None:
-        of_config = {
-            name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs
-        }
-        config = AutoConfig.from_pretrained(name_or_path, **of_config)
+    config = kwargs.get("config") or _config_of(name_or_path, kwargs)
     name = (config.architectures or [""])[0]
     return getattr(transformers, name, AutoModelForCausalLM)
+
+
+def _config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+    of_config = {
+        name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs
+    }
+    return AutoConfig.from_pretrained(name_or_path, **of_config)
 
 
 class _Checkpoint:
@@ -147,7 +215,7 @@ class _Checkpoint:
     def __init__(self, name_or_path: str | Path, kwargs: Mapping[str, Any]) -> None:
         self._name_or_path = name_or_path
         self._of_files = {name: kwargs[name] for name in _OF_THE_FILES if kwargs.get(name)}
-        files = self._files(kwargs.get("variant"))
+        files = self.files = self._files(kwargs.get("variant"))
         # The Hub's cache gives files their names by links, which mappings do not show.
         self._paths = {str(file.resolve()) for file in files}
         self.dtypes = {
@@ -156,6 +224,15 @@ class _Checkpoint:
             for key, entry in _header(file).items()
             if "dtype" in entry
         }
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are, and config.json."""
+        if not self.files:
+            raise ConfigError(
+                f"{self._name_or_path} has no safetensors files; save it with save_pretrained first"
+            )
+        return self.files[0].parent
 
     def has(self, file: str | None) -> bool:
         """Whether it is one of the files that were looked for, or of their kind."""
@@ -169,7 +246,12 @@ class _Checkpoint:
         names = (
             set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
         )
-        return [file for file in map(self._find, sorted(names)) if file is not None]
+        files = {name: self._find(name) for name in sorted(names)}
+        for name in (name for name, file in files.items() if file is None):
+            raise ConfigError(
+                f"{self._name_or_path}: {name} is missing, which {index} names; get it again"
+            )
+        return [file for file in files.values() if file is not None]
 
     def _find(self, name: str) -> Path | None:
         # The model was loaded from it a moment ago, so it is here.

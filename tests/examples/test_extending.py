@@ -104,3 +104,23 @@ def test_optimizer(kind: str) -> None:
     plainly(expected, optimizer, batches, lambda m, x, y: (m(x) - y).square().sum())
     example.train(model, batches, getattr(example, kind))
     assert_same_weights(model, expected)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_packed_format(num_devices: int) -> None:
+    example = load("packed_format")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(example.Adapted(8) for _ in range(3)))
+    expected = copy.deepcopy(model)
+    for layer in expected:
+        assert set(layer.weight.dequantize().abs().unique().tolist()) != {0.0}
+        layer.weight = nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+    batches = random_rows(8)
+    trained = [parameter for parameter in expected.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    losses = plainly(
+        expected, optimizer, batches, lambda m, x, y: (m(x) - y).square().sum() / len(x)
+    )
+    found = example.train(model, batches, virtual(num_devices))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_same_weights(model, expected)

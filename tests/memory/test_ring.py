@@ -123,7 +123,8 @@ def test_every_kind_of_parameter_arrives(device: AdversarialDevice) -> None:
     sender = make_sender(device, store, OFF)
     assert isinstance(sender, RingSender)
     slot = torch.zeros(store.layers[0].num_bytes, dtype=torch.uint8)
-    sender.send(store.layers[0], store.layers[0].uses, slot).event().wait()
+    sender.send(store.layers[0], store.layers[0].uses, slot).arrive(device.compute)
+    device.compute.record().wait()
     for use in store.layers[0].uses:
         assert torch.equal(view_of(slot, use), use.parameter)
     stop(sender)
@@ -154,15 +155,17 @@ def test_a_shipment_given_up_touches_nothing_afterwards(
 def test_what_the_helper_runs_into_is_raised_in_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the shipments after it go through."""
     store = store_of(nn.Parameter(torch.randn(4)))
-    sender = RingSender(AdversarialDevice(0), store, OFF)
+    device = AdversarialDevice(0)
+    sender = RingSender(device, store, OFF)
     slot = torch.zeros(store.layers[0].num_bytes, dtype=torch.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(PinnedRing, "_send_slice", lambda *_: 1 / 0)
         failing = sender.send(store.layers[0], store.layers[0].uses, slot)
         with pytest.raises(ZeroDivisionError):
-            failing.event()
+            failing.arrive(device.compute)
         failing.give_up()
-    sender.send(store.layers[0], store.layers[0].uses, slot).event().wait()
+    sender.send(store.layers[0], store.layers[0].uses, slot).arrive(device.compute)
+    device.compute.record().wait()
     assert torch.equal(view_of(slot, store.layers[0].uses[0]), store.parameters[0])
     stop(sender)
 

@@ -533,7 +533,7 @@ def test_an_asynchronous_update_that_nobody_waits_for_stays_on_the_host(
 
 
 def test_a_limit_that_is_not_sure_takes_nothing_for_good() -> None:
-    layer = LayerParameters(0, (), 0)
+    layer = LayerParameters(0, (), 0, 0)
     store: Any = type("Store", (), {"device_states": {}, "layers": (layer,)})()
     device_states = DeviceStates(store, VirtualDevice(0), PAGEABLE)
     device_states.let(100.0, is_sure=False, is_worth_it=True)

@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
+from ..quantized import QuantizedWeight
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
 from .writes import Writes
@@ -23,23 +24,42 @@ if TYPE_CHECKING:
 class ParameterUse(NamedTuple):
     """One parameter in one layer. A parameter tied over several layers has one use in each.
 
-    ``place`` numbers the layer's parameters; ``offset`` is its byte position in the layer's image,
-    the layout of the layer's slot.
+    ``place`` numbers the layer's parameters; ``offset`` is the byte position of its dense values in
+    the layer's slot. A quantized one comes there as its parts, at ``parts_at``.
     """
 
     layer: int
     place: int
     parameter: nn.Parameter
     offset: int
+    parts_at: tuple[int, ...] = ()
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.parts_at)
+
+    @property
+    def sources(self) -> list[tuple[int, torch.Tensor]]:
+        """The tensors on the host that its value lies in, each with its byte position in the
+        layer's image."""
+        if isinstance(self.parameter, QuantizedWeight):
+            return list(zip(self.parts_at, self.parameter.parts, strict=True))
+        return [(self.offset, self.parameter.detach())]
 
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """The parameters of one layer and the layout of its image."""
+    """The parameters of one layer and the layout of its slot: first its *image*, ``image_bytes``
+    that go up, then the dense values of quantized weights, which the device makes from them."""
 
     layer: int
     uses: tuple[ParameterUse, ...]
     num_bytes: int
+    image_bytes: int
+
+    @property
+    def has_quantized(self) -> bool:
+        return any(use.is_quantized for use in self.uses)
 
     @property
     def has_frozen(self) -> bool:
@@ -72,7 +92,7 @@ class ParameterStore:
             ParameterUse(index, 0, parameter, 0)
             for index, parameter in enumerate(on_host, len(staged))
         )
-        self.on_host = tuple(LayerParameters(use.layer, (use,), 0) for use in host)
+        self.on_host = tuple(LayerParameters(use.layer, (use,), 0, 0) for use in host)
         self.layers = (*staged, *self.on_host)
         self.first = 0  # the number of the first layer in the whole store
         self.uses: dict[int, list[ParameterUse]] = {}
@@ -99,7 +119,9 @@ class ParameterStore:
         only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
         self.writes = Writes(self.parameters, set(only_on_host))
         memory.lock_in_place(
-            uses[0].parameter.data for uses in self.uses.values() if uses[0].layer < len(staged)
+            source
+            for uses in self.uses.values()
+            for _, source in (uses[0].sources if uses[0].layer < len(staged) else ())
         )
 
     @property
@@ -148,7 +170,9 @@ class ParameterStore:
         one."""
         arena, first_address = self._arenas.get(layer.layer, (None, 0))
         if arena is None or any(
-            use.parameter.data_ptr() - use.offset != first_address for use in layer.uses
+            source.data_ptr() - offset != first_address
+            for use in layer.uses
+            for offset, source in use.sources
         ):
             return None
         return arena.bytes
@@ -204,11 +228,16 @@ class ParameterStore:
             ]
             if not own:
                 continue
-            arena = memory.arena(layer.num_bytes)
+            arena = memory.arena(layer.image_bytes)
             for use in own:
-                home = arena.tensor(use.offset, use.parameter.shape, use.parameter.dtype)
-                home.copy_(use.parameter.data)
-                use.parameter.data = home
+                homes = [
+                    arena.tensor(offset, source.shape, source.dtype).copy_(source)
+                    for offset, source in use.sources
+                ]
+                if isinstance(use.parameter, QuantizedWeight):
+                    use.parameter.move_to(homes)
+                else:
+                    (use.parameter.data,) = homes
             self._arenas[layer.layer] = (arena, arena.bytes.data_ptr())
 
 
@@ -220,31 +249,57 @@ def _trained_bytes(layer: LayerParameters) -> int:
 
 def view_of(image: torch.Tensor, use: ParameterUse) -> torch.Tensor:
     """The parameter's place in its layer's image or slot, in its shape and dtype."""
-    parameter = use.parameter
-    return (
-        image[use.offset : use.offset + parameter.nbytes]
-        .view(parameter.dtype)
-        .view(parameter.shape)
-    )
+    return _view(image, use.offset, use.parameter)
+
+
+def parts_of(slot: torch.Tensor, use: ParameterUse) -> list[torch.Tensor]:
+    """The places of what ``sources`` has, in the layer's image or slot."""
+    return [_view(slot, offset, source) for offset, source in use.sources]
+
+
+def _view(image: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return image[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def _layout(index: int, module: nn.Module) -> LayerParameters:
     named = list(module.named_parameters())
     for name, parameter in named:
-        if type(parameter) is not nn.Parameter:
-            raise ConfigError(
-                f"layer {index}: parameter {name!r} is a {type(parameter).__name__}; "
-                "only plain nn.Parameter can be staged"
-            )
-        if parameter.device.type != "cpu":
-            raise ConfigError(
-                f"layer {index}: parameter {name!r} is on {parameter.device}; keep the model on "
-                "the CPU"
-            )
-    offsets, num_bytes = {}, 0
+        _check(f"layer {index}: parameter {name!r}", parameter)
+    end, offsets, parts_at = 0, dict[int, int](), dict[int, tuple[int, ...]]()
+
+    def place(tensor: torch.Tensor) -> int:
+        nonlocal end
+        begin, end = end, end + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return begin
+
+    quantized = [p for _, p in named if isinstance(p, QuantizedWeight)]
+    for parameter in quantized:
+        parts_at[id(parameter)] = tuple(map(place, parameter.parts))
     # Frozen ones first, because what steps change then lies together and goes up in one copy.
     for _, parameter in sorted(named, key=lambda pair: pair[1].requires_grad):
-        offsets[id(parameter)] = num_bytes
-        num_bytes += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
-    uses = (ParameterUse(index, place, p, offsets[id(p)]) for place, (_, p) in enumerate(named))
-    return LayerParameters(index, tuple(uses), num_bytes)
+        if id(parameter) not in parts_at:
+            offsets[id(parameter)] = place(parameter)
+    image_bytes = end
+    for parameter in quantized:
+        offsets[id(parameter)] = place(parameter)
+    uses = (
+        ParameterUse(index, number, p, offsets[id(p)], parts_at.get(id(p), ()))
+        for number, (_, p) in enumerate(named)
+    )
+    return LayerParameters(index, tuple(uses), end, image_bytes)
+
+
+def _check(what: str, parameter: nn.Parameter) -> None:
+    is_quantized = isinstance(parameter, QuantizedWeight)
+    if type(parameter) is not nn.Parameter and not is_quantized:
+        raise ConfigError(
+            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter and QuantizedWeight "
+            "can be staged"
+        )
+    if is_quantized and parameter.requires_grad:
+        raise ConfigError(
+            f"{what} is quantized and trains; freeze it with requires_grad_(False) and train an "
+            "adapter, or replace it by its dequantize()"
+        )
+    if parameter.device.type != "cpu":
+        raise ConfigError(f"{what} is on {parameter.device}; keep the model on the CPU")

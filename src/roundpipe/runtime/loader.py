@@ -14,7 +14,7 @@ from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import StageRun
 from ..plan.memory import slot_counts
 from ..transfer.residency import FROZEN, Residency, Stamp
-from ..transfer.sender import Queued, Sender
+from ..transfer.sender import Dequantized, Queued, Sender
 from .call import Call, ModelThen
 from .stage import Stage, UploadedLayer
 from .timing import Timer
@@ -92,7 +92,7 @@ class StageLoader:
         stage.uploaded[index] = UploadedLayer(layer, slot, sent or Queued(slot.free))
         if sent is None:
             self._device.up.wait(slot.free)
-            num_bytes = sum(use.parameter.nbytes for use in missing)
+            num_bytes = sum(source.nbytes for use in missing for _, source in use.sources)
             # What a helper sends is not on the lane yet when it would be marked.
             timed = (
                 stage.timer.copies("up", self._device.up, num_bytes)
@@ -101,6 +101,9 @@ class StageLoader:
             )
             with timed:
                 sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
+            quantized = [use for use in missing if use.is_quantized]
+            if quantized:
+                sent = Dequantized(sent, slot.buffer, quantized)
             self.residency.filled(layer, slot, stamps, sent)
             stage.uploaded[index] = UploadedLayer(layer, slot, sent)
 

@@ -74,7 +74,7 @@ class ReplicaCache:
 
     def _open(self, stage: Stage, index: int) -> None:
         layer, slot, sent, _ = stage.uploaded[index]
-        self._device.compute.wait(sent.event())
+        sent.arrive(self._device.compute)
         _, *trains = stage.layer_modes[index]
         residents = self._residents.pop(index, None)
         if residents is None or not residents.fit(slot.buffer, trains):

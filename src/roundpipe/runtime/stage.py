@@ -24,7 +24,7 @@ from .timing import Timer
 
 class UploadedLayer(NamedTuple):
     """A layer's weights in a slot, or in its device state if ``is_on_device``, usable after
-    ``sent.event()``."""
+    ``sent.arrive``."""
 
     layer: LayerParameters
     slot: Slot

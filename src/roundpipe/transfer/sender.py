@@ -7,18 +7,19 @@ before it queues the first computation that reads the slot it waits until the la
 and the compute lane then waits for that copy's event.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..device import Device, Event
+from ..device import Device, Event, Lane
 from ..errors import InternalError
 from ..memory.pinning import HostMemory
 from ..memory.ring import Piece, PinnedRing
-from ..params.working import LayerParameters, ParameterStore, ParameterUse, view_of
+from ..params.working import LayerParameters, ParameterStore, ParameterUse, parts_of, view_of
+from ..quantized import QuantizedWeight
 from ..threads.worker import Job, Worker
 
 _MOST_THREADS = 4
@@ -27,9 +28,10 @@ _MOST_THREADS = 4
 class Sent(Protocol):
     """A layer on its way into a slot. Used by the worker that sent it."""
 
-    def event(self) -> Event:
-        """When the slot is filled. May block until that is known, and raises what kept it from
-        being filled."""
+    def arrive(self, lane: Lane) -> None:
+        """Has ``lane``, which is current, wait until the slot is filled, and makes there what is to
+        be made from what came. May block until the copies are queued, and raises what kept the slot
+        from being filled."""
         ...
 
     def give_up(self) -> None:
@@ -69,11 +71,33 @@ class Queued(NamedTuple):
 
     ready: Event
 
-    def event(self) -> Event:
-        return self.ready
+    def arrive(self, lane: Lane) -> None:
+        lane.wait(self.ready)
 
     def give_up(self) -> None:
         return
+
+
+class Dequantized:
+    """Some of what is sent are parts of quantized weights. The lane that computes with them makes
+    the dense weights, because the up lane is there to keep the link busy."""
+
+    def __init__(self, sent: Sent, slot: torch.Tensor, uses: Iterable[ParameterUse]) -> None:
+        self._sent = sent
+        self._slot = slot
+        self._uses = list(uses)
+
+    def arrive(self, lane: Lane) -> None:
+        self._sent.arrive(lane)
+        while self._uses:  # the next stage run that finds the layer there has nothing to make
+            use = self._uses.pop()
+            assert isinstance(use.parameter, QuantizedWeight)
+            use.parameter.format.dequantize_into(
+                parts_of(self._slot, use), view_of(self._slot, use)
+            )
+
+    def give_up(self) -> None:
+        self._sent.give_up()
 
 
 class DirectSender:
@@ -107,11 +131,18 @@ class DirectSender:
                 self._lane.copy_(slot[start:stop], image[start:stop])
         else:
             for use in others:
-                for target, source in self._memory.copies(
-                    view_of(slot, use), self._store.working(use, version)
-                ):
+                for target, source in self._copies(slot, use, version):
                     self._lane.copy_(target, source)
         return Queued(self._lane.record())
+
+    def _copies(
+        self, slot: torch.Tensor, use: ParameterUse, version: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        if use.is_quantized:
+            for target, (_, source) in zip(parts_of(slot, use), use.sources, strict=True):
+                yield from self._memory.copies(target, source)
+        else:
+            yield from self._memory.copies(view_of(slot, use), self._store.working(use, version))
 
     def close(self) -> None:
         return
@@ -121,7 +152,7 @@ class RingSender:
     """Has a helper thread pass unpinned weights through a ring. See [Note: staging]."""
 
     def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
-        self._ring = PinnedRing(device.up, memory, max(layer.num_bytes for layer in store.layers))
+        self._ring = PinnedRing(device.up, memory, max(layer.image_bytes for layer in store.layers))
         self._sender = Worker(f"roundpipe-sender-{device.name}")
         self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
         self.helper: Worker | None = self._sender
@@ -154,7 +185,7 @@ class _Shipment:
     def run(self) -> None:
         """Never raises: what goes wrong is the worker's to tell."""
         try:
-            pieces = [_piece(use) for use in self._uses]
+            pieces = [_piece(*source) for use in self._uses for source in use.sources]
             ready = self._ring.send(self._slot, pieces, lambda: self._is_wanted)
             if not self._is_wanted:
                 raise InternalError("weights were asked for that had been given up on the way")
@@ -162,10 +193,10 @@ class _Shipment:
         except BaseException as error:
             self._queued.set_exception(error)
 
-    def event(self) -> Event:
+    def arrive(self, lane: Lane) -> None:
         # Every shipment before this one ends by itself, since all events that the helper waits for
         # are queued already.
-        return self._queued.result()
+        lane.wait(self._queued.result())
 
     def give_up(self) -> None:
         self._is_wanted = False
@@ -183,10 +214,10 @@ def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Se
 
 def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
     """From where to where ``uses`` lie in the layer's image: neighbours together."""
-    bounds = sorted([*(use.offset for use in layer.uses), layer.num_bytes])
+    bounds = sorted([*_offsets(layer.uses), layer.image_bytes])
     ends = dict(pairwise(bounds))
     start = stop = 0
-    for offset in sorted(use.offset for use in uses):
+    for offset in sorted(_offsets(uses)):
         if offset != stop:
             if stop > start:
                 yield start, stop
@@ -196,10 +227,15 @@ def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tupl
         yield start, stop
 
 
-def _piece(use: ParameterUse) -> Piece:
-    flat = use.parameter.detach().contiguous().view(-1)
+def _offsets(uses: Iterable[ParameterUse]) -> Iterator[int]:
+    for use in uses:
+        yield from use.parts_at or (use.offset,)
+
+
+def _piece(offset: int, source: torch.Tensor) -> Piece:
+    flat = source.contiguous().view(-1)
     return Piece(
-        use.offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+        offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
     )
 
 

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
+from roundpipe.quantized import QuantizedWeight
 
 from ..arguments import pipeline_of
 from ..compat import OptimizerNames, adapter_configs, is_optimizer_factory
@@ -178,9 +179,15 @@ def _refused_model(model: Any) -> Iterator[str]:
         yield (
             "a tensor-parallel model: the devices are used stage by stage; load it without tp_plan"
         )
-    if getattr(model, "hf_quantizer", None) is not None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not any(
+        isinstance(p, QuantizedWeight) for p in model.parameters()
+    ):
+        method = getattr(quantizer.quantization_config, "quant_method", None)
         yield (
-            "quantized weights yet: only plain parameters can be staged; load the model in bfloat16"
+            f"weights that transformers holds quantized by {getattr(method, 'value', method)!r}: "
+            "load the checkpoint with roundpipe_hf.load_pretrained, which reads 'fp8', 'mxfp4' and "
+            "bitsandbytes' 'nf4', or load it dequantized"
         )
     for name, config in adapter_configs(model).items():
         if config.is_prompt_learning:

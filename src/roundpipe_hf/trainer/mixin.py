@@ -28,6 +28,7 @@ from ..engine.slot import EngineSlot, stop_checkpointing
 from ..loading import model_for_trainer
 from ..loss.round import StashedBatch
 from ..processes import Processes
+from ..quantization.modules import adopt_bitsandbytes
 from .evaluation import on_host
 from .saving import SavingMixin
 from .window import AccumulationWindow
@@ -76,6 +77,8 @@ class RoundPipeTrainerMixin(SavingMixin):
         """Refuses what cannot be honoured, then does what Trainer does. It is the first thing that
         every Trainer's constructor calls."""
         refuse_arguments(self.args)
+        if self.model is not None:
+            adopt_bitsandbytes(self.model)
         refuse_model(self.model)
         compat.use_one_gpu(self.args)
         unused = engine_settings_in(self.args) if self._slot.is_given else []

@@ -235,7 +235,10 @@ class DeviceStates:
             That of the first.
         """
         refused = self._refused | self._store.written
-        if self._link is None or any(layer.layer in refused for layer in layers):
+        # An image is sent as it lies on the host, so it has no room for what is made from parts.
+        if self._link is None or any(
+            layer.layer in refused or layer.has_quantized for layer in layers
+        ):
             return None
         with torch._C.DisableTorchFunctionSubclass():  # because pending updates are only looked at
             if not all(update.can_move for update in updates):

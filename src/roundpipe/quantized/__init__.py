@@ -1,0 +1,11 @@
+"""Frozen weights in four or eight bits: their formats, and a tensor that holds one and is seen as
+the dense weight. May import `errors`."""
+
+from .eight_bits import FP8, INT8
+from .format import Format
+from .four_bits import MXFP4, NF4
+from .weight import QuantizedWeight
+
+FORMATS: dict[str, Format] = {one.name: one for one in (NF4(), FP8(), INT8(), MXFP4())}
+
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NF4", "Format", "QuantizedWeight"]

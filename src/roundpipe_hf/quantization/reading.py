@@ -1,0 +1,224 @@
+"""Makes weights of what a quantized checkpoint's files hold, without reading a value.
+
+[Note: quantized checkpoints] ``quantization_config.quant_method`` in config.json says which files
+these are; each names the parts of a weight in its own way. The tensors of the files go into
+`QuantizedWeight` as they lie there, so they stay mapped.
+"""
+
+import contextlib
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel
+
+from roundpipe.errors import ConfigError
+from roundpipe.quantized import FP8, INT8, MXFP4, NF4, QuantizedWeight
+
+Tensors = dict[str, torch.Tensor]
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+class _Found(NamedTuple):
+    """A weight, and the keys of the checkpoint that it is made of."""
+
+    name: str
+    weight: QuantizedWeight
+    keys: tuple[str, ...]
+
+
+def method_of(config: Any) -> str | None:
+    """How a checkpoint with that config is quantized: a name of `load_pretrained`'s, or that of its
+    files; None if it is not."""
+    said = getattr(config, "quantization_config", None)
+    if said is None:
+        return None
+    method = str(_as_dict(said).get("quant_method"))
+    return "nf4" if method == "bitsandbytes" else method
+
+
+def read_quantized(
+    files: Sequence[Path], model_class: Any, config: Any, *, mmap: bool, **kwargs: Any
+) -> PreTrainedModel:
+    """The model of a quantized checkpoint, as ``load_pretrained`` describes it.
+
+    Args:
+        files: all of the checkpoint's.
+        model_class: no auto class.
+        config: with a ``quantization_config``. It is not changed.
+        kwargs: of ``from_pretrained``.
+    """
+    config, said = copy.deepcopy(config), _as_dict(config.quantization_config)
+    del config.quantization_config
+    tensors: Tensors = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as opened:
+                keys = opened.keys()
+                tensors |= {key: opened.get_tensor(key) for key in keys}
+        except SafetensorError as error:
+            raise ConfigError(f"{file} is damaged ({error}); get it again") from error
+    if not mmap:
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    dtype = kwargs.pop("dtype", "auto")
+    dense = _dense_dtype(config) if dtype == "auto" else dtype
+    weights = quantized_weights(tensors, said, dense)
+    kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
+    loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ConfigError(
+            f"{files[0].parent} has no {missing[0]} and lacks {len(missing) - 1} others of "
+            f"{model_class.__name__}; a file is missing, or the checkpoint is another class's"
+        )
+    lost = [name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)]
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.requires_grad_(False)
+            lost.remove(name)
+    if lost:
+        raise ConfigError(
+            f"{model_class.__name__} has no weight {lost[0]!r} of that form, and {len(lost) - 1} "
+            "others; the checkpoint is another class's"
+        )
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
+    return model
+
+
+def _as_dict(said: Any) -> dict[str, Any]:
+    return dict(said) if isinstance(said, Mapping) else dict(said.to_dict())
+
+
+def _dense_dtype(config: Any) -> torch.dtype:
+    said = config.dtype
+    dtype = getattr(torch, said) if isinstance(said, str) else said
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def quantized_weights(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> Tensors:
+    """The weights of a checkpoint by their names, quantized ones as `QuantizedWeight`.
+
+    Args:
+        tensors: of all its files, by key.
+        config: its ``quantization_config``.
+        dtype: that dense weights have, where the files do not say.
+
+    Raises:
+        ConfigError: a method that is not read, a part that is missing or does not fit, or experts
+            that are not stacked.
+    """
+    method = config.get("quant_method")
+    if method not in _METHODS:
+        raise ConfigError(
+            f"quantization_config: quant_method {method!r} is not read; these are: "
+            f"{', '.join(_METHODS)}. Load the checkpoint dequantized"
+        )
+    found = _METHODS[method](tensors, config, dtype)
+    if not found:
+        raise ConfigError(
+            f"quantization_config says {method}, but none of {len(tensors)} tensors is quantized "
+            "that way; the checkpoint is damaged or its config.json is another's"
+        )
+    for one in found:
+        if _EXPERT.search(one.name):
+            raise ConfigError(
+                f"{one.name}: this checkpoint has a quantized tensor for each expert, and the "
+                "model stacks them; only stacked ones (mxfp4) are read. Load it dequantized"
+            )
+    used = {key for one in found for key in one.keys}
+    left = {key: tensor for key, tensor in tensors.items() if key not in used}
+    return {**left, **{one.name: one.weight for one in found}}
+
+
+def _nf4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
+    if not config.get("load_in_4bit"):
+        raise ConfigError(
+            "bitsandbytes: a checkpoint in 8 bits is not read, because its outliers are multiplied "
+            "apart; quantize the original to 'int8' or 'nf4'"
+        )
+    if config.get("bnb_4bit_quant_type", "fp4") != "nf4":
+        raise ConfigError(
+            f"bitsandbytes: bnb_4bit_quant_type {config.get('bnb_4bit_quant_type', 'fp4')!r} is "
+            "not read; 'nf4' is"
+        )
+    found = []
+    for key in [key for key in tensors if key.endswith(_NF4_STATE)]:
+        name = key.removesuffix(_NF4_STATE)
+        state = json.loads(bytes(tensors[key].tolist()))
+        is_nested = "nested_blocksize" in state
+        suffixes = ["", ".absmax", ".quant_map"]
+        suffixes += [".nested_quant_map", ".nested_absmax"] if is_nested else []
+        form = NF4(
+            state["blocksize"], state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
+        )
+        keys = [name + suffix for suffix in suffixes]
+        weight = _made(name, tensors, form, keys, state["shape"], getattr(torch, state["dtype"]))
+        found.append(_Found(name, weight, (key, *keys)))
+    return found
+
+
+def _fp8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
+    sizes = set(config.get("weight_block_size") or ())
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"fp8: weight_block_size {config.get('weight_block_size')!r} is not read; square "
+            "blocks are, of [128, 128] for example"
+        )
+    return _scaled(tensors, ".weight_scale_inv", FP8(sizes.pop()), dtype)
+
+
+def _int8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
+    return _scaled(tensors, ".weight_scale", INT8(), dtype)
+
+
+def _scaled(tensors: Tensors, suffix: str, form: FP8 | INT8, dtype: torch.dtype) -> list[_Found]:
+    found = []
+    for key in [key for key in tensors if key.endswith(suffix)]:
+        name = key.removesuffix(suffix) + ".weight"
+        shape = tensors[name].shape if name in tensors else ()
+        weight = _made(name, tensors, form, [name, key], shape, dtype)
+        found.append(_Found(name, weight, (name, key)))
+    return found
+
+
+def _mxfp4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
+    found = []
+    for key in [key for key in tensors if key.endswith("_blocks")]:
+        name = key.removesuffix("_blocks")
+        keys = [key, name + "_scales"]
+        experts, rows, blocks, half = tensors[key].shape
+        shape = (experts, 2 * half * blocks, rows)
+        weight = _made(name, tensors, MXFP4(), keys, shape, dtype)
+        found.append(_Found(name, weight, tuple(keys)))
+    return found
+
+
+def _made(
+    name: str, tensors: Tensors, form: Any, keys: list[str], shape: Any, dtype: torch.dtype
+) -> QuantizedWeight:
+    missing = [key for key in keys if key not in tensors]
+    if missing:
+        raise ConfigError(
+            f"{name}: the checkpoint has {', '.join(key for key in tensors if key in keys)} but "
+            f"not {', '.join(missing)}; a file is missing or damaged"
+        )
+    try:
+        return QuantizedWeight(form, [tensors[key] for key in keys], shape, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+_METHODS: dict[str, Callable[[Tensors, Mapping[str, Any], torch.dtype], list[_Found]]] = {
+    "bitsandbytes": _nf4,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "int8": _int8,
+}

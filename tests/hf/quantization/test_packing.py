@@ -1,0 +1,217 @@
+"""Checkpoints quantized here: what others read, kept for the next time, whole whatever happens."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from roundpipe.errors import ConfigError
+from roundpipe.quantized import FORMATS, QuantizedWeight
+from roundpipe_hf import load_pretrained
+from roundpipe_hf.quantization import packing
+from tests.hf.quantization.test_reading import CONFIG, llama
+
+NUM_FILES = 4
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    llama().save_pretrained(folder, max_shard_size="70KB")
+    assert len(list(folder.glob("*.safetensors"))) >= NUM_FILES
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8", "int8"])
+def test_linear_layers_but_the_head_are_quantized(
+    source: Path, tmp_path: Path, quantization: str
+) -> None:
+    model = load_pretrained(source, quantization=quantization, quantized_dir=tmp_path / "out")
+    plain = load_pretrained(source)
+    for (name, weight), original in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(weight, QuantizedWeight) == name.endswith("proj.weight"), name
+        expected = original
+        if isinstance(weight, QuantizedWeight):
+            form = FORMATS[quantization]
+            parts = form.quantize(original.detach())
+            expected = form.dequantize(parts, original.shape, original.dtype)
+            weight = weight.dequantize()
+        assert torch.equal(weight, expected), name
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    config = GptOssConfig(
+        **CONFIG, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    )
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    for quantization in ("mxfp4", "nf4"):
+        model = load_pretrained(
+            tmp_path / "source",
+            quantization=quantization,
+            quantized_dir=tmp_path / quantization,
+        )
+        experts = model.model.layers[0].mlp.experts
+        assert experts.gate_up_proj.format.name == quantization
+        attention = model.model.layers[0].self_attn.q_proj.weight
+        assert isinstance(attention, QuantizedWeight) == (quantization == "nf4")
+
+
+@pytest.mark.bitsandbytes
+def test_bitsandbytes_reads_ours(source: Path, tmp_path: Path) -> None:
+    ours = load_pretrained(source, quantization="nf4", quantized_dir=tmp_path / "out")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "out", device_map={"": "cpu"})
+    from bitsandbytes.functional import dequantize_4bit
+
+    weights = dict(ours.named_parameters())
+    for name, weight in theirs.named_parameters():
+        if hasattr(weight, "quant_state"):
+            dense = dequantize_4bit(weight.data, weight.quant_state)
+            assert torch.equal(dense, weights[name].dequantize()), name
+
+
+def test_it_is_kept_in_the_cache(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "HF_HOME", str(tmp_path))
+    load_pretrained(source, quantization="nf4")
+    (folder,) = (tmp_path / "roundpipe").iterdir()
+    times = {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+    load_pretrained(source, quantization="nf4")
+    assert {file.name: file.stat().st_mtime_ns for file in folder.iterdir()} == times
+    load_pretrained(source, quantization="int8")
+    assert len(list((tmp_path / "roundpipe").iterdir())) == 2
+
+
+class Moment(NamedTuple):
+    """The ``at``-th call of a function, of `os` or of the packing module."""
+
+    at: int
+    function: str
+
+
+# What a process runs that is killed at a moment. It imports no models, to start sooner.
+SCRIPT = """
+import os, signal, sys
+from itertools import count
+from pathlib import Path
+from roundpipe_hf.quantization import packing
+
+source, out, at, name = sys.argv[1:]
+owner = os if hasattr(os, name) else packing
+function, calls = getattr(owner, name), count(1)
+
+def call(*args, **kwargs):
+    if next(calls) == int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **kwargs)
+
+setattr(owner, name, call)
+packing.quantize_checkpoint(Path(source), Path(out), "nf4", lambda key: "proj" in key)
+"""
+
+
+def killed_at(moment: Moment, source: Path, out: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(source), str(out), str(moment.at), moment.function]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == -signal.SIGKILL, f"{moment}: {process.stderr}"
+
+
+def keys() -> Callable[[str], bool]:
+    return packing.quantized_keys(LlamaForCausalLM, LlamaConfig(**CONFIG), "nf4")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
+    """What has its name is whole; started again, it goes on and ends with the same bytes."""
+    packing.quantize_checkpoint(source, tmp_path / "whole", "nf4", keys())
+    whole = content(tmp_path / "whole")
+    moments = [Moment(at, "fsync") for at in (1, 2, 3, 6, 9, 12)]
+    moments += [Moment(at, "save_file") for at in (1, 3)]
+    moments += [Moment(2, "_keep"), Moment(6, "safe_open")]
+    for moment in moments:
+        out = tmp_path / f"{moment.function}{moment.at}"
+        killed_at(moment, source, out)
+        kept = {file: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+        assert all(file.read_bytes() == whole[file.name] for file in kept), moment
+        assert not (out / "config.json").exists(), moment
+        packing.quantize_checkpoint(source, out, "nf4", keys())
+        assert content(out) == whole, moment
+        assert all(file.stat().st_mtime_ns == time for file, time in kept.items()), moment
+
+
+def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-way, whatever was said before: nothing unfinished is left, and it goes on later."""
+    save_file, saved = packing.save_file, []
+
+    def fails(tensors: Any, path: Path, **kwargs: Any) -> None:
+        save_file(tensors, path, **kwargs)
+        saved.append(path)
+        if len(saved) == 3:
+            raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "save_file", fails)
+        with pytest.raises(OSError, match="No space left"):
+            packing.quantize_checkpoint(source, tmp_path / "out", "nf4", keys())
+    names = [file.name for file in (tmp_path / "out").iterdir()]
+    assert len([name for name in names if name.endswith(".safetensors")]) == 2
+    assert not [name for name in names if name.endswith(".part")]
+    packing.quantize_checkpoint(source, tmp_path / "out", "nf4", keys())
+    load_pretrained(tmp_path / "out")
+
+
+def test_too_little_room_is_seen_before(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_SPARED_BYTES", 2**60)
+    with pytest.raises(
+        ConfigError, match=r"about 0\.\d GB are to be written and [\d.]+ GB are free"
+    ):
+        load_pretrained(source, quantization="nf4", quantized_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_else(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds something else"):
+        load_pretrained(source, quantization="nf4", quantized_dir=tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_an_unknown_quantization(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization is 'int3'; 'nf4', 'fp8'"):
+        load_pretrained(source, quantization="int3", quantized_dir=tmp_path / "out")
+
+
+def test_a_shape_that_does_not_divide(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**CONFIG, "intermediate_size": 33, "hidden_size": 36, "head_dim": 8})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(ConfigError, match=r"proj.weight: nf4: \d+ weights of shape"):
+        load_pretrained(tmp_path / "source", quantization="nf4", quantized_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_is_named(source: Path, tmp_path: Path) -> None:
+    load_pretrained(source, quantization="nf4", quantized_dir=tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    gone = sorted(set(index["weight_map"].values()))[1]
+    (tmp_path / "out" / gone).unlink()
+    with pytest.raises((ConfigError, OSError), match=gone.replace(".", r"\.")):
+        load_pretrained(tmp_path / "out")
+    with safe_open(source / gone, "pt"):
+        pass  # the original was left alone

@@ -1,0 +1,263 @@
+"""Quantized checkpoints of others are read where they lie, and train as the plain libraries' do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from roundpipe.errors import ConfigError
+from roundpipe.memory.mmap import FileMappings
+from roundpipe.quantized import FP8, MXFP4, QuantizedWeight
+from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained
+
+CONFIG = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG)).to(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nf4(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nf4") / "out"
+    load_pretrained(dense, quantization="nf4", quantized_dir=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def nested(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As transformers writes it, with nested magnitudes."""
+    from transformers import BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    settings: Any = {"quantization_config": how, "device_map": {"": "cpu"}}
+    folder = tmp_path_factory.mktemp("nested")
+    LlamaForCausalLM.from_pretrained(dense, **settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As DeepSeek and Qwen publish theirs."""
+    folder = tmp_path_factory.mktemp("fp8")
+    model = llama()
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if "proj" in key]:
+        tensors[key], tensors[f"{key}_scale_inv"] = FP8().quantize(tensors[key])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    add_to_config(folder, quantization_config=said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As gpt-oss is published."""
+    folder = tmp_path_factory.mktemp("mxfp4")
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        **CONFIG, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
+    )
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        parts = MXFP4().quantize(tensors.pop(key))
+        tensors |= dict(zip((f"{key}_blocks", f"{key}_scales"), parts, strict=True))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    add_to_config(folder, quantization_config={"quant_method": "mxfp4"})
+    return folder
+
+
+def add_to_config(folder: Path, **entries: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    """The same model with dense weights in place of the quantized ones."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, QuantizedWeight):
+                plain = nn.Parameter(parameter.dequantize(), requires_grad=False)
+                setattr(module, name, plain)
+    return model
+
+
+KINDS = ["nf4", pytest.param("nested", marks=pytest.mark.bitsandbytes), "fp8", "mxfp4"]
+
+
+@pytest.fixture(params=KINDS)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+def test_weights_stay_in_their_files(checkpoint: Path) -> None:
+    model = load_pretrained(checkpoint)
+    mappings = FileMappings.now()
+    quantized = [p for p in model.parameters() if isinstance(p, QuantizedWeight)]
+    assert quantized
+    for weight in quantized:
+        assert not weight.requires_grad
+        assert all(
+            mappings.file_of(part) == str(checkpoint / "model.safetensors") for part in weight.parts
+        )
+    in_memory = load_pretrained(checkpoint, mmap=False)
+    assert not any(
+        mappings.file_of(part)
+        for p in in_memory.parameters()
+        if isinstance(p, QuantizedWeight)
+        for part in p.parts
+    )
+
+
+@pytest.mark.bitsandbytes
+def test_logits_are_those_of_bitsandbytes(nested: Path) -> None:
+    rows = torch.arange(24).view(2, 12)
+    theirs = LlamaForCausalLM.from_pretrained(nested, device_map={"": "cpu"})
+    ours = load_pretrained(nested)
+    with torch.no_grad():
+        # `train` because in evaluation bitsandbytes multiplies in another order on some CPUs.
+        expected, actual = theirs.train()(rows).logits, ours.train()(rows).logits
+    # Both round the same weights to bfloat16; their sums differ by a few of its steps.
+    assert (actual - expected).abs().max() <= 4 * 2**-8 * expected.abs().max()
+
+
+def train(model: Any, out: Path, **settings: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    model = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(0, 64, (12, 8), generator=generator)
+    args = RoundPipeTrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **settings,
+    )
+    trainer = RoundPipeTrainer(
+        model, args, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    trainer.model_wrapped.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize(("pin_model", "devices"), [("off", 1), ("alloc", 3)])
+def test_adapters_train_as_over_dense_weights(
+    checkpoint: Path, tmp_path: Path, pin_model: Any, devices: int
+) -> None:
+    """Bitwise: the device makes the same dense weights."""
+    settings: dict[str, Any] = {"devices": devices, "pin_model": pin_model}
+    losses, weights = train(load_pretrained(checkpoint), tmp_path, **settings)
+    expected, dense_weights = train(dequantized(load_pretrained(checkpoint)), tmp_path, **settings)
+    assert losses == expected
+    for name, weight in weights.items():
+        assert torch.equal(weight, dense_weights[name]), name
+
+
+def test_a_trainer_given_the_path(nf4: Path, tmp_path: Path) -> None:
+    """`peft_config` is TRL's; plain Trainer wraps nothing, so all of it is frozen or trains."""
+    args = RoundPipeTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = RoundPipeTrainer(str(nf4), args, train_dataset=[])
+    kinds = {type(p).__name__ for p in trainer.model.parameters()}
+    assert "QuantizedWeight" in kinds
+
+
+def damaged(folder: Path, tmp_path: Path, change: Any) -> Path:
+    out = tmp_path / "damaged"
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    return out
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def test_damaged_checkpoints_are_named(fp8: Path, tmp_path: Path) -> None:
+    path = damaged(fp8, tmp_path, lambda tensors: tensors.pop(Q))
+    with pytest.raises(ConfigError, match=rf"{Q}: the checkpoint has .*_scale_inv but not {Q}"):
+        load_pretrained(path)
+    content = (fp8 / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
+        load_pretrained(path)
+
+
+def test_parts_of_another_size(fp8: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{Q}_scale_inv"] = torch.ones(3, 1)
+
+    with pytest.raises(ConfigError, match=rf"{Q}: fp8: weight_scale_inv has 3 elements .* takes 1"):
+        load_pretrained(damaged(fp8, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_method": "awq"}, "'awq' is not read"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "in 8 bits is not read"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'fp4' is not read"),
+        ({"quant_method": "fp8"}, "weight_block_size None"),
+        ({"quant_method": "mxfp4"}, "none of .* tensors is quantized that way"),
+    ],
+)
+def test_other_ways_are_refused(fp8: Path, tmp_path: Path, said: Any, message: str) -> None:
+    path = damaged(fp8, tmp_path, lambda tensors: None)
+    add_to_config(path, quantization_config=said)
+    with pytest.raises(ConfigError, match=message):
+        load_pretrained(path)
+
+
+def test_one_quantization_over_another(fp8: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'nf4': .* is quantized already, as fp8"):
+        load_pretrained(fp8, quantization="nf4")
+
+
+def test_a_tensor_for_each_expert_is_refused(fp8: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for suffix in ("", "_scale_inv"):
+            expert = f"model.layers.0.mlp.experts.0.down_proj.weight{suffix}"
+            tensors[expert] = tensors[f"{Q}{suffix}"].clone()
+
+    with pytest.raises(ConfigError, match="a quantized tensor for each expert"):
+        load_pretrained(damaged(fp8, tmp_path, change))
