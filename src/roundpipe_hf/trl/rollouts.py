@@ -19,9 +19,8 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from roundpipe.errors import ConfigError
 
 from ..arguments import PipelineArguments
-from ..generation import generated
 from .heads import Head
-from .mixin import TRLMixin
+from .mixin import TRLMixin, to_device
 
 
 @dataclass
@@ -34,15 +33,11 @@ class RoundPipeRLOOConfig(PipelineArguments, RLOOConfig):
     """`trl.RLOOConfig` plus the engine's settings."""
 
 
-# Of free memory, what a generating copy and its cache may take: what its blocks need inside is not
-# known.
-_OF_FREE = 0.85
-
-
 class _RolloutMixin(TRLMixin):
     head_fields = ("log_probs", "entropy")
     temperature: float
     _step: int
+    _rolls_out = False
     _metrics: Any
     _current_train_step_time: float
 
@@ -67,24 +62,18 @@ class _RolloutMixin(TRLMixin):
         return loss
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """On the first device, beside optimizer state that stays there."""
-        engine = self._engine(trains=False)
-        device = engine.devices[0]
-        self.synchronize()
-        if device.torch_device.type == "cpu":
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
-        engine.free_devices()
-
-        def generate(*given: Any, **named: Any) -> torch.Tensor:
-            del self.model.generate  # because the copy would have it too
-            num_bytes = _OF_FREE * device.limit_bytes()
-            return generated(self.model, device.torch_device, num_bytes, *given, **named)
-
-        self.model.generate = generate
+        """On the first device, beside optimizer state that stays there; TRL goes on with the tokens
+        on the Trainer's."""
+        self._engine(trains=False)  # by which the model generates
+        self._rolls_out = True
         try:
             return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
         finally:
-            vars(self.model).pop("generate", None)
+            self._rolls_out = False
+
+    def _prepare_input(self, data: Any) -> Any:
+        data = super()._prepare_input(data)
+        return to_device(data, self.args.device) if self._rolls_out else data
 
     def _head(self, fields: tuple[str, ...]) -> Head:
         to_fp32 = getattr(self.args, "cast_lm_head_to_fp32", False)
