@@ -80,7 +80,7 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
     Where all stay, adapters of LoRA are merged into the copy, as far as its dtype holds them.
     """
     with torch.no_grad():
-        made = _sharing(model)
+        made = sharing(model)
         for module in made.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
@@ -223,7 +223,7 @@ def _to(given: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), given)
 
 
-def _sharing(model: nn.Module) -> nn.Module:
+def sharing(model: nn.Module) -> nn.Module:
     """A copy whose parameters are other objects over the same memory."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=False)

@@ -21,6 +21,7 @@ from roundpipe.errors import ConfigError
 from ..arguments import PipelineArguments
 from .heads import Head
 from .mixin import TRLMixin, to_device
+from .vllm import refuse_shared_device, send_merged_weights
 
 
 @dataclass
@@ -36,6 +37,8 @@ class RoundPipeRLOOConfig(PipelineArguments, RLOOConfig):
 class _RolloutMixin(TRLMixin):
     head_fields = ("log_probs", "entropy")
     temperature: float
+    use_vllm: bool
+    vllm_generation: Any
     _step: int
     _rolls_out = False
     _metrics: Any
@@ -48,7 +51,11 @@ class _RolloutMixin(TRLMixin):
                     raise ConfigError(
                         f"{type(self).__name__} does not support {name}: {why}; leave it out"
                     )
+            if getattr(args, "use_vllm", False):
+                refuse_shared_device(type(self).__name__, args)
         super().__init__(model, *others, **kwargs)
+        if self.use_vllm:
+            send_merged_weights(self, self.vllm_generation)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Counts as TRL's does, which decides when rollouts are due."""
@@ -81,7 +88,6 @@ class _RolloutMixin(TRLMixin):
 
 
 _REFUSED = {
-    "use_vllm": "the weights that it would be sent are in host memory, updated behind its back",
     "use_transformers_continuous_batching": "it casts the model's weights where they are",
 }
 
@@ -91,11 +97,13 @@ class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):
 
     Takes the same arguments and gives the same rollouts, losses and metrics. Rollouts are generated
     on the first device. Of a model that does not fit there the rest passes through it, once for
-    every token of all sequences; adapters of one that fits are merged into the copy.
+    every token of all sequences; adapters of one that fits are merged into the copy. With
+    ``use_vllm`` vLLM makes them, elsewhere, and gets the newest weights one layer at a time.
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
-            ``use_vllm`` and ``use_transformers_continuous_batching``.
+            ``use_transformers_continuous_batching``, and ``use_vllm`` with an engine of vLLM's on a
+            device that this one computes on.
 
     Example:
         >>> args = RoundPipeGRPOConfig("out", num_generations=8)

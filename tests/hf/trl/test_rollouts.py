@@ -128,12 +128,6 @@ def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
     )
 
 
-@both
-def test_vllm_is_refused(kind: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="use_vllm"):
-        make_one(kind, True, folder, use_vllm=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @both
