@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, is_async_callable
 
 if TYPE_CHECKING:
     from .sft import RoundPipeSFTTrainer
@@ -14,6 +14,7 @@ __all__ = [
     "FusedCausalLMOutput",
     "drop_fused_forward",
     "fused_outputs",
+    "is_async_callable",
     "note",
     "notes_of",
     "tokens_in",

@@ -21,6 +21,7 @@ from roundpipe.errors import ConfigError
 from ..arguments import PipelineArguments
 from .heads import Head
 from .mixin import TRLMixin, to_device
+from .refusals import checked_reward, refuse_long_prompts
 from .vllm import refuse_shared_device, send_merged_weights
 
 
@@ -38,6 +39,8 @@ class _RolloutMixin(TRLMixin):
     head_fields = ("log_probs", "entropy")
     temperature: float
     use_vllm: bool
+    reward_funcs: Any
+    reward_func_names: list[str]
     vllm_generation: Any
     _step: int
     _rolls_out = False
@@ -54,6 +57,8 @@ class _RolloutMixin(TRLMixin):
             if getattr(args, "use_vllm", False):
                 refuse_shared_device(type(self).__name__, args)
         super().__init__(model, *others, **kwargs)
+        named = zip(self.reward_func_names, self.reward_funcs, strict=True)
+        self.reward_funcs = [checked_reward(name, reward) for name, reward in named]
         if self.use_vllm:
             send_merged_weights(self, self.vllm_generation)
 
@@ -68,13 +73,14 @@ class _RolloutMixin(TRLMixin):
             self._current_train_step_time = 0.0
         return loss
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """On the first device, beside optimizer state that stays there; TRL goes on with the tokens
         on the Trainer's."""
+        refuse_long_prompts(self, prompt_ids)
         self._engine(trains=False)  # by which the model generates
         self._rolls_out = True
         try:
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._rolls_out = False
 
@@ -102,8 +108,9 @@ class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
-            ``use_transformers_continuous_batching``, and ``use_vllm`` with an engine of vLLM's on a
-            device that this one computes on.
+            ``use_transformers_continuous_batching``, ``use_vllm`` with an engine of vLLM's on a
+            device that this one computes on, a reference model with another vocabulary, a prompt
+            that fills the model's context, and rewards that are no numbers.
 
     Example:
         >>> args = RoundPipeGRPOConfig("out", num_generations=8)
