@@ -22,7 +22,7 @@ _routes: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Generate]]
 _routes = weakref.WeakKeyDictionary()
 
 
-def route_generation(model: nn.Module, generate: Generate) -> None:
+def route_generation(model: Any, generate: Generate) -> None:
     """From here on ``model.generate(...)`` is ``generate(model, ...)``, a bound method of somebody
     who is not kept alive. See [Note: routed generation].
 

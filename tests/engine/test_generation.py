@@ -173,9 +173,7 @@ def test_every_way_of_generating(way: str, is_resident: bool, make: Callable[[],
 @on_devices
 @pytest.mark.parametrize("make", [full, adapted, of_t5])
 @pytest.mark.parametrize("num_bytes", [1e9, 0], ids=["resident", "streamed"])
-def test_log_probabilities(
-    num_bytes: float, make: Callable[[], Any], device: torch.device
-) -> None:
+def test_log_probabilities(num_bytes: float, make: Callable[[], Any], device: torch.device) -> None:
     """Scores and logits of every token; those of tokens that were taken are the same that a
     forward of all tokens computes."""
     model = make()
@@ -199,9 +197,9 @@ def test_log_probabilities(
         mask = nn.functional.pad(rows["attention_mask"], (0, 6), value=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         with torch.no_grad():
-            logits = model(
-                expected.sequences, attention_mask=mask, position_ids=positions
-            ).logits[:, 4:-1]
+            logits = model(expected.sequences, attention_mask=mask, position_ids=positions).logits[
+                :, 4:-1
+            ]
         whole = logits.log_softmax(-1).gather(-1, taken[..., None])[..., 0]
         ours = torch.stack([one.cpu().log_softmax(-1) for one in made.logits], dim=1)
         found = ours.gather(-1, taken[..., None])[..., 0]

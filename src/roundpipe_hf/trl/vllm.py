@@ -45,7 +45,7 @@ def merged_weights(model: Any, device: torch.device) -> Iterator[tuple[str, torc
     """Names, as in the model without adapters, and weights on ``device``, with the active adapters
     in them. A weight is valid until the next one is asked for."""
     layers = _adapted_layers(model)
-    merged: nn.Module | None = None
+    merged: Any = None
     found: dict[nn.Parameter, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if layers is not None:
@@ -62,11 +62,11 @@ def merged_weights(model: Any, device: torch.device) -> Iterator[tuple[str, torc
         yield name, found[parameter]
 
 
-def _adapted_layers(model: nn.Module) -> dict[nn.Parameter, BaseTunerLayer] | None:
+def _adapted_layers(model: nn.Module) -> dict[nn.Parameter, Any] | None:
     """The layer with adapters that a weight of the base belongs to; None for a model without."""
     if not adapter_configs(model):
         return None
-    found: dict[nn.Parameter, BaseTunerLayer] = {}
+    found: dict[nn.Parameter, Any] = {}
     for module in model.modules():  # from outside to inside: one adapter may be around another
         if isinstance(module, BaseTunerLayer):
             for parameter in module.get_base_layer().parameters():
@@ -74,7 +74,7 @@ def _adapted_layers(model: nn.Module) -> dict[nn.Parameter, BaseTunerLayer] | No
     return found
 
 
-def _merged(layer: BaseTunerLayer, device: torch.device) -> dict[nn.Parameter, torch.Tensor]:
+def _merged(layer: Any, device: torch.device) -> dict[nn.Parameter, torch.Tensor]:
     """The weights of a merged copy of ``layer``, by those of the layer itself."""
     made: Any = sharing(layer)
     base = set(made.get_base_layer().parameters())

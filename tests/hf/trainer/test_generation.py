@@ -84,7 +84,10 @@ class Generates(TrainerCallback):  # type: ignore[misc]  # untyped base
 @pytest.mark.parametrize("make", [tied, make_lora_llama])
 def test_after_every_step(make: Callable[[], Any], devices: int, way: str) -> None:
     """And the training is the same as if nobody had asked."""
-    seen, settings = Pair(Generates(), Generates()), {"devices": devices, "max_steps": 4, "learning_rate": 0.5}
+    seen, settings = (
+        Pair(Generates(), Generates()),
+        {"devices": devices, "max_steps": 4, "learning_rate": 0.5},
+    )
     pair = make_both(make, ROWS, **settings)
     for trainer, callback in zip(pair, seen, strict=True):
         trainer.add_callback(callback)

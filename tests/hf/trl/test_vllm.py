@@ -10,7 +10,7 @@ import torch
 import trl.generation.vllm_generation as trls
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf.trl import vllm
@@ -18,6 +18,7 @@ from roundpipe_hf.trl.vllm import merged_weights, refuse_among
 from tests.hf.trl.test_preferences import config, make_model
 from tests.hf.trl.test_rollouts import LORA, both, make_one
 from tests.support.example_data import save_tokenizer
+from tests.support.preset_models import tiny_qwen3_moe
 from tests.support.trainers import Pair, assert_same, run
 
 CPU = torch.device("cpu")
@@ -118,9 +119,7 @@ def test_weights_for_a_server(
 
 
 @both
-def test_an_asynchronous_step_is_waited_for(
-    kind: str, folder: Path, clients: list[Client]
-) -> None:
+def test_an_asynchronous_step_is_waited_for(kind: str, folder: Path, clients: list[Client]) -> None:
     """What is sent last is what the model had when the last step began."""
     settings = {"use_vllm": True, "vllm_mode": "server", "async_optimizer": True, "max_steps": 3}
     trainer = make_one(kind, True, folder, **settings)
@@ -153,14 +152,23 @@ def with_biases() -> Any:
     made = config()
     made.attention_bias = True
     torch.manual_seed(3)
-    settings = {"target_modules": ["q_proj"], "lora_bias": True, "init_lora_weights": False}
+    settings: Any = {"target_modules": ["q_proj"], "lora_bias": True, "init_lora_weights": False}
     return get_peft_model(LlamaForCausalLM(made), LoraConfig(**settings))
+
+
+def of_experts() -> Any:
+    """Both weights of a block's experts have one adapter inside of another."""
+    torch.manual_seed(3)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings: Any = {"target_parameters": targets, "init_lora_weights": False}
+    return get_peft_model(Qwen3MoeForCausalLM(tiny_qwen3_moe()), LoraConfig(r=2, **settings))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         of_lora,
+        of_experts,
         with_two_adapters,
         lambda: of_lora(use_dora=True),
         with_biases,
@@ -168,7 +176,16 @@ def with_biases() -> Any:
         lambda: of_lora(modules_to_save=["lm_head"]),
         lambda: of_lora().to(torch.bfloat16),
     ],
-    ids=["lora", "two adapters", "dora", "bias", "embeddings", "modules_to_save", "bf16"],
+    ids=[
+        "lora",
+        "experts",
+        "two adapters",
+        "dora",
+        "bias",
+        "embeddings",
+        "modules_to_save",
+        "bf16",
+    ],
 )
 def test_merged_weights_are_those_of_merge_adapter(make: Any) -> None:
     """To the bit, under the same names, and the bases are read only."""
