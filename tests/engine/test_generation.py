@@ -216,6 +216,12 @@ def test_blocks_that_share_weights(num_bytes: float) -> None:
     layers[3].self_attn.layer_idx = 3
     layers[0].self_attn = copy.copy(layers[0].self_attn)
     layers[0].self_attn.layer_idx = 0
+    hosts = {parameter.data_ptr() for parameter in model.parameters()}
+    with copy_on(model, torch.device("cpu"), num_bytes) as copied:
+        assert copied.model.layers[1].mlp.down_proj.weight.data_ptr() not in hosts
+        assert copied.model.layers[3].self_attn.q_proj.weight.data_ptr() not in hosts
+        on_host = sum(one.data_ptr() in hosts for one in copied.parameters())
+        assert (on_host > 0) == (num_bytes == 0)
     expected = model.generate(**prompts(), generation_config=GREEDY)
     made = generated(model, torch.device("cpu"), num_bytes, **prompts(), generation_config=GREEDY)
     assert torch.equal(made, expected)

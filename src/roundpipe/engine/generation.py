@@ -11,7 +11,7 @@ import copy
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,9 @@ _OF_FREE = 0.85
 def through_copy(engine: "Engine", device: Device, method: Callable[..., Any]) -> Any:
     """What ``engine.generate`` is, where ``method`` is the model's own: with a device, and a model
     of transformers', generation by a copy on that device."""
+    is_known = all(hasattr(engine.model, name) for name in ("config", "generation_config"))
     is_ours = getattr(method, "calls_engine", False)
-    if is_ours or not (_copies_to(device.torch_device) and _is_known(engine.model)):
+    if is_ours or not is_known or not _copies_to(device.torch_device):
         return method
 
     @functools.wraps(method)
@@ -112,9 +113,7 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
             streamed.close()
 
 
-def generated(
-    model: nn.Module, device: torch.device, num_bytes: float, *args: Any, **kwargs: Any
-) -> Any:
+def generated(model: Any, device: torch.device, num_bytes: float, *args: Any, **kwargs: Any) -> Any:
     """Returns what ``model.generate(*args, **kwargs)`` does, made on ``device``: tokens of shape
     (rows, length), or what holds them and their scores. With fewer rows at a time where its memory
     does not hold the caches of all; greedy tokens are the same then, drawn ones are drawn in
@@ -125,7 +124,7 @@ def generated(
             tokens do not fit together.
     """
     args, kwargs = _to((args, kwargs), device)
-    if hasattr(getattr(model, "generation_config", None), "disable_compile"):
+    if hasattr(model.generation_config, "disable_compile"):
         kwargs.setdefault("disable_compile", True)  # of a copy that is dropped afterwards
     asked = _Asked(model, args, kwargs)
     with copy_on(model, device, num_bytes - asked.cache_bytes(model)) as made:
@@ -164,10 +163,10 @@ class _Asked:
 
     def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
-        self._config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
+        self._config = kwargs.get("generation_config") or model.generation_config
         named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
         found = (one for one in (*args[:1], *named) if isinstance(one, torch.Tensor))
-        self._inputs = next(found, None)
+        self._inputs: Any = next(found, None)
         self.rows = 1 if self._inputs is None else len(self._inputs)
 
     def setting(self, name: str) -> Any:
@@ -189,9 +188,8 @@ class _Asked:
         def size(*names: str) -> int:
             return next((value for name in names if (value := getattr(config, name, None))), 0)
 
-        length = 0
-        if self._inputs is not None and self._inputs.ndim > 1:
-            length = self._inputs.shape[1]
+        has_length = self._inputs is not None and self._inputs.ndim > 1
+        length = self._inputs.shape[1] if has_length else 0
         new = self.setting("max_new_tokens") or self.setting("max_length") or 0
         heads = size("num_attention_heads")
         width = size("head_dim", "d_kv") or size("hidden_size") // max(heads, 1)
@@ -206,10 +204,6 @@ class _Asked:
 def _copies_to(device: torch.device) -> bool:
     """Whether a copy there is faster than the weights where they are."""
     return device.type != "cpu"
-
-
-def _is_known(model: nn.Module) -> bool:
-    return hasattr(model, "generation_config") and hasattr(model, "config")
 
 
 def _cut(given: Any, rows: int, half: slice) -> Any:
@@ -247,22 +241,17 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _own_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """Of each block the parameters that nobody else has."""
-    uses = Counter(
-        parameter
-        for module in model.modules()
-        for parameter in module._parameters.values()
-        if parameter is not None
-    )
-    found = []
-    for block in blocks:
-        inside = Counter(
-            parameter
-            for module in block.modules()
-            for parameter in module._parameters.values()
-            if parameter is not None
-        )
-        found.append([one for one in block.parameters() if inside[one] == uses[one]])
-    return found
+    holders = Counter(parameter for block in blocks for parameter in block.parameters())
+    holders.update(_outside(model, set(blocks)))
+    return [[one for one in block.parameters() if holders[one] == 1] for block in blocks]
+
+
+def _outside(module: nn.Module, blocks: Set[nn.Module]) -> Iterator[nn.Parameter]:
+    """The parameters that are reached without going through a block, some several times."""
+    if module not in blocks:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            yield from _outside(child, blocks)
 
 
 def _buffer_bytes(own: Sequence[Sequence[nn.Parameter]]) -> int:
