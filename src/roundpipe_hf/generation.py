@@ -26,13 +26,17 @@ def route_generation(model: Any, generate: Generate) -> None:
     """From here on ``model.generate(...)`` is ``generate(model, ...)``, a bound method of somebody
     who is not kept alive. See [Note: routed generation].
 
-    A model that cannot generate, or has a ``generate`` of its own, is left as it is.
+    A model that cannot generate, or has a ``generate`` that is not transformers', is left as it is.
     """
     if model in _routes:
         _routes[model] = weakref.WeakMethod(generate)
-    elif hasattr(type(model), "generate") and "generate" not in vars(model):
+    elif _is_transformers(model) and "generate" not in vars(model):
         _routes[model] = weakref.WeakMethod(generate)
         model.generate = types.MethodType(_routed(type(model)), model)
+
+
+def _is_transformers(model: Any) -> bool:
+    return hasattr(type(model), "generate") and hasattr(model, "generation_config")
 
 
 def _routed(kind: Any) -> Generate:

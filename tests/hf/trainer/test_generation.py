@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     EvalPrediction,
     GenerationConfig,
@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from roundpipe.engine import generation
+from roundpipe.threads.worker import in_worker
 from roundpipe_hf import (
     RoundPipeSeq2SeqTrainer,
     RoundPipeSeq2SeqTrainingArguments,
@@ -52,13 +53,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts generations by a copy, which are made on virtual devices as well."""
-    made: list[int] = []
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One for each generation by a copy, which are made on virtual devices as well: whether it was
+    made on a worker."""
+    made: list[bool] = []
     inner = generation.generated
 
     def generated(*args: Any, **kwargs: Any) -> Any:
-        made.append(1)
+        made.append(in_worker())
         return inner(*args, **kwargs)
 
     monkeypatch.setattr(generation, "_copies_to", lambda device: True)
@@ -80,7 +82,7 @@ class Generates(TrainerCallback):  # type: ignore[misc]  # untyped base
         self.made.append(model.generate(PROMPTS, **ASKED))
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("make", [tied, make_lora_llama])
 def test_after_every_step(make: Callable[[], Any], devices: int, way: str) -> None:
     """And the training is the same as if nobody had asked."""
@@ -99,8 +101,8 @@ def test_after_every_step(make: Callable[[], Any], devices: int, way: str) -> No
     assert len({str(one) for one in seen.plain.made}) > 1, "no step changed a token"
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-def test_an_asynchronous_step_is_waited_for(devices: int, copied: list[int]) -> None:
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_an_asynchronous_step_is_waited_for(devices: int, copied: list[bool]) -> None:
     """What is generated is of the weights that `trainer.model` then has."""
     seen: list[tuple[Tensor, Any]] = []
 
@@ -120,7 +122,7 @@ def test_an_asynchronous_step_is_waited_for(devices: int, copied: list[int]) -> 
     assert len(copied) == 3  # a copy of the model is a model of its own
 
 
-def test_the_model_stays_an_ordinary_one(copied: list[int]) -> None:
+def test_the_model_stays_an_ordinary_one(copied: list[bool]) -> None:
     """Its files, its signature, its copies; it outlives its trainer, and its trainer's engine."""
     model = make_llama(tied=False)
     plain, names = inspect.signature(model.generate), list(model.state_dict())
@@ -139,7 +141,7 @@ def test_the_model_stays_an_ordinary_one(copied: list[int]) -> None:
     assert len(copied) == 1
 
 
-def test_a_model_that_was_changed_after_training(copied: list[int]) -> None:
+def test_a_model_that_was_changed_after_training(copied: list[bool]) -> None:
     """Adapters merged for good, say: the engine is of another model."""
     trainer = run(make_trainer(RoundPipeTrainer, make_lora_llama(), ROWS, max_steps=1))
     expected = trainer.model.generate(input_ids=PROMPTS, **ASKED)
@@ -148,7 +150,7 @@ def test_a_model_that_was_changed_after_training(copied: list[int]) -> None:
     assert len(copied) == 1
 
 
-def test_another_model_of_the_same_trainer(copied: list[int]) -> None:
+def test_another_model_of_the_same_trainer(copied: list[bool]) -> None:
     """Each generates by itself."""
     trainer = run(make_trainer(RoundPipeTrainer, make_llama(tied=False), ROWS, max_steps=1))
     first, second = trainer.model, make_llama(tied=True)
@@ -172,6 +174,40 @@ def test_a_training_step_that_generates(way: str) -> None:
             return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
 
     assert_same(Pair(*map(run, make_both(tied, ROWS, OnPolicy))))
+
+
+def test_a_loss_that_generates_on_a_worker(copied: list[bool]) -> None:
+    """Nobody may wait there for the engine, so the host's weights generate."""
+    places: list[bool] = []
+
+    class Samples:
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **kwargs: Any) -> Any:
+            places.append(in_worker())
+            made = self.model.generate(inputs["input_ids"][:, :6], **ASKED)  # type: ignore[attr-defined]
+            loss = nn.functional.cross_entropy(
+                model(input_ids=inputs["input_ids"]).logits[:, 0], made[:, 6], reduction="sum"
+            )
+            return loss
+
+    settings: dict[str, Any] = {"loss_reduction": "sum", "devices": 2, "max_steps": 2}
+    assert_same(Pair(*map(run, make_both(tied, ROWS, Samples, **settings))))
+    assert any(places)
+    assert not any(copied)
+
+
+def test_a_generate_that_is_not_transformers(way: str) -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor]:
+            return ((super().forward(x) - labels).square().mean(),)
+
+        def generate(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    rows = [{"x": torch.ones(3), "labels": torch.ones(2)} for _ in range(4)]
+    settings: dict[str, Any] = {"devices": 1, "max_steps": 1, "remove_unused_columns": False}
+    trainer = run(make_trainer(RoundPipeTrainer, Own(3, 2), rows, **settings))
+    made = trainer.model.generate(torch.ones(3))
+    assert torch.equal(made, nn.functional.linear(torch.ones(3), trainer.model.weight))
 
 
 # --- predict_with_generate ---
@@ -247,7 +283,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_predict_with_generate(kind: str, devices: int, way: str) -> None:
     """Metrics while training, evaluation afterwards with settings of its own, and predictions."""
@@ -289,7 +325,25 @@ def test_a_configuration_of_the_arguments(way: str) -> None:
     assert messages[0] == messages[1]
 
 
-def test_the_loss_alone_generates_nothing(copied: list[int]) -> None:
+def test_in_the_precision_of_the_arguments(way: str) -> None:
+    """Trainer's model computes in bf16 where it generates, too."""
+    make, rows = KINDS["decoder"]
+    settings: dict[str, Any] = {"bf16": True, "devices": 1, "generation_max_length": 14}
+    pair = Pair(*(seq2seq(is_ours, make, rows(), **settings) for is_ours in (True, False)))
+    found = [one.predict(rows()) for one in pair]
+    assert found[0].predictions.tolist() == found[1].predictions.tolist()
+    seen = []
+
+    def dtype(_: Any, __: Any, output: Tensor) -> None:
+        seen.append(output.dtype)
+
+    pair.ours.model.model.layers[0].mlp.down_proj.register_forward_hook(dtype)
+    pair.ours.model.generate(PROMPTS, **ASKED)
+    assert set(seen) == {torch.bfloat16}
+    pair.ours._engine(trains=False).close()
+
+
+def test_the_loss_alone_generates_nothing(copied: list[bool]) -> None:
     make, rows = KINDS["t5"]
     pair = Pair(
         *(
