@@ -145,6 +145,14 @@ def test_what_is_asked_besides_tokens_is_not_made_in_halves(
     assert "return_dict_in_generate is of all rows together" in str(caught.value.__notes__)
 
 
+def test_nothing_is_said_of_arguments_that_nobody_gave(caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns of a configuration with arguments beside it. The user's is as it was."""
+    config = copy.copy(GREEDY)
+    generated(full(), torch.device("cpu"), 1e9, **prompts(), generation_config=config)
+    assert "together with generation-related arguments" not in caplog.text
+    assert config == GREEDY
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "by arguments": {"max_new_tokens": 9, "do_sample": False, "eos_token_id": 3, "pad_token_id": 0},
     "drawn": {"max_new_tokens": 9, "do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.9},

@@ -124,8 +124,12 @@ def generated(model: Any, device: torch.device, num_bytes: float, *args: Any, **
             tokens do not fit together.
     """
     args, kwargs = _to((args, kwargs), device)
-    if hasattr(model.generation_config, "disable_compile"):
-        kwargs.setdefault("disable_compile", True)  # of a copy that is dropped afterwards
+    config = copy.copy(kwargs.get("generation_config"))
+    if config is None:
+        kwargs["disable_compile"] = True  # of a copy that is dropped afterwards
+    else:
+        config.disable_compile = True  # there, because transformers does not want it in both
+        kwargs["generation_config"] = config
     asked = _Asked(model, args, kwargs)
     with copy_on(model, device, num_bytes - asked.cache_bytes(model)) as made:
         return _in_parts(made, args, kwargs)
