@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of free memory, what a generating copy and its cache may take: what its blocks need inside is not
-# known.
+# Of free memory, for a copy and its cache: what its blocks need inside is not known.
 _OF_FREE = 0.85
 
 
@@ -39,12 +38,7 @@ def through_copy(engine: "Engine", device: Device, method: Callable[..., Any]) -
     is_ours = getattr(method, "calls_engine", False)
     if is_ours or not is_known or not _copies_to(device.torch_device):
         return method
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return generate_on(engine, device, *args, **kwargs)
-
-    return call
+    return functools.wraps(method)(functools.partial(generate_on, engine, device))
 
 
 def generate_on(engine: "Engine", device: Device, *args: Any, **kwargs: Any) -> Any:
