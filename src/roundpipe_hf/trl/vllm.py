@@ -21,14 +21,14 @@ from roundpipe.errors import ConfigError
 
 from ..arguments import engine_devices
 from ..compat import adapter_configs
+from .compat import feed_vllm, vllm_name
 
 
 def send_merged_weights(trainer: Any, generation: Any) -> None:
     """TRL's ``generation`` (a `VLLMGeneration`) gets the newest weights of ``trainer``'s model. See
     [Note: merged temporaries]."""
-    generation._iter_named_params = functools.partial(
-        _named_weights, weakref.ref(trainer), weakref.ref(generation)
-    )
+    weights = functools.partial(_named_weights, weakref.ref(trainer), weakref.ref(generation))
+    feed_vllm(generation, weights)
 
 
 def _named_weights(trainer: Any, generation: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,7 +37,7 @@ def _named_weights(trainer: Any, generation: Any) -> Iterator[tuple[str, torch.T
     device = generation.accelerator.device
     for name, weight in merged_weights(trainer.model, device):
         prefixes = ["modules_to_save.default."] if adapter_configs(trainer.model) else []
-        yield generation._fix_param_name_to_vllm(name, extra_prefixes=prefixes), weight
+        yield vllm_name(generation, name, prefixes), weight
 
 
 @torch.no_grad()
