@@ -6,9 +6,12 @@ from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
 from .trainer.mixin import RoundPipeTrainerMixin
+from .trainer.seq2seq import RoundPipeSeq2SeqTrainer, RoundPipeSeq2SeqTrainingArguments
 
 __all__ = [
     "PipelineArguments",
+    "RoundPipeSeq2SeqTrainer",
+    "RoundPipeSeq2SeqTrainingArguments",
     "RoundPipeTrainer",
     "RoundPipeTrainerMixin",
     "RoundPipeTrainingArguments",

@@ -52,6 +52,8 @@ PUBLIC: dict[ModuleType, set[str]] = {
     },
     roundpipe_hf: {
         "PipelineArguments",
+        "RoundPipeSeq2SeqTrainer",
+        "RoundPipeSeq2SeqTrainingArguments",
         "RoundPipeTrainer",
         "RoundPipeTrainerMixin",
         "RoundPipeTrainingArguments",

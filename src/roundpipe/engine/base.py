@@ -17,6 +17,7 @@ from ..step.hyperparameters import know_master
 from ..step.thread import StepThread
 from ..threads.worker import Worker
 from .forwarding import ForwardingModule
+from .generation import through_copy
 from .runner import BatchRunner
 from .state import Host
 
@@ -127,9 +128,13 @@ class Engine(ForwardingModule):
 
     def __getattr__(self, name: str) -> Any:
         """The original model's, as everywhere; where that has none, ``name`` is the engine's in
-        logs and errors, and ``num_layers`` counts what it runs on devices."""
+        logs and errors, and ``num_layers`` counts what it runs on devices. What a model of
+        transformers' generates is generated on a device."""
         try:
-            return super().__getattr__(name)
+            found = super().__getattr__(name)
+            if name != "generate":
+                return found
+            return through_copy(self, self._host.worker_pool.devices[0], found)
         except AttributeError:
             if name == "name" and "_host" in self.__dict__:
                 return self._host.name

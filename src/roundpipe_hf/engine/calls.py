@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,6 +15,15 @@ from .out_of_memory import Footprint
 # takes.
 Microbatch = tuple[tuple[()], dict[str, Any], Any]
 LossFn = Callable[[Any, Any], Sequence[torch.Tensor]]
+_layers: WeakKeyDictionary[RoundPipe | AutoRoundPipe, int] = WeakKeyDictionary()
+
+
+def num_layers(engine: RoundPipe | AutoRoundPipe) -> int:
+    """How many layers run on devices. It stays what it was when the engine was made, so the
+    statistics, which walk all weights, are asked once."""
+    if engine not in _layers:
+        _layers[engine] = engine.statistics()["layers"]
+    return _layers[engine]
 
 
 def cuts_batches(engine: RoundPipe | AutoRoundPipe, router_loss: bool | None = None) -> bool:
@@ -25,7 +35,7 @@ def cuts_batches(engine: RoundPipe | AutoRoundPipe, router_loss: bool | None = N
     """
     if isinstance(engine, AutoRoundPipe):
         return True  # each part cuts for itself
-    return engine.statistics()["layers"] > 1 and not adds_router_loss(engine.model, router_loss)
+    return num_layers(engine) > 1 and not adds_router_loss(engine.model, router_loss)
 
 
 def run_config(

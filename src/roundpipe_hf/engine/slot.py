@@ -21,6 +21,7 @@ from roundpipe.errors import ConfigError
 
 from ..arguments import engine_devices, pipeline_of
 from ..compat import base_model
+from .calls import num_layers
 from .refusals import refuse_model
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,7 @@ def _versions(model: nn.Module) -> list[int]:
 def runs_by_preset(engine: RoundPipe) -> bool:
     """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss
     exactly."""
-    return engine.statistics()["layers"] > 1 and not isinstance(engine.model, nn.Sequential)
+    return num_layers(engine) > 1 and not isinstance(engine.model, nn.Sequential)
 
 
 def stop_checkpointing(model: Any) -> None:

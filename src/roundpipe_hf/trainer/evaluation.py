@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.engine.generation import generate_on
 
 from ..arguments import HOST, losses_on
 from ..compat import adds_router_loss, note_rows, returns_loss, should_reduce_batch_size
@@ -17,6 +18,7 @@ from ..engine.calls import run_config
 from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
 from ..engine.precision import Precision, full_eval_of, precision_of
 from ..engine.slot import EngineSlot, runs_by_preset
+from ..generation import route_generation
 from ..loss.model_call import EngineStandIn, ModelAnswer, ModelStandIn
 from ..loss.round import rows_of
 from ..processes import Processes
@@ -40,7 +42,18 @@ class EvaluationMixin(_Base):
     is_in_loop: bool  # while `train()` runs
 
     def _engine(self, *, trains: bool = True) -> RoundPipe:
-        return self._slot.engine_for(self.model, self.args, trains=trains)
+        engine = self._slot.engine_for(self.model, self.args, trains=trains)
+        route_generation(self.model, self._generate_by_engine)
+        return engine
+
+    def _generate_by_engine(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ``model.generate`` does, with the newest weights. See [Note: routed generation]."""
+        self.synchronize()
+        engine: Any = self._slot.current
+        if engine is None or engine.model is not model:
+            return type(model).generate(model, *args, **kwargs)
+        with self.precision().in_model():
+            return generate_on(engine, engine.devices[0], *args, **kwargs)
 
     def synchronize(self) -> None:
         """Waits for the update in flight, if any, and writes it into ``trainer.model``."""

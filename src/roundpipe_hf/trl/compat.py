@@ -1,11 +1,11 @@
 """Every name of TRL that is private or known to move. A new release breaks here first."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head, is_async_callable
 
 if TYPE_CHECKING:
     from .sft import RoundPipeSFTTrainer
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
 __all__ = [
     "FusedCausalLMOutput",
     "drop_fused_forward",
+    "feed_vllm",
     "fused_outputs",
+    "is_async_callable",
     "note",
     "notes_of",
     "tokens_in",
+    "vllm_name",
 ]
 
 
@@ -97,3 +100,14 @@ def note(
     for name, added in values.items():
         trainer._metrics[mode][name].extend(added)
     trainer._metrics[mode]["num_tokens"] = [trainer._total_train_tokens]
+
+
+def feed_vllm(generation: Any, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
+    """TRL's `VLLMGeneration` sends ``weights()`` instead of walking its model."""
+    generation._iter_named_params = weights
+
+
+def vllm_name(generation: Any, name: str, prefixes: list[str]) -> str:
+    """What vLLM calls a weight, without ``prefixes``."""
+    fixed: str = generation._fix_param_name_to_vllm(name, extra_prefixes=prefixes)
+    return fixed

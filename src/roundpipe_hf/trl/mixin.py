@@ -113,7 +113,7 @@ class TRLMixin(RoundPipeTrainerMixin):
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         device = self._outputs_device(self._engine(trains=False))
-        return super().prediction_step(model, _to(inputs, device), *args, **kwargs)
+        return super().prediction_step(model, to_device(inputs, device), *args, **kwargs)
 
     # --- calls of the models themselves ---
 
@@ -176,10 +176,11 @@ def _route(model: nn.Module, call: _OnEngine) -> None:
     base.forward = types.MethodType(forward, base)
 
 
-def _to(outputs: Any, device: torch.device | None) -> Any:
+def to_device(values: Any, device: torch.device | None) -> Any:
+    """All tensors in ``values`` there; None for where they are."""
     if device is None:
-        return outputs
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), outputs)
+        return values
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), values)
 
 
 def _is_arguments(value: Any) -> bool:

@@ -2,6 +2,7 @@
 and metrics are TRL's."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -12,6 +13,7 @@ from trl.trainer.reward_trainer import RewardTrainer
 
 from ..arguments import PipelineArguments
 from .mixin import TRLMixin
+from .refusals import refuse_odd_pairs
 
 
 @dataclass
@@ -29,7 +31,15 @@ class RoundPipeRewardConfig(PipelineArguments, RewardConfig):
     """`trl.RewardConfig` plus the engine's settings."""
 
 
-class RoundPipeDPOTrainer(TRLMixin, DPOTrainer):
+class _OfPairs(TRLMixin):
+    """The first half of a batch are chosen rows, the second half those rejected for them."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        refuse_odd_pairs(type(self).__name__, inputs)
+        return super()._prepare_inputs(inputs)
+
+
+class RoundPipeDPOTrainer(_OfPairs, DPOTrainer):
     """`trl.DPOTrainer` whose models may be far larger than the memory of the devices.
 
     Takes the same arguments and gives the same losses and metrics. The reference is the model with
@@ -37,8 +47,9 @@ class RoundPipeDPOTrainer(TRLMixin, DPOTrainer):
     computed beforehand (``precompute_ref_log_probs``).
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model`` and
-            ``use_liger_kernel``.
+        ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
+            ``use_liger_kernel``, a reference model with another vocabulary, and a batch of an odd
+            number of rows.
 
     Example:
         >>> args = RoundPipeDPOConfig("out", beta=0.1)
@@ -69,7 +80,7 @@ class RoundPipeKTOTrainer(TRLMixin, KTOTrainer):
     head_fields = ("log_probs", "entropy", "mean_logits")
 
 
-class RoundPipeRewardTrainer(TRLMixin, RewardTrainer):
+class RoundPipeRewardTrainer(_OfPairs, RewardTrainer):
     """`trl.RewardTrainer` whose models may be far larger than the memory of the devices.
 
     Takes the same arguments and gives the same losses and metrics. A model with a head for

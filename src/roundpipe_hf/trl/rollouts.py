@@ -19,9 +19,10 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from roundpipe.errors import ConfigError
 
 from ..arguments import PipelineArguments
-from ..generation import generated
 from .heads import Head
-from .mixin import TRLMixin
+from .mixin import TRLMixin, to_device
+from .refusals import checked_reward, refuse_long_prompts
+from .vllm import refuse_shared_device, send_merged_weights
 
 
 @dataclass
@@ -34,15 +35,15 @@ class RoundPipeRLOOConfig(PipelineArguments, RLOOConfig):
     """`trl.RLOOConfig` plus the engine's settings."""
 
 
-# Of free memory, what a generating copy and its cache may take: what its blocks need inside is not
-# known.
-_OF_FREE = 0.85
-
-
 class _RolloutMixin(TRLMixin):
     head_fields = ("log_probs", "entropy")
     temperature: float
+    use_vllm: bool
+    reward_funcs: Any
+    reward_func_names: list[str]
+    vllm_generation: Any
     _step: int
+    _rolls_out = False
     _metrics: Any
     _current_train_step_time: float
 
@@ -53,7 +54,13 @@ class _RolloutMixin(TRLMixin):
                     raise ConfigError(
                         f"{type(self).__name__} does not support {name}: {why}; leave it out"
                     )
+            if getattr(args, "use_vllm", False):
+                refuse_shared_device(type(self).__name__, args)
         super().__init__(model, *others, **kwargs)
+        named = zip(self.reward_func_names, self.reward_funcs, strict=True)
+        self.reward_funcs = [checked_reward(name, reward) for name, reward in named]
+        if self.use_vllm:
+            send_merged_weights(self, self.vllm_generation)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Counts as TRL's does, which decides when rollouts are due."""
@@ -66,25 +73,20 @@ class _RolloutMixin(TRLMixin):
             self._current_train_step_time = 0.0
         return loss
 
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """On the first device, beside optimizer state that stays there."""
-        engine = self._engine(trains=False)
-        device = engine.devices[0]
-        self.synchronize()
-        if device.torch_device.type == "cpu":
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
-        engine.free_devices()
-
-        def generate(*given: Any, **named: Any) -> torch.Tensor:
-            del self.model.generate  # because the copy would have it too
-            num_bytes = _OF_FREE * device.limit_bytes()
-            return generated(self.model, device.torch_device, num_bytes, *given, **named)
-
-        self.model.generate = generate
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """On the first device, beside optimizer state that stays there; TRL goes on with the tokens
+        on the Trainer's."""
+        refuse_long_prompts(self, prompt_ids)
+        self._engine(trains=False)  # by which the model generates
+        self._rolls_out = True
         try:
-            return super()._generate_single_turn(*args, **kwargs)  # type: ignore[misc]  # TRL's
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
         finally:
-            vars(self.model).pop("generate", None)
+            self._rolls_out = False
+
+    def _prepare_input(self, data: Any) -> Any:
+        data = super()._prepare_input(data)
+        return to_device(data, self.args.device) if self._rolls_out else data
 
     def _head(self, fields: tuple[str, ...]) -> Head:
         to_fp32 = getattr(self.args, "cast_lm_head_to_fp32", False)
@@ -92,7 +94,6 @@ class _RolloutMixin(TRLMixin):
 
 
 _REFUSED = {
-    "use_vllm": "the weights that it would be sent are in host memory, updated behind its back",
     "use_transformers_continuous_batching": "it casts the model's weights where they are",
 }
 
@@ -102,11 +103,14 @@ class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):
 
     Takes the same arguments and gives the same rollouts, losses and metrics. Rollouts are generated
     on the first device. Of a model that does not fit there the rest passes through it, once for
-    every token of all sequences; adapters of one that fits are merged into the copy.
+    every token of all sequences; adapters of one that fits are merged into the copy. With
+    ``use_vllm`` vLLM makes them, elsewhere, and gets the newest weights one layer at a time.
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
-            ``use_vllm`` and ``use_transformers_continuous_batching``.
+            ``use_transformers_continuous_batching``, ``use_vllm`` with an engine of vLLM's on a
+            device that this one computes on, a reference model with another vocabulary, a prompt
+            that fills the model's context, and rewards that are no numbers.
 
     Example:
         >>> args = RoundPipeGRPOConfig("out", num_generations=8)

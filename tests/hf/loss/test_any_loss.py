@@ -517,3 +517,19 @@ def test_who_reads_the_number_of_items() -> None:
     assert not reads_num_items(token_mean)
     assert not reads_num_items(nn.CrossEntropyLoss())
     assert not reads_num_items(max)
+
+
+def test_whole_batches_do_not_ask_for_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They walk all weights: once for an engine, however many batches it runs."""
+    asked: list[RoundPipe] = []
+    inner = RoundPipe.statistics
+
+    def statistics(self: RoundPipe) -> dict[str, Any]:
+        asked.append(self)
+        return inner(self)
+
+    monkeypatch.setattr(RoundPipe, "statistics", statistics)
+    settings: dict[str, Any] = {"compute_loss_func": row_mean, "devices": 2, "max_steps": 4}
+    trainer = run(make_trainer(RoundPipeTrainer, MODELS["full"](), PLAIN_ROWS, **settings))
+    trainer.evaluate(PLAIN_ROWS[:4])
+    assert len(asked) == 1

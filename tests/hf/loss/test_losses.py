@@ -412,46 +412,6 @@ def test_a_models_own_loss_is_what_it_is_declared_to_be(reduction: Any) -> None:
 # --- what cannot run ---
 
 
-class BypassesTheModel:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return self.model(**inputs).loss  # type: ignore[attr-defined]
-
-
-class Forgets:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss.item()
-
-
-class Detaches:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss.detach()
-
-
-class OnePerRow:
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).logits.mean(dim=(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("mixin", "message"),
-    [
-        (BypassesTheModel, "never called the model"),
-        (Forgets, "returned a float; it must be a tensor"),
-        (Detaches, "a loss without a gradient"),
-        (OnePerRow, r"returned 3 values of shape \(3,\)"),
-    ],
-)
-def test_losses_that_cannot_run_are_refused(mixin: type, message: str) -> None:
-    """Never trained with something else instead."""
-    trainer = make_both(MODELS["full"], ROWS, mixin).ours
-    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-    with pytest.raises(ConfigError, match=message):
-        trainer.train()
-    assert all(
-        torch.equal(before[name], parameter) for name, parameter in trainer.model.named_parameters()
-    )
-
-
 def test_a_dataset_without_labels_is_named_as_the_reason() -> None:
     rows = [{"input_ids": row["input_ids"]} for row in ROWS]
     trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), rows)

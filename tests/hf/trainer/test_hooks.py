@@ -22,6 +22,7 @@ PRIVATE = {
     "_checkpoint_in",
     "_divisor",
     "_engine",
+    "_generate_by_engine",
     "_make_inner_optimizer",
     "_outputs_device",
     "_rest",

@@ -1,10 +1,9 @@
-"""What users rely on around training: their own optimizer, search, reports, the Hub, generation,
-single steps."""
+"""What users rely on around training: their own optimizer, search, reports, the Hub, single
+steps."""
 
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import transformers.trainer
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch import nn
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe_hf import PipelineArguments, RoundPipeTrainer, RoundPipeTrainerMixin
+from roundpipe_hf import RoundPipeTrainer
 from tests.support.models import make_llama
 from tests.support.trainers import (
     MODELS,
@@ -392,59 +391,6 @@ def test_checkpoints_are_pushed_from_their_place(
     ours, plain = (repository.commits for repository in repositories)
     assert ours == plain
     assert any("trainer_state.json" in files for _, files in ours)
-
-
-# --- generation ---
-
-
-@dataclass
-class PipelineSeq2SeqArguments(PipelineArguments, Seq2SeqTrainingArguments):
-    pass
-
-
-class PipelineSeq2SeqTrainer(RoundPipeTrainerMixin, Seq2SeqTrainer):
-    pass
-
-
-@pytest.mark.slow
-def test_generation_runs_on_the_weights_of_the_host() -> None:
-    """`predict_with_generate` and `model.generate` after training give the plain tokens."""
-    settings: dict[str, Any] = {
-        "use_cpu": True,
-        "report_to": [],
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "max_steps": 3,
-        "disable_tqdm": True,
-        "predict_with_generate": True,
-        "generation_max_length": 20,
-    }
-    rows, made = [{k: v[:8] for k, v in row.items()} for row in ROWS], []
-    pipeline, plain = (
-        (PipelineSeq2SeqTrainer, PipelineSeq2SeqArguments),
-        (Seq2SeqTrainer, Seq2SeqTrainingArguments),
-    )
-    for cls, arguments in (pipeline, plain):
-        model: Any = make_llama(tied=True)
-        model.config.pad_token_id = model.generation_config.pad_token_id = 0
-        trainer: Any = cls(
-            model, arguments("out", **settings), train_dataset=rows, processing_class=None
-        )
-        torch.manual_seed(0)
-        trainer.train()
-        prompt = rows[0]["input_ids"][None]
-        made.append(
-            (
-                trainer.predict(rows[:3]),
-                trainer.model.generate(prompt, max_new_tokens=5, do_sample=False),
-            )
-        )
-        if cls is PipelineSeq2SeqTrainer:
-            trainer.model_wrapped.close()
-    (ours, generated), (plain, expected) = made
-    assert ours.predictions.tolist() == plain.predictions.tolist()
-    assert ours.metrics["test_loss"] == pytest.approx(plain.metrics["test_loss"], abs=1e-5)
-    assert torch.equal(generated, expected)
 
 
 # --- compiled blocks ---

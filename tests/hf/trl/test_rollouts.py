@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from roundpipe.errors import ConfigError
+from roundpipe.engine import generation
 from roundpipe_hf.trl import (
     RoundPipeGRPOConfig,
     RoundPipeGRPOTrainer,
@@ -129,9 +129,14 @@ def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
 
 
 @both
-def test_vllm_is_refused(kind: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="use_vllm"):
-        make_one(kind, True, folder, use_vllm=True)
+@pytest.mark.parametrize("share", [0.85, 0.0], ids=["resident", "streamed"])
+def test_rollouts_by_a_copy(
+    kind: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU makes them, drawn from the same random state."""
+    monkeypatch.setattr(generation, "_copies_to", lambda device: True)
+    monkeypatch.setattr(generation, "_OF_FREE", share)
+    assert_same(trained(kind, folder, peft_config=LORA, temperature=0.8, devices=3))
 
 
 @pytest.mark.gpu

@@ -1,0 +1,99 @@
+"""A loss that cannot be trained with is refused by name before its step counts, and nothing that
+came before is lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from roundpipe.errors import ConfigError
+from tests.support.trainers import (
+    MODELS,
+    Pair,
+    assert_same_weights,
+    make_both,
+    run,
+    token_rows,
+    weights,
+)
+
+ROWS = token_rows(9)
+
+
+def own(model: Any, inputs: Any) -> Any:
+    return model(**inputs).loss
+
+
+BAD: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
+    "never calls the model": (
+        lambda trainer, model, inputs: trainer.model(**inputs).loss,
+        "never called the model it was given",
+    ),
+    "no tensor": (
+        lambda trainer, model, inputs: own(model, inputs).item(),
+        "returned a float; it must be a tensor",
+    ),
+    "nothing": (
+        lambda trainer, model, inputs: (own(model, inputs), None)[1],
+        "returned a NoneType; it must be a tensor",
+    ),
+    "several values": (
+        lambda trainer, model, inputs: model(**inputs).logits.mean(dim=(1, 2)),
+        r"returned 3 values of shape \(3,\)",
+    ),
+    "without a gradient": (
+        lambda trainer, model, inputs: own(model, inputs).detach(),
+        "a loss without a gradient",
+    ),
+}
+
+
+class GoesBad:
+    """From its third batch on, until somebody mends it."""
+
+    bad: Callable[[Any, Any, Any], Any] | None = None
+    count = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        self.count += 1
+        if self.bad is not None and self.count > 2:
+            return self.bad(self, model, inputs)
+        return own(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("devices", "is_async"), [(1, False), (3, True)], ids=["1-sync", "3-async"]
+)
+@pytest.mark.parametrize("case", BAD)
+def test_a_loss_that_goes_bad(case: str, devices: int, is_async: bool) -> None:
+    """The steps before it count and are in the model, as those of a plain Trainer that stops there;
+    the trainer goes on once the loss is mended."""
+    bad, message = BAD[case]
+    settings: dict[str, Any] = {"devices": devices, "async_optimizer": is_async}
+    settings["lr_scheduler_type"] = "constant"  # of runs of any length
+    ours = make_both(MODELS["full"], ROWS, GoesBad, **settings).ours
+    other = make_both(MODELS["full"], ROWS, GoesBad, **settings, max_steps=2)
+    stopped = run(other.ours if is_async else other.plain)  # an asynchronous step is one late
+    ours.bad = bad
+    with pytest.raises(ConfigError, match=message):
+        run(ours)
+    assert ours.state.global_step == stopped.state.global_step == 2
+    assert_same_weights(weights(ours), weights(stopped), atol=1e-6)
+    ours.bad = None
+    ours.args.max_steps = 2
+    assert_same_weights(weights(run(ours)), weights(run(stopped)), atol=1e-6)
+
+
+def test_a_bad_loss_leaves_no_gradients() -> None:
+    """Of the batches of its window that came before."""
+    settings: dict[str, Any] = {"devices": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
+    pair = make_both(MODELS["full"], ROWS, GoesBad, **settings)
+    before = weights(pair.ours)
+    pair.ours.bad = BAD["without a gradient"][0]
+    with pytest.raises(ConfigError, match="without a gradient"):
+        run(pair.ours)
+    assert pair.ours.state.global_step == 0
+    assert all(torch.equal(weights(pair.ours)[name], value) for name, value in before.items())
+    pair.ours.bad = None
+    assert_same_weights(*(weights(one) for one in Pair(*map(run, pair))), atol=1e-6)
