@@ -179,13 +179,16 @@ def test_greedy_rollouts(kind: str, adapts: bool, devices: int, folder: Path) ->
         "grpo",
         "bnpo",
         "dr_grpo",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cispo", "sapo", "vespo")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("cispo", "luspo", "sapo", "vespo")
+        ),
     ],
 )
 def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
-    assert_same(
-        trained("grpo", folder, peft_config=LORA, loss_type=loss_type, steps_per_generation=2)
-    )
+    level = "sequence" if loss_type == "luspo" else "token"
+    settings = {"importance_sampling_level": level, "steps_per_generation": 2}
+    assert_same(trained("grpo", folder, peft_config=LORA, loss_type=loss_type, **settings))
 
 
 @both
