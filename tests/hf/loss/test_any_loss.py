@@ -279,6 +279,16 @@ class DistilsFromAModel(Loss):
         )
 
 
+class HeavierAtTheEndOfAWindow(Loss):
+    """By what accelerate says of the batch: each of a window was told that it is the last."""
+
+    accelerator: Any
+
+    def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+        weight = 2.0 if self.accelerator.sync_gradients else 1.0
+        return weight * nll_of(logits, inputs["input_ids"]).mean()
+
+
 LOSSES = [
     AnotherMask,
     MeanOfMeans,
@@ -345,6 +355,7 @@ def test_a_loss_that_switches_adapters(devices: int) -> None:
         Penalises,
         ComparesWithTheBase,
         ComparesWithItsOwnBase,
+        HeavierAtTheEndOfAWindow,
     ],
 )
 def test_with_adapters_accumulation_and_evaluation(loss: type) -> None:

@@ -191,6 +191,39 @@ def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
     assert_same(trained("grpo", folder, peft_config=LORA, loss_type=loss_type, **settings))
 
 
+ADAPTS_ENTROPY = {
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "entropy_coef_delta": 0.01,
+    "entropy_target": 5.0,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_an_entropy_that_is_adapted_once_a_step(devices: int, folder: Path) -> None:
+    """Losses of a window run when it closes, where each took its batch for the last one, and
+    adapted."""
+    assert_same(trained("grpo", folder, devices=devices, **ADAPTS_ENTROPY))
+
+
+def test_an_entropy_that_is_adapted_by_a_loss_that_runs_again(folder: Path) -> None:
+    """The second batch of a window runs out of memory when the coefficient has changed."""
+    pair = Pair(*(make_one("grpo", is_ours, folder, **ADAPTS_ENTROPY) for is_ours in (True, False)))
+    inner, calls = pair.ours.compute_loss, list[Any]()
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        calls.append(loss)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("as asked for")
+        return loss
+
+    pair.ours.compute_loss = compute_loss
+    assert_same(Pair(*map(run, pair)))
+    assert len(calls) == 3 * 2 + 2
+
+
 @both
 def test_vllm_is_refused(kind: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="use_vllm"):
