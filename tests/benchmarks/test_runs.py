@@ -9,6 +9,7 @@ from typing import Any
 import loss_curve
 import measure
 import optimizer
+import preference
 import pytest
 import torch
 from max_length import Attempts, longest
@@ -100,3 +101,9 @@ def test_an_attempt_that_ran_out_of_memory_is_made_again_and_then_given_up() -> 
     assert [len(attempt["errors"]) for attempt in attempts.made] == [0, 1, 3]
     assert engine.tried == [400, 800, 800, 1600, 1600, 1600]
     assert Attempts(trained, 10, Namespace(steps=1, limit_s=-1)).passes(400) is None
+
+
+def test_the_reward_of_sums_is_for_the_answer_and_the_end_of_its_line() -> None:
+    completions = [" 7\nFor", "7\n", " 7", " 7 is\n", " 17\n", "\n7\n"]
+    rewards = preference.is_the_sum(completions, answer=["7"] * len(completions))
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]

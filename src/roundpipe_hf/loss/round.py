@@ -25,12 +25,14 @@ class StashedBatch(NamedTuple):
     """A batch of the accumulation window that waits for the window to close.
 
     ``divisor`` is what Trainer divides this batch's loss by: the window's number of batches, where
-    the loss was not divided by the window's number of items already.
+    the loss was not divided by the window's number of items already. ``syncs`` is what accelerate's
+    `sync_gradients` was when the batch came: True for the window's last one.
     """
 
     inputs: Mapping[str, Any]
     num_items: torch.Tensor | int | None
     divisor: int
+    syncs: bool = True
 
 
 class MicrobatchLabel(NamedTuple):

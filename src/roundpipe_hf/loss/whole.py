@@ -5,8 +5,9 @@ So it may call the model as often as it likes and in any way, switch adapters be
 make one loss of all rows.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class WholeBatchLoss:
             num_calls += 1
             return trainer.call_engine(engine, given, footprint, device)
 
-        with losses_on(device):
+        with losses_on(device), _syncing(trainer.accelerator, batch.syncs):
             loss = trainer.compute_loss(
                 EngineStandIn(trainer.model, run, device),
                 self._inputs(batch, device),
@@ -101,6 +102,19 @@ class WholeBatchLoss:
 def loss_device(engine: RoundPipe) -> torch.device:
     """Where a loss of whole batches is computed: on the engine's first device."""
     return engine.devices[0].torch_device
+
+
+@contextlib.contextmanager
+def _syncing(accelerator: Any, syncs: bool) -> Iterator[None]:
+    """A loss finds `accelerator.sync_gradients` as it was when its batch came, because some losses
+    count steps by it."""
+    state = accelerator.gradient_state
+    before = state.sync_gradients
+    state._set_sync_gradients(syncs)
+    try:
+        yield
+    finally:
+        state._set_sync_gradients(before)
 
 
 def _check(loss: Any, num_calls: int) -> None:

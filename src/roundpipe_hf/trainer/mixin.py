@@ -245,7 +245,12 @@ class RoundPipeTrainerMixin(SavingMixin):
         """
         inputs = self._prepare_inputs(inputs)
         self._window.add(
-            StashedBatch(inputs, on_host(num_items_in_batch), self._divisor(num_items_in_batch))
+            StashedBatch(
+                inputs,
+                on_host(num_items_in_batch),
+                self._divisor(num_items_in_batch),
+                self.accelerator.sync_gradients,
+            )
         )
         if self.is_in_loop and not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

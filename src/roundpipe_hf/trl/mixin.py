@@ -75,7 +75,8 @@ class TRLMixin(RoundPipeTrainerMixin):
         return False
 
     def counted_by_losses(self) -> Any:
-        """TRL's metrics until they are logged, and the tokens it has seen."""
+        """TRL's metrics until they are logged, the tokens it has seen, and how GRPO adapts its
+        entropy's coefficient."""
         counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
         return copy.deepcopy(counts)
 
@@ -145,7 +146,13 @@ class TRLMixin(RoundPipeTrainerMixin):
 
 
 # What TRL's losses add to.
-_COUNTS = ("_metrics", "_total_train_tokens")
+_COUNTS = (
+    "_metrics",
+    "_total_train_tokens",
+    "entropy_coef",
+    "_last_world_entropy",
+    "_entropy_window_stats",
+)
 _PLAIN = Footprint(num_microbatch=1, recompute_grain="stage", is_joined=True, keeps_graphs=True)
 
 

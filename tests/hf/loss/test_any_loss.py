@@ -14,10 +14,12 @@ from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, loss_reduction
 from roundpipe_hf.loss.reduction import reads_num_items
+from tests.support.models import make_llama, make_lora_llama
 from tests.support.trainers import (
     MODELS,
     assert_same,
     assert_same_weights,
+    logged,
     make_both,
     make_trainer,
     run,
@@ -248,6 +250,45 @@ class ComparesWithItsOwnBase(Loss):
         return -torch.nn.functional.logsigmoid(margin.sum(dim=1)).mean()
 
 
+class SwitchesAdapters(Loss):
+    """Two calls, one with each of two adapters, of which one trains."""
+
+    def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+        given = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+        model.set_adapter("other")
+        with torch.no_grad():
+            others = model(**given).logits
+        model.set_adapter("default")
+        margin = nll_of(others, inputs["input_ids"]) - nll_of(logits, inputs["input_ids"])
+        return -torch.nn.functional.logsigmoid(margin.sum(dim=1)).mean()
+
+
+class DistilsFromAModel(Loss):
+    """From a language model of its own class, that is no business of the pipeline's."""
+
+    teacher: Any = None
+
+    def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+        if self.teacher is None:
+            self.teacher = make_llama(tied=True).eval()
+        with torch.no_grad():
+            target = self.teacher(input_ids=inputs["input_ids"]).logits
+        student = log_softmax(logits / 2.0, dim=-1)
+        return kl_div(
+            student, log_softmax(-target / 2.0, dim=-1), log_target=True, reduction="batchmean"
+        )
+
+
+class HeavierAtTheEndOfAWindow(Loss):
+    """By what accelerate says of the batch: each of a window was told that it is the last."""
+
+    accelerator: Any
+
+    def loss_of(self, model: Any, inputs: Any, logits: Tensor, num_items: Any) -> Tensor:
+        weight = 2.0 if self.accelerator.sync_gradients else 1.0
+        return weight * nll_of(logits, inputs["input_ids"]).mean()
+
+
 LOSSES = [
     AnotherMask,
     MeanOfMeans,
@@ -268,6 +309,7 @@ LOSSES = [
     Pairs,
     OwnLossAndMore,
     Penalises,
+    DistilsFromAModel,
 ]
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -278,10 +320,28 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def make_two_adapters() -> Any:
+    model = make_lora_llama()
+    model.add_adapter("other", model.peft_config["default"])
+    return model
+
+
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_of_ones_own(loss: type, devices: int) -> None:
-    assert_same(train_both(MODELS["full"], ROWS, loss, devices=devices, **SETTINGS))
+def test_a_loss_of_ones_own(loss: type, kind: str, devices: int) -> None:
+    """Gradient norms, too, by which gradients are clipped."""
+    pair = train_both(
+        MODELS[kind], ROWS, loss, devices=devices, **SETTINGS | {"max_grad_norm": 1.0}
+    )
+    assert all("grad_norm" in entry for entry in logged(pair.ours)[:-1])
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_loss_that_switches_adapters(devices: int) -> None:
+    settings = SETTINGS | {"max_grad_norm": 1.0, "devices": devices}
+    assert_same(train_both(make_two_adapters, ROWS, SwitchesAdapters, **settings))
 
 
 @pytest.mark.parametrize(
@@ -295,6 +355,7 @@ def test_a_loss_of_ones_own(loss: type, devices: int) -> None:
         Penalises,
         ComparesWithTheBase,
         ComparesWithItsOwnBase,
+        HeavierAtTheEndOfAWindow,
     ],
 )
 def test_with_adapters_accumulation_and_evaluation(loss: type) -> None:

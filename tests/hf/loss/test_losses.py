@@ -141,8 +141,9 @@ ALIKE: dict[str, tuple[type, Any, list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", ALIKE)
-def test_a_mean_with_weights_is_none_over_rows(case: str) -> None:
+def test_a_mean_with_weights_is_none_over_rows(case: str, devices: int) -> None:
     """The first rows have equal weights, and look like a plain mean."""
     mixin, make, rows = ALIKE[case]
     pair = train_both(
@@ -155,6 +156,7 @@ def test_a_mean_with_weights_is_none_over_rows(case: str) -> None:
         learning_rate=0.01,
         eval_dataset=rows[:4],
         eval_strategy="epoch",
+        devices=devices,
     )
     assert_same(pair)
 

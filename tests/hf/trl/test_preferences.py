@@ -171,10 +171,20 @@ def test_reference_computed_beforehand(kind: str, folder: Path) -> None:
     assert_same(trained(kind, folder, reference=True, precompute_ref_log_probs=True))
 
 
-@pytest.mark.slow
+# Full and LoRA, on one device and on three.
+GRID = [
+    pytest.param(adapts, devices, marks=pytest.mark.slow)
+    for adapts in (False, True)
+    for devices in (1, 3)
+]
+grid = pytest.mark.parametrize(("adapts", "devices"), GRID)
+
+
+@grid
 @pytest.mark.parametrize(
     "loss_type",
     [
+        "sigmoid",
         "hinge",
         "ipo",
         "exo_pair",
@@ -188,28 +198,42 @@ def test_reference_computed_beforehand(kind: str, folder: Path) -> None:
         "apo_down",
         "discopop",
         "sft",
+        "sigmoid_norm",
+        "sigmoid sft",
     ],
 )
-def test_every_loss_of_dpo(loss_type: str, folder: Path) -> None:
+def test_every_loss_of_dpo(loss_type: str, adapts: bool, devices: int, folder: Path) -> None:
+    """And two of them at once."""
     smoothing = 0.1 if loss_type in ("exo_pair", "robust") else 0.0
-    assert_same(
-        trained(
-            "dpo",
-            folder,
-            peft_config=LORA,
-            loss_type=[loss_type],
-            label_smoothing=smoothing,
-            max_steps=2,
-        )
-    )
+    settings = {"loss_type": loss_type.split(), "label_smoothing": smoothing, "max_steps": 2}
+    assert_same(trained("dpo", folder, devices=devices, **settings, **adapters(adapts)))
+
+
+def adapters(adapts: bool) -> dict[str, Any]:
+    """Adapters, or all weights and a reference model."""
+    return {"peft_config": LORA} if adapts else {"reference": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_other_divergences_of_dpo(divergence: str, folder: Path) -> None:
+    assert_same(trained("dpo", folder, peft_config=LORA, f_divergence_type=divergence, max_steps=2))
+
+
+@grid
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_every_loss_of_kto(loss_type: str, adapts: bool, devices: int, folder: Path) -> None:
+    settings = {"loss_type": loss_type, "max_steps": 2, "devices": devices}
+    assert_same(trained("kto", folder, **settings, **adapters(adapts)))
 
 
 def test_weighting_and_length_desensitization(folder: Path) -> None:
     assert_same(trained("dpo", folder, peft_config=LORA, use_weighting=True, ld_alpha=0.5))
 
 
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("adapts", [False, True])
-def test_a_reward_model(adapts: bool, folder: Path) -> None:
+def test_a_reward_model(adapts: bool, devices: int, folder: Path) -> None:
     more = {}
     if adapts:
         more["peft_config"] = LoraConfig(
@@ -221,6 +245,7 @@ def test_a_reward_model(adapts: bool, folder: Path) -> None:
         lambda: make_model(LlamaForSequenceClassification),
         eval_dataset=PAIRS,
         gradient_accumulation_steps=2,
+        devices=devices,
         **more,
     )
     assert isinstance(pair.ours._engine(), AutoRoundPipe)

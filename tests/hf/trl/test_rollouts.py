@@ -18,7 +18,7 @@ from roundpipe_hf.trl import (
     RoundPipeRLOOConfig,
     RoundPipeRLOOTrainer,
 )
-from tests.hf.trl.test_preferences import make_model
+from tests.hf.trl.test_preferences import grid, make_model
 from tests.support.example_data import save_tokenizer, sentences
 from tests.support.trainers import Pair, assert_same, logged, run
 
@@ -46,8 +46,9 @@ def length(completions: list[str], **_: Any) -> list[float]:
 
 def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settings: Any) -> Any:
     trainers, configs = KINDS[kind]
-    more = {
-        name: settings.pop(name) for name in ("peft_config", "eval_dataset") if name in settings
+    of_trainer = ("peft_config", "eval_dataset", "reward_funcs")
+    more = {"reward_funcs": length} | {
+        name: settings.pop(name) for name in of_trainer if name in settings
     }
     given = {
         "output_dir": "out-ours" if is_ours else "out-plain",
@@ -73,12 +74,31 @@ def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settin
     torch.manual_seed(1)  # which adapters are drawn from
     return trainers[0 if is_ours else 1](
         model,
-        reward_funcs=length,
         args=configs[0 if is_ours else 1](**given),
         train_dataset=PROMPTS,
         processing_class=AutoTokenizer.from_pretrained(folder),
         **more,
     )
+
+
+def adapters(adapts: bool) -> dict[str, Any]:
+    return {"peft_config": LORA} if adapts else {}
+
+
+def length_and_place(completions: list[str], **_: Any) -> list[float]:
+    """Tells equal completions apart, as those of greedy decoding are."""
+    return [float(len(completion) % 7 + place % 3) for place, completion in enumerate(completions)]
+
+
+def fixed_rollouts(prompt_ids: list[list[int]], *_: Any, **__: Any) -> list[list[int]]:
+    """Of unlike lengths, the same ones at every step."""
+    rows = range(len(prompt_ids))
+    return [[3 + (7 * row + at) % 29 for at in range(1 + row % 5)] for row in rows]
+
+
+def fixed_rollouts_of_grpo(*args: Any, **kwargs: Any) -> tuple[list[list[int]], None]:
+    """Without log-probabilities, for which GRPO has a place."""
+    return fixed_rollouts(*args, **kwargs), None
 
 
 def trained(kind: str, folder: Path, **settings: Any) -> Pair:
@@ -121,11 +141,87 @@ def test_rollouts_that_are_used_twice(kind: str, folder: Path) -> None:
     assert_same(trained(kind, folder, num_iterations=2, beta=0.1, max_steps=4))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
-def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
-    assert_same(
-        trained("grpo", folder, peft_config=LORA, loss_type=loss_type, steps_per_generation=2)
+@grid
+@both
+def test_fixed_rollouts(kind: str, adapts: bool, devices: int, folder: Path) -> None:
+    pair = Pair(
+        *(
+            make_one(kind, is_ours, folder, devices=devices, beta=0.1, **adapters(adapts))
+            for is_ours in (True, False)
+        )
     )
+    for trainer in pair:
+        trainer._generate_single_turn = fixed_rollouts_of_grpo if kind == "grpo" else fixed_rollouts
+        run(trainer)
+    assert logged(pair.ours)[-2]["grad_norm"] > 0
+    assert_same(pair)
+
+
+@grid
+@both
+def test_greedy_rollouts(kind: str, adapts: bool, devices: int, folder: Path) -> None:
+    """End to end: tokens depend on the weights alone."""
+    pair = trained(
+        kind,
+        folder,
+        devices=devices,
+        generation_kwargs={"do_sample": False},
+        reward_funcs=length_and_place,
+        **adapters(adapts),
+    )
+    assert logged(pair.ours)[0]["grad_norm"] > 0
+    assert_same(pair)
+
+
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        "grpo",
+        "bnpo",
+        "dr_grpo",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("cispo", "luspo", "sapo", "vespo")
+        ),
+    ],
+)
+def test_losses_of_grpo(loss_type: str, folder: Path) -> None:
+    level = "sequence" if loss_type == "luspo" else "token"
+    settings = {"importance_sampling_level": level, "steps_per_generation": 2}
+    assert_same(trained("grpo", folder, peft_config=LORA, loss_type=loss_type, **settings))
+
+
+ADAPTS_ENTROPY = {
+    "use_adaptive_entropy": True,
+    "entropy_coef": 0.01,
+    "entropy_coef_delta": 0.01,
+    "entropy_target": 5.0,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_an_entropy_that_is_adapted_once_a_step(devices: int, folder: Path) -> None:
+    """Losses of a window run when it closes, where each took its batch for the last one, and
+    adapted."""
+    assert_same(trained("grpo", folder, devices=devices, **ADAPTS_ENTROPY))
+
+
+def test_an_entropy_that_is_adapted_by_a_loss_that_runs_again(folder: Path) -> None:
+    """The second batch of a window runs out of memory when the coefficient has changed."""
+    pair = Pair(*(make_one("grpo", is_ours, folder, **ADAPTS_ENTROPY) for is_ours in (True, False)))
+    inner, calls = pair.ours.compute_loss, list[Any]()
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        loss = inner(*args, **kwargs)
+        calls.append(loss)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("as asked for")
+        return loss
+
+    pair.ours.compute_loss = compute_loss
+    assert_same(Pair(*map(run, pair)))
+    assert len(calls) == 3 * 2 + 2
 
 
 @both

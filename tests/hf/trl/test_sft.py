@@ -104,11 +104,12 @@ def close(trainer: Any) -> None:
     trainer.model_wrapped.close()
 
 
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 CASES: dict[str, dict[str, Any]] = {
-    "full": {},
-    "lora": {
-        "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    },
+    "full on one device": {"devices": 1},
+    "full on three": {"devices": 3},
+    "lora on one device": {"devices": 1, "peft_config": LORA},
+    "lora on three": {"devices": 3, "peft_config": LORA},
     "accumulation": {"gradient_accumulation_steps": 2, "devices": 3},
     "dft": {"loss_type": "dft"},
     "packing": {
@@ -128,7 +129,7 @@ SLOW = pytest.mark.slow
 )
 def test_trains_as_the_plain_trainer(case: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Every logged number, entropy and accuracy among them, and the weights. Batches have 3 rows of
-    unequal length, cut into 2 or 3 microbatches."""
+    unequal length, cut into up to 3 microbatches."""
     pair = train_both(tokenizer, **CASES[case])
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= logged(pair.ours)[0].keys()
     assert_same(pair)
@@ -221,7 +222,7 @@ def test_takes_the_name_of_a_model(tokenizer: PreTrainedTokenizerBase, tmp_path:
         None,
         model=str(tmp_path / "model"),
         pin_model="off",
-        **CASES["lora"],
+        peft_config=LORA,
         max_steps=1,
     )
     assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
