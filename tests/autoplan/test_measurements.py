@@ -34,6 +34,7 @@ def size(weight_bytes: int, *, multiplied: bool = True, trains: bool = True) -> 
     elements = weight_bytes // 2
     return LayerSize(
         weight_bytes=weight_bytes,
+        upload_bytes=weight_bytes,
         gradient_bytes=4 * elements * trains,
         offloaded_bytes=2 * elements * trains,
         matmul_elements=elements * multiplied,

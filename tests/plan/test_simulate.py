@@ -223,3 +223,16 @@ def test_the_bubble_is_no_larger_than_written_back(model: Published, overlaps: b
     passes = fused_passes(ModelExecutePlan(stages.forward, stages.backward), 0)
     bubble = steady_state(passes, model.costs, workload).bubble
     assert bubble < (model.async_bubble if overlaps else model.sync_bubble)
+
+
+def test_an_upload_takes_the_time_of_what_it_moves() -> None:
+    """Quantized weights go up in fewer bytes than they take in their slots."""
+    dense = replace(COSTS, weight_bytes=(1000,) * 6, upload_bytes=(), up_ms_per_byte=0.001)
+    quarter = replace(dense, upload_bytes=(250,) * 6)
+    for costs, end_ms in ((dense, 2), (quarter, 0.5)):
+        (upload,) = (
+            span
+            for span in two_calls(1, overlaps=True, costs=costs).spans
+            if span.call == 0 and repr(span.action) == "UF0@0"
+        )
+        assert upload.end_ms == end_ms

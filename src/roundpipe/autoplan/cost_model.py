@@ -67,6 +67,7 @@ class CostModel:
         dtypes = [(parameter.numel(), self._rules.dtypes(parameter)) for parameter in trained]
         return LayerSize(
             weight_bytes=layer.num_bytes,
+            upload_bytes=layer.image_bytes,
             gradient_bytes=sum(count * summed.itemsize for count, (summed, _) in dtypes),
             offloaded_bytes=sum(count * offloaded.itemsize for count, (_, offloaded) in dtypes),
             matmul_elements=sum(parameter.numel() for parameter in multiplied),

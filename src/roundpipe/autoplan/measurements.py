@@ -40,6 +40,7 @@ class LayerSize(NamedTuple):
     multiplied by."""
 
     weight_bytes: int
+    upload_bytes: int
     gradient_bytes: int
     offloaded_bytes: int
     matmul_elements: int
@@ -58,6 +59,7 @@ def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCost
         forward=tuple(forward),
         backward=tuple(ms * count for ms, count in zip(forward, gradients, strict=True)),
         weight_bytes=tuple(layer.weight_bytes for layer in layers),
+        upload_bytes=tuple(layer.upload_bytes for layer in layers),
         gradient_bytes=tuple(layer.gradient_bytes for layer in layers),
         offloaded_bytes=tuple(layer.offloaded_bytes for layer in layers),
         up_ms_per_byte=1 / _BYTES_PER_MS,

@@ -17,11 +17,12 @@ _SHARE_READ = 2 / 28
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
     """Per layer, for one microbatch. What is left out counts as nothing; ``recompute`` as a
-    forward, ``offloaded_bytes`` as ``gradient_bytes``.
+    forward, ``offloaded_bytes`` as ``gradient_bytes``, ``upload_bytes`` as ``weight_bytes``.
 
     Args:
         forward, recompute, backward: milliseconds; backward without the recompute before it.
-        weight_bytes: what an upload moves and a slot holds.
+        weight_bytes: what a slot holds.
+        upload_bytes: what an upload moves; less than that for quantized weights.
         gradient_bytes: its accumulators on the device.
         offloaded_bytes: what of them goes down, in the dtype they offload in.
         saved_bytes: what autograd keeps of its forward.
@@ -35,6 +36,7 @@ class LayerCosts:
     backward: tuple[float, ...]
     recompute: tuple[float, ...] = ()
     weight_bytes: tuple[int, ...] = ()
+    upload_bytes: tuple[int, ...] = ()
     gradient_bytes: tuple[int, ...] = ()
     offloaded_bytes: tuple[int, ...] = ()
     saved_bytes: tuple[int, ...] = ()
@@ -46,8 +48,10 @@ class LayerCosts:
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", self.recompute or self.forward)
         object.__setattr__(self, "offloaded_bytes", self.offloaded_bytes or self.gradient_bytes)
+        object.__setattr__(self, "upload_bytes", self.upload_bytes or self.weight_bytes)
         for name in (
             "weight_bytes",
+            "upload_bytes",
             "offloaded_bytes",
             "gradient_bytes",
             "saved_bytes",
@@ -125,6 +129,7 @@ class StageSums:
         self.again = sums([r + b for r, b in zip(costs.recompute, costs.backward, strict=True)])
         self.fused = sums([f + b for f, b in zip(costs.forward, costs.backward, strict=True)])
         self.weights = sums(costs.weight_bytes)
+        self.uploads = sums(costs.upload_bytes)
         self.gradients = sums(costs.gradient_bytes)
         self.offloaded = sums(costs.offloaded_bytes)
         self.saved = sums(costs.saved_bytes)
@@ -150,7 +155,7 @@ class StageSums:
     def stage_run_ms(self, pass_: Pass, layers: range, num_microbatches: int) -> float:
         """One microbatch's share of a stage run: the larger of its compute and its copies."""
         costs = self.costs
-        up = (self.weights[layers.stop] - self.weights[layers.start]) * costs.up_ms_per_byte
+        up = (self.uploads[layers.stop] - self.uploads[layers.start]) * costs.up_ms_per_byte
         down = 0.0
         if pass_ is not Pass.FORWARD:
             down = (

@@ -64,10 +64,11 @@ def with_all_resident(costs: LayerCosts, workload: Workload) -> tuple[LayerCosts
     # Up for a forward and again for a backward, on each of the devices that share a stage.
     num_copies = 2 * (workload.num_devices if workload.may_share else 1)
     compute_ms = workload.num_microbatches * (sum(costs.forward) + sum(costs.backward))
-    if num_copies * sum(costs.weight_bytes) * costs.up_ms_per_byte < compute_ms:
+    if num_copies * sum(costs.upload_bytes) * costs.up_ms_per_byte < compute_ms:
         return None
     left = replace(workload, limit_bytes=workload.limit_bytes - there, keeps_layers=False)
-    return replace(costs, weight_bytes=costs.offloaded_bytes), left
+    trained = costs.offloaded_bytes
+    return replace(costs, weight_bytes=trained, upload_bytes=trained), left
 
 
 def graphs_kept_from(

@@ -86,7 +86,7 @@ class Search:
         self._max_stage_runs = max_stage_runs
         self._round = workload
         self._sums = StageSums(costs)
-        self._up = _scaled(self._sums.weights, costs.up_ms_per_byte / workload.num_microbatches)
+        self._up = _scaled(self._sums.uploads, costs.up_ms_per_byte / workload.num_microbatches)
         self._down = _scaled(
             self._sums.offloaded, costs.down_ms_per_byte / workload.num_microbatches
         )

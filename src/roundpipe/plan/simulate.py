@@ -232,7 +232,7 @@ class _Device:
             return False
         if action.op is Op.UPLOAD:
             start = max(begin, self.up_ms, self.slot_free_ms)
-            moved = sum(costs.weight_bytes[layer] for layer in stage_run.layers)
+            moved = sum(costs.upload_bytes[layer] for layer in stage_run.layers)
             self.up_ms = end = start + moved * costs.up_ms_per_byte
             self.uploaded_ms[call, stage_run] = end
         elif action.op is Op.FETCH:
