@@ -142,3 +142,19 @@ def test_a_weight_may_be_read_without_waiting_for_updates(engines: Engines) -> N
     assert torch.equal(engine.get_parameter("0.weight", up_to_date=False), before)
     may_update.set()
     assert not torch.equal(engine.get_parameter("0.weight"), before)
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("from roundpipe.timer import ModelTimer", r"roundpipe\.profile\("),
+        ("import roundpipe.timer", "no ModelTimer"),
+        ("from roundpipe.models.function import anything", "return_logits=False"),
+        ("import roundpipe.models.function", "compile=True"),
+    ],
+)
+def test_names_that_are_not_here_say_what_to_write(statement: str, instead: str) -> None:
+    """Each time, not only the first."""
+    for _ in range(2):
+        with pytest.raises(ImportError, match=instead):
+            exec(statement)
