@@ -47,7 +47,8 @@ class PipelineArguments:
             step old.
         devices: a number, of accelerators or where there are none of virtual CPU devices; or names
             of devices, on the command line ``cuda:0,cuda:1``; None for every visible accelerator.
-        num_microbatch: microbatches per batch; None for the number of devices + 1.
+        num_microbatch: microbatches per batch; None for the number of devices + 1, but 1 on a
+            single virtual device without ``max_gpu_memory``, where cutting gains nothing.
         recompute_grain: ``"stage"`` (default) or ``"layer"``, which recomputes one layer at a time.
         pin_model: how host memory is page-locked, as in `RoundPipe`.
         optim_dtype: dtype of the optimizer's own copies of the weights; ``"auto"`` keeps the
@@ -85,7 +86,11 @@ class PipelineArguments:
         },
     )
     num_microbatch: int | None = field(
-        default=None, metadata={"help": "Microbatches per batch; else the number of devices + 1."}
+        default=None,
+        metadata={
+            "help": "Microbatches per batch; else the number of devices + 1, but 1 on a single "
+            "virtual device without max_gpu_memory."
+        },
     )
     recompute_grain: str | None = field(
         default=None,

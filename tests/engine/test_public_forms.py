@@ -1,5 +1,6 @@
 """Forms that scripts use as they do with torch, and errors that name what is wrong with others."""
 
+import logging
 import threading
 
 import numpy as np
@@ -94,16 +95,24 @@ def test_settings_of_a_run_may_be_given_by_position() -> None:
     )
 
 
+@pytest.mark.parametrize("is_set_up", [True, False], ids=["logging set up", "not"])
 def test_a_preset_that_nobody_asked_for_is_named_by_default(
+    is_set_up: bool,
     caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was logged at a level that is not shown where logging is not set up."""
-    for use, expected in ((None, ["WARNING"]), (True, [])):
+    """It was logged at a level that is not shown where logging is not set up, and then as a
+    warning, though nothing is wrong."""
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda _: is_set_up)
+    wrap = roundpipe.wrap_model_to_roundpipe
+    for use, is_shown in ((None, not is_set_up), (True, False)):
         caplog.clear()
-        wrap = roundpipe.wrap_model_to_roundpipe
-        wrap(make_llama(tied=False), use_sequential_preset=use, devices=1).close()
+        with caplog.at_level(logging.INFO, "roundpipe"):
+            wrap(make_llama(tied=False), use_sequential_preset=use, devices=1).close()
         said = [one.levelname for one in caplog.records if "by its preset" in one.message]
-        assert said == expected
+        assert said == ["INFO"]
+        assert ("runs by its preset as 6 layers" in capsys.readouterr().err) == is_shown
 
 
 def test_the_devices_an_engine_would_get_can_be_counted() -> None:
@@ -133,3 +142,19 @@ def test_a_weight_may_be_read_without_waiting_for_updates(engines: Engines) -> N
     assert torch.equal(engine.get_parameter("0.weight", up_to_date=False), before)
     may_update.set()
     assert not torch.equal(engine.get_parameter("0.weight"), before)
+
+
+@pytest.mark.parametrize(
+    ("statement", "instead"),
+    [
+        ("from roundpipe.timer import ModelTimer", r"roundpipe\.profile\("),
+        ("import roundpipe.timer", "no ModelTimer"),
+        ("from roundpipe.models.function import anything", "return_logits=False"),
+        ("import roundpipe.models.function", "compile=True"),
+    ],
+)
+def test_names_that_are_not_here_say_what_to_write(statement: str, instead: str) -> None:
+    """Each time, not only the first."""
+    for _ in range(2):
+        with pytest.raises(ImportError, match=instead):
+            exec(statement)

@@ -1,6 +1,5 @@
 """Small gradients go down together: in one copy, and whatever of them is there."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -107,29 +106,6 @@ def test_complex_gradients_offload_too(
     norm = engine.step(lambda: clip_grad_norm_(engine, float("inf"))).result()
     plain = torch.nn.utils.get_total_norm(list(expected.gradients.values()))
     torch.testing.assert_close(norm, plain, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("settings", [{}, {"grad_dtype": torch.float32}])
-def test_masters_of_complex_weights_are_complex(settings: Any, engines: Engines) -> None:
-    """Real ones dropped the imaginary part: a step at rate 0 made 1 + 1j to 1."""
-    torch.manual_seed(0)
-    model, batch = nn.Sequential(Wave(), nn.Linear(MLP_WIDTH, MLP_WIDTH)), mlp_batch(rows=6)
-    plain = copy.deepcopy(model)
-    engine = engines(model, ONE, optim_dtype=torch.float32, **settings)
-    ours = torch.optim.Adam(engine.optim_parameters(), lr=0.1)
-    theirs = torch.optim.Adam(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        run_batch(engine, batch, 3)
-        engine.step(ours.step, is_async=False)
-        theirs.zero_grad()
-        for args, _, target in batch.whole():
-            batch.loss_fn(plain(*args), target).backward()
-        theirs.step()
-    engine.synchronize()
-    dtypes = {master.dtype for master in engine.optim_parameters()}
-    assert dtypes == {torch.complex64, torch.float32}
-    for name, weight in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-5, atol=1e-6)
 
 
 def test_offloading_together_takes_memory_for_what_offloads_alone() -> None:

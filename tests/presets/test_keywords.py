@@ -32,12 +32,42 @@ def test_a_keyword_that_nothing_reads_is_refused_by_name(
     assert ("did you mean" in str(caught.value)) == (misspelt != "anything")
     with pytest.raises(ConfigError, match=f"{misspelt}="):
         engine.forward_backward(input_kwargs=given)
+    right = ((), INPUTS["labels"](), None)
+    for microbatches in ([right, ((), given, None)], lambda n: [right, ((), given, None)]):
+        for run in (engine.forward_backward, engine.forward_loss):
+            with pytest.raises(ConfigError, match=f"{misspelt}="):  # those that come cut, too
+                run(microbatches=microbatches)
 
 
 def test_image_classifiers_refuse_them_too(engines: Engines) -> None:
     engine = engines(make_vit())
+    given = {"pixel_values": torch.zeros(2, 3, 8, 8), "return_logits": False}
     with pytest.raises(ConfigError, match="return_logits="):
-        engine(pixel_values=torch.zeros(2, 3, 8, 8), return_logits=False)
+        engine(**given)
+    with pytest.raises(ConfigError, match="return_logits="):
+        engine.forward_backward(microbatches=[((), given, None)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_that_come_cut_keep_what_is_read(name: str, engines: Engines) -> None:
+    """As the batch that they make up; ``skip_logits`` is known to presets alone."""
+    model = make_model(name)
+    theirs, _ = own_forward(copy.deepcopy(model), INPUTS["labels"]())
+    given = INPUTS["labels"]()
+    items = given["labels"][..., 1:].ne(-100).sum()
+    with torch.no_grad():
+        loss = engines(model).forward_loss(
+            microbatches=[
+                (
+                    (),
+                    {key: value[part] for key, value in given.items()}
+                    | {"skip_logits": True, "num_items_in_batch": items},
+                    None,
+                )
+                for part in (slice(1), slice(1, None))
+            ]
+        )
+    assert_same_sums(loss, theirs.loss, terms=ROWS * TOKENS)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -240,6 +240,95 @@ def test_a_forward_that_fails_lets_go_of_its_copies(wrap: Wrap) -> None:
     assert model.first.inner.noted() == plain.first.inner.noted()
 
 
+class Failing(Block):
+    """Raises where it is told to, before anything is noted in it."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("told to")
+        return super().forward(x)
+
+
+class ThenFailing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Failing()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x * self.scale))
+
+
+@one_and_three
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_what_parts_before_a_failing_one_have_noted_stays(
+    wrap: Wrap, is_async: bool, devices: DeviceSet
+) -> None:
+    """As in plain PyTorch: they have succeeded, each as a whole. Training goes on from there, and
+    the failed forward leaves no gradients."""
+    torch.manual_seed(0)
+    model = ThenFailing().eval()
+    plain = copy.deepcopy(model)
+    engine = wrap(model, devices)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(STEPS):
+        model.second.fails = plain.second.fails = step in (1, 2)
+        x = torch.randn(ROWS, WIDTH)
+        if model.second.fails:
+            for run in (engine, plain):
+                with pytest.raises(ValueError, match="told to"):
+                    run(x)
+        else:
+            expected = plain(x).square().mean()
+            expected.backward()
+            theirs.step()
+            theirs.zero_grad()
+            loss = engine(x).square().mean()
+            loss.backward()
+            engine.step(update, is_async=is_async)
+            engine.synchronize()  # so that no gradient is a step old
+            devices.check(loss, expected, bitwise=False)
+        for found, wanted in zip(parts_of(model), parts_of(plain), strict=True):
+            assert found.noted() == wanted.noted()
+        devices.check(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=False)
+    assert [part.count for part in parts_of(model)] == [STEPS, STEPS - 2]
+
+
+def parts_of(model: ThenFailing) -> list[Noting]:
+    return [model.first.inner, model.second.inner]
+
+
+@one_and_three
+def test_a_part_that_fails_in_its_last_microbatch_has_noted_nothing(
+    wrap: Wrap, devices: DeviceSet
+) -> None:
+    """A loop over its microbatches would have noted the first ones."""
+    torch.manual_seed(0)
+    model = Model()
+    engine = wrap(model, devices, count=2)
+    x = torch.randn(ROWS, WIDTH)
+    inner = model.first.inner
+    inner.register_forward_pre_hook(_raise_for_negatives)
+    x[:-1], x[-1] = x[:-1].abs(), -x[-1].abs()
+    with pytest.raises(ValueError, match="negative"):
+        engine(x)
+    assert inner.noted() == (0, False, 1.0, (), [])
+    assert not inner.average.any()
+
+
+def _raise_for_negatives(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    if bool((inputs[0] < 0).any()):
+        raise ValueError("negative")
+
+
 class Penalised(nn.Module):
     """Own code adds to the output what its part has left in an attribute, as losses that balance
     experts are."""

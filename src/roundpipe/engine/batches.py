@@ -16,6 +16,7 @@ from ..microbatch import Microbatches, merge, refuse_packed, split
 from ..microbatch.packed import RoundPipePackedData
 from ..microbatch.split import Inputs
 from ..plan.costs import Grain
+from ..presets.preset import SplitForward
 from ..runtime.call import Call
 from ..transfer.boundaries import Boundary, delivered
 
@@ -77,7 +78,8 @@ class Batch:
         """Cut by the caller, who may also have said how to ``cut`` it otherwise.
 
         Raises:
-            ConfigError: there are none, or one is not of three parts.
+            ConfigError: there are none, one is not of three parts, or has keywords that nothing in
+                the model reads.
         """
         if not microbatches:
             raise ConfigError("microbatches is empty; give at least one (args, kwargs, label)")
@@ -91,14 +93,10 @@ class Batch:
                 (args, kwargs, label),
                 "microbatches are cut already; give one of its values to each",
             )
-            parts.append(
-                split(
-                    _positional(args, f"{where}'s args"),
-                    _named(kwargs, f"{where}'s kwargs"),
-                    label,
-                    1,
-                )
-            )
+            given = _positional(args, f"{where}'s args"), _named(kwargs, f"{where}'s kwargs")
+            if isinstance(config.split_input, SplitForward):
+                config.split_input.check_cut(*given)
+            parts.append(split(*given, label, 1))
         together = Microbatches(
             inputs=tuple(part.inputs[0] for part in parts),
             labels=tuple(part.labels[0] for part in parts),

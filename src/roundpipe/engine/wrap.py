@@ -3,6 +3,7 @@ part."""
 
 import inspect
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,8 +46,8 @@ def wrap_model_to_roundpipe(
 
     Args:
         model: any module, on the CPU.
-        use_sequential_preset: None uses a preset if there is one, and says so; True insists on
-            it; False does not look for one.
+        use_sequential_preset: None uses a preset if there is one, and says so (in the log at INFO,
+            on stderr where logging is not set up); True insists on it; False does not look for one.
         lower_threshold: bytes of parameters from which a module that holds them itself is a part;
             parts with fewer in total run as one microbatch.
         upper_threshold: bytes of parameters up to which a module is a part; default: the model's,
@@ -81,14 +82,10 @@ def wrap_model_to_roundpipe(
                 f"but {architecture} runs by its preset; leave them out, or pass "
                 "use_sequential_preset=False"
             )
-        # Shown by default where nobody has asked for the preset.
-        logger.log(
-            logging.INFO if use_sequential_preset else logging.WARNING,
-            "%s: %s runs by its preset as %d layers",
-            name,
-            architecture,
-            len(made.sequential),
-        )
+        said = f"{name}: {architecture} runs by its preset as {len(made.sequential)} layers"
+        logger.info(said)
+        if use_sequential_preset is None and not logger.hasHandlers():
+            print(said, file=sys.stderr)  # where logging is not set up INFO is lost
         of_preset = RoundPipeRunConfig(split_input=made.split_input, merge_output=made.merge_output)
         run_config = model_run_config.over(of_preset)
         engine = RoundPipe(

@@ -14,6 +14,7 @@ from ..memory import huge_pages
 from ..memory.scratch import scratch
 from ..params.window import Master
 from .optimizers import OnePass, update_of
+from .state import has_complex
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class _PlainLion(torch.optim.Optimizer):
             "fused": fused,
         }
         super().__init__(params, defaults)
+        if any(has_complex(group) for group in self.param_groups):
+            raise ConfigError(
+                "Lion has a complex parameter, which has no sign to step by; give it to another "
+                "optimizer, such as roundpipe.optim.AdamW"
+            )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

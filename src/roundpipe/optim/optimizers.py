@@ -14,7 +14,7 @@ from ..kernels.updates import Formula, Rule, RuleUpdate, Tensors, UpdateInto, co
 from ..memory import huge_pages
 from ..params.window import Master
 from ..step import context
-from .state import SteadyState
+from .state import SteadyState, has_complex, listed
 
 _ADAM, _ADAM_AMSGRAD, _SGD, _SGD_MOMENTUM = range(4)  # as update.c numbers them
 
@@ -27,7 +27,10 @@ class OnePass(SteadyState, torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(params, *args, **_fused_by_default(kwargs))
+        params = listed(params)
+        # torch's fused steps, whose settings these are, take no complex numbers; its others do.
+        given = kwargs if has_complex(params) else _fused_by_default(kwargs)
+        super().__init__(params, *args, **given)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         """Decides what this step does to those ``masters`` of a param ``group`` that have a
@@ -45,8 +48,8 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         when that returns.
 
         Gradients are read as they were offloaded, in any floating-point dtype, and summed in fp32.
-        Masters that are not fp32, and options that only torch has (``foreach``, ``capturable``,
-        ``differentiable``), go through torch's own step.
+        Masters that are not fp32 (all, if one is complex), and options that only torch has
+        (``foreach``, ``capturable``, ``differentiable``), go through torch's own step.
         """
         if not self._has_rules():
             return super().step(closure)

@@ -1,5 +1,6 @@
 """Optimizer state that is read and written between steps, never during one."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,3 +31,23 @@ class SteadyState(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             for group, choices in zip(self.param_groups, own, strict=True):
                 group.update(choices)
+
+
+def listed(params: Any) -> Any:
+    """Makes lists of the iterators among ``params``, so that they can be read before an optimizer
+    reads them."""
+    if isinstance(params, Iterator):
+        params = list(params)
+    for group in params if isinstance(params, list) else ():
+        if isinstance(group, dict) and isinstance(group.get("params"), Iterator):
+            group["params"] = list(group["params"])
+    return params
+
+
+def has_complex(params: Any) -> bool:
+    """Whether a tensor among ``params``, param groups or names with tensors, is complex."""
+    if isinstance(params, torch.Tensor):
+        return params.is_complex()
+    if isinstance(params, dict):
+        return has_complex(params.get("params", ()))
+    return isinstance(params, (list, tuple)) and any(map(has_complex, params))

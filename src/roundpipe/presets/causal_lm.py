@@ -6,7 +6,6 @@ Knows nothing of any architecture's blocks.
 
 import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -19,10 +18,11 @@ from ..layers.output_use import only_loss_is_wanted
 from ..microbatch import split
 from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
-from .preset import Cut
+from .preset import Cut, SplitForward
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
+_LOGITS = ("skip_logits", "return_logits")
 _FLASH_OFFSETS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
@@ -107,7 +107,7 @@ def split_batch(
     named = by_name(type(model), args, kwargs)
     if "return_logits" not in parameters_of(type(model)):
         honour_return_logits(named)
-    refuse_unknown(model, named, also=("skip_logits", "return_logits"))
+    refuse_unknown(model, named, also=_LOGITS)
     _warn_if_documents_leak(named)
     whole = {name: named.pop(name) for name in _NEVER_CUT | _FLASH_OFFSETS if name in named}
     parts = [part | whole for _, part in split((), named, None, n).inputs]
@@ -121,6 +121,11 @@ def split_batch(
         if named.get("labels") is not None and whole.get("num_items_in_batch") is None:
             _make_losses_add_up(Loss(model), named, parts)
     return [()] * len(parts), parts
+
+
+def refuse_unread(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for keywords that nothing in the model reads."""
+    refuse_unknown(model, by_name(type(model), args, kwargs), also=_LOGITS)
 
 
 def _make_losses_add_up(loss: Loss, batch: dict[str, Any], parts: list[dict[str, Any]]) -> None:
@@ -164,6 +169,6 @@ def assemble(
     """A decoder of these layers, microbatched as causal language models are."""
     return Cut(
         sequential=nn.Sequential(prefix, *blocks, suffix),
-        split_input=partial(split_input, model),
+        split_input=SplitForward(model=model, split=split_input, check=refuse_unread),
         merge_output=merge_outputs,
     )

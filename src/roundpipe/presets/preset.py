@@ -47,6 +47,30 @@ class Cut:
     merge_output: MergeOutput
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SplitForward:
+    """A preset's ``split_input``, which knows what the forward of its model may be given.
+
+    Args:
+        model: the model that the preset cuts.
+        split: ``(model, args, kwargs, n) -> (args_list, kwargs_list)``.
+        check: ``(model, args, kwargs)``, raises for what no call may be given. It is called by
+            itself for microbatches that come cut.
+    """
+
+    model: Any
+    split: Callable[..., Any]
+    check: Callable[..., None]
+
+    def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
+        """Cuts what the forward is given into at most ``n`` microbatches."""
+        return self.split(self.model, args, kwargs, n)
+
+    def check_cut(self, args: Any, kwargs: Any) -> None:
+        """Raises ConfigError for a microbatch with what no call may be given."""
+        self.check(self.model, args, kwargs)
+
+
 CutModel = Callable[[Any], Cut]
 
 

@@ -9,6 +9,7 @@ import logging
 import operator
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +20,7 @@ from roundpipe import RoundPipe
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 
-from ..arguments import engine_devices, pipeline_of
+from ..arguments import PipelineArguments, engine_devices, pipeline_of
 from ..compat import base_model
 from .calls import num_layers
 from .refusals import refuse_model
@@ -195,19 +196,32 @@ class EngineSlot:
 
 
 def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
-    pipeline = pipeline_of(args)
+    pipeline, devices = pipeline_of(args), engine_devices(args)
+    run_config = pipeline.run_config()
+    if run_config.num_microbatch is None and _cutting_gains_nothing(pipeline, devices):
+        run_config = replace(run_config, num_microbatch=1)
     engine = wrap_model_to_roundpipe(
         model,
         optim_dtype=pipeline.master_dtype(),
-        devices=engine_devices(args),
+        devices=devices,
         pin_model=pipeline.pin_model,
         max_gpu_memory=pipeline.max_gpu_memory,
         compile=args.torch_compile,
-        model_run_config=pipeline.run_config(),
+        model_run_config=run_config,
         name=type(model).__name__,
     )
     # Or an AutoRoundPipe, which is the same to a trainer but for losses that run fused.
     return cast(RoundPipe, engine)
+
+
+def _cutting_gains_nothing(
+    pipeline: PipelineArguments, devices: int | list[torch.device] | None
+) -> bool:
+    """True for one virtual device without a limit: there is no other device to keep busy, no copy
+    to hide behind another microbatch's work, and its memory is the host's, where the plain Trainer
+    has whole batches."""
+    is_alone = isinstance(devices, list) and [device.type for device in devices] == ["cpu"]
+    return is_alone and pipeline.max_gpu_memory is None
 
 
 def _versions(model: nn.Module) -> list[int]:

@@ -77,6 +77,11 @@ class LossGradients:
                 if leaf not in self._before:
                     self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
 
+    @property
+    def are_noted(self) -> bool:
+        """Whether a loss computes with any parameter beside what the model returned."""
+        return bool(self._before)
+
     def __contains__(self, parameter: torch.Tensor) -> bool:
         """Whether a loss computes with it."""
         return parameter in self._before

@@ -97,6 +97,9 @@ class RoundPipeTrainerMixin(SavingMixin):
         stage needs them."""
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         built.pop("dynamo_plugin", None)
+        loading: Any = built.get("dataloader_config")
+        if self.args.world_size == 1 and getattr(loading, "dispatch_batches", False):
+            loading.dispatch_batches = None  # Accelerate refuses True where it moves no batches
         return {**built, "device_placement": False, "mixed_precision": "no"}
 
     def _validate_args(self) -> None:

@@ -265,7 +265,8 @@ class AccumulationWindow:
     def _refuse_gradients_of_the_model(self, engine: RoundPipe) -> None:
         """The engine computes with copies of the weights; a gradient of the model's own would
         silently be lost."""
-        for name, parameter in engine.model.named_parameters():
+        named = engine.model.named_parameters() if self._loss_gradients.are_noted else ()
+        for name, parameter in named:
             if parameter in self._loss_gradients:
                 engine.zero_grad()
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """What cannot be honoured is refused by the constructor, naming the option and what to use
 instead."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.engine.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
 from tests.support.models import make_llama
-from tests.support.trainers import MODELS, make_trainer, run, token_rows
+from tests.support.trainers import MODELS, assert_same, make_trainer, run, token_rows, train_both
 
 ROWS = token_rows(3)
 
@@ -58,6 +59,14 @@ def test_arguments_that_need_what_is_not_installed(name: str, value: Any, messag
     setattr(args, name, value)
     with pytest.raises(ConfigError, match=message):
         refuse_arguments(args)
+
+
+def test_dispatched_batches_in_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    """They were refused, though nothing is dispatched there."""
+    settings: Any = {"accelerator_config": {"dispatch_batches": True}}
+    with caplog.at_level(logging.INFO, "roundpipe_hf"):
+        assert_same(train_both(MODELS["full"], ROWS, **settings))
+    assert "dispatch_batches: no effect in one process" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,8 @@ class Rounds:
 def test_a_window_is_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """7 batches of 3 (the last of 2) in windows of 4: rounds of 4 and 3 batches, two microbatches
     each."""
-    trainer = make_trainer(
-        RoundPipeTrainer, MODELS["full"](), token_rows(20), gradient_accumulation_steps=4, devices=1
-    )
+    settings = {"gradient_accumulation_steps": 4, "devices": 1, "num_microbatch": 2}
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), token_rows(20), **settings)
     rounds = Rounds(trainer, monkeypatch)
     trainer.train()
     assert rounds.sizes == [8, 6]

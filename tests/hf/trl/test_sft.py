@@ -213,8 +213,11 @@ def test_generates_after_training(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.slow
-def test_takes_the_name_of_a_model(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    """In the dtype of its files, with its tokenizer, its weights left in the file."""
+def test_takes_the_name_of_a_model(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the dtype of its files, which is said, with its tokenizer, its weights left in the
+    file."""
     make_model().to(torch.bfloat16).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     trainer = make_trainer(
@@ -226,6 +229,7 @@ def test_takes_the_name_of_a_model(tokenizer: PreTrainedTokenizerBase, tmp_path:
         max_steps=1,
     )
     assert trainer.model.get_base_model().lm_head.weight.dtype == torch.bfloat16
+    assert "is loaded in bfloat16, the dtype of its files. TRL would load float32" in caplog.text
     run(trainer)
     close(trainer)
 

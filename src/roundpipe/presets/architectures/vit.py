@@ -3,7 +3,6 @@
 Bit-exact against ``ViTForImageClassification.forward``.
 """
 
-from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -16,7 +15,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 from ...microbatch import split
 from ..calling import by_name, refuse_unknown, refuse_unsupported, run_block
 from ..loss import Loss, merge_outputs, take_loss_kwargs, weighted
-from ..preset import Cut
+from ..preset import Cut, SplitForward
 
 
 class State(TypedDict):
@@ -135,6 +134,11 @@ def split_batch(
     return [()] * len(parts), parts
 
 
+def refuse_unread(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ConfigError for keywords that nothing in the model reads."""
+    refuse_unknown(model, by_name(type(model), args, kwargs))
+
+
 def _has_classes(config: Any, labels: torch.Tensor) -> bool:
     """Whether the loss is a cross-entropy, by the rule of transformers' own, which decides it in
     its first call."""
@@ -160,6 +164,6 @@ def cut(model: PreTrainedModel) -> Cut:
         sequential=nn.Sequential(
             Prefix(backbone), *(Block(block) for block in backbone.layers), Suffix(model)
         ),
-        split_input=partial(split_batch, model),
+        split_input=SplitForward(model=model, split=split_batch, check=refuse_unread),
         merge_output=merge_outputs,
     )
