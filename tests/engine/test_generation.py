@@ -16,6 +16,7 @@ from roundpipe.engine import generation
 from roundpipe.engine.generation import copy_on, generated
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.quantized import INT8, QuantizedWeight
 from tests.support.branching import make_t5, t5_batch
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines, train_steps
@@ -72,8 +73,18 @@ def block_bytes(model: Any) -> int:
     )
 
 
+def quantized() -> Any:
+    model = adapted()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+            weight = QuantizedWeight.quantize(module.weight.detach(), INT8())
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    assert any(isinstance(p, QuantizedWeight) for p in model.parameters())
+    return model
+
+
 @on_devices
-@pytest.mark.parametrize("make", [full, adapted])
+@pytest.mark.parametrize("make", [full, adapted, quantized])
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 100], ids=lambda count: f"{count} resident")
 def test_greedy_tokens(num_blocks: int, make: Callable[[], Any], device: torch.device) -> None:
     model = make()

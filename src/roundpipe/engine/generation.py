@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device import Device
 from ..errors import ConfigError
+from ..quantized import QuantizedWeight
 
 if TYPE_CHECKING:
     from .base import Engine
@@ -96,7 +97,7 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
                 resident += parameters
         for parameter in resident:
             # A copy on the CPU too, because adapters may be merged into it.
-            parameter.data = parameter.data.to(device, copy=True)
+            parameter.data = value_on(parameter, device)
         if not len(streamed):
             _merge(made)
         else:
@@ -216,13 +217,30 @@ def _to(given: Any, device: torch.device) -> Any:
 
 
 def sharing(model: nn.Module) -> nn.Module:
-    """A copy whose parameters are other objects over the same memory."""
-    memo: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False)
-        for parameter in model.parameters()
-    }
+    """A copy whose parameters are other objects over the same memory. In place of quantized weights
+    it has plain ones without values, until they are given ``value_on``."""
+    memo: dict[int, Any] = {id(parameter): _twin(parameter) for parameter in model.parameters()}
     made: nn.Module = copy.deepcopy(model, memo)
     return made
+
+
+def _twin(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, QuantizedWeight):
+        return nn.Parameter(parameter.detach(), requires_grad=False)
+    nothing = torch.empty((), dtype=parameter.dtype).expand(parameter.shape)
+    made: Any = nn.Parameter(nothing, requires_grad=False)
+    made.quantized = parameter
+    return made  # type: ignore[no-any-return]
+
+
+def value_on(parameter: nn.Parameter, device: torch.device, *, copy: bool = True) -> torch.Tensor:
+    """The dense value of a parameter that ``sharing`` has made, on ``device``; always new memory
+    with ``copy``."""
+    quantized = getattr(parameter, "quantized", None)
+    if quantized is None:
+        return parameter.data.to(device, copy=copy)
+    dense: torch.Tensor = quantized.dequantize_on(device)
+    return dense
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -264,7 +282,14 @@ def _buffer_bytes(own: Sequence[Sequence[nn.Parameter]]) -> int:
 
 def _merge(model: nn.Module) -> None:
     config = getattr(model, "peft_config", None)
-    if config and all(str(one.peft_type).endswith("LORA") for one in config.values()):
+    # Over quantized weights adapters stay apart, because a merged weight would be rounded to their
+    # dtype where training does not.
+    is_quantized = any(hasattr(parameter, "quantized") for parameter in model.parameters())
+    if (
+        not is_quantized
+        and config
+        and all(str(one.peft_type).endswith("LORA") for one in config.values())
+    ):
         model.merge_adapter()  # type: ignore[operator]  # a PEFT model's
 
 
@@ -335,8 +360,12 @@ class _Streamed:
         # Because the buffer was read, or made, by what the caller has queued so far.
         self._lane.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._lane):
-            for target, host in zip(targets, hosts, strict=True):
-                target.copy_(host, non_blocking=True)
+            for target, parameter, host in zip(targets, self._blocks[index], hosts, strict=True):
+                quantized = getattr(parameter, "quantized", None)
+                if quantized is None:
+                    target.copy_(host, non_blocking=True)
+                else:
+                    target.copy_(quantized.dequantize_on(self._device))
         self._filled[self._turn] = index, self._lane.record_event()
         for parameter, target in zip(self._blocks[index], targets, strict=True):
             parameter.data = target
@@ -344,5 +373,5 @@ class _Streamed:
     def _buffer(self, place: int, host: torch.Tensor) -> torch.Tensor:
         key = self._turn, place, host.shape, host.dtype
         if key not in self._buffers:
-            self._buffers[key] = torch.empty_like(host, device=self._device)
+            self._buffers[key] = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         return self._buffers[key]

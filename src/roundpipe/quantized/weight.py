@@ -82,6 +82,11 @@ class QuantizedWeight(torch.Tensor):
         """The dense weight, as a new plain tensor."""
         return self.format.dequantize(self.parts, self.shape, self.dtype)
 
+    def dequantize_on(self, device: torch.device) -> torch.Tensor:
+        """The same on another device. The parts travel, because they are smaller."""
+        parts = [part.to(device, non_blocking=True) for part in self.parts]
+        return self.format.dequantize(parts, self.shape, self.dtype)
+
     def move_to(self, parts: Sequence[torch.Tensor]) -> None:
         """The same bytes lie in ``parts`` from here on, and what was theirs before is let go."""
         self.data = type(self)._of(self.format, tuple(parts), self.shape, self.dtype)
@@ -138,11 +143,7 @@ class QuantizedWeight(torch.Tensor):
             return cls._of(own.format, own.parts, own.shape, own.dtype)
         _refuse_writes(func, args, kwargs)
         if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
-            # The parts travel, because they are smaller.
-            own, device = args[0], kwargs["device"]
-            there = tuple(part.to(device) for part in own.parts)
-            dense = own.format.dequantize(there, own.shape, own.dtype)
-            return func(dense, **kwargs)
+            return func(args[0].dequantize_on(kwargs["device"]), **kwargs)
         dense = tree_map_only(QuantizedWeight, QuantizedWeight.dequantize, (args, kwargs))
         return func(*dense[0], **dense[1])
 

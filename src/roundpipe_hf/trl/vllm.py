@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainingArguments
 
-from roundpipe.engine.generation import sharing
+from roundpipe.engine.generation import sharing, value_on
 from roundpipe.errors import ConfigError
+from roundpipe.quantized import QuantizedWeight
 
 from ..arguments import engine_devices
 from ..compat import adapter_configs
@@ -54,7 +56,7 @@ def merged_weights(model: Any, device: torch.device) -> Iterator[tuple[str, torc
                 continue
         layer = None if layers is None else layers.get(parameter)
         if layer is None:
-            yield name, parameter.detach().to(device)
+            yield name, _dense_on(parameter, device)
             continue
         if layer is not merged:
             found.clear()
@@ -79,11 +81,19 @@ def _merged(layer: Any, device: torch.device) -> dict[nn.Parameter, torch.Tensor
     made: Any = sharing(layer)
     base = set(made.get_base_layer().parameters())
     for parameter in made.parameters():
-        parameter.data = parameter.data.to(device, copy=parameter in base)
+        parameter.data = value_on(parameter, device, copy=parameter in base)
     for module in made.modules():
         if isinstance(module, BaseTunerLayer):
-            module.merge()
+            # PEFT's layers over four bits would quantize what they merge, and the copy is dense.
+            is_over_bits = type(module).__module__ == "peft.tuners.lora.bnb"
+            (LoraLinear.merge if is_over_bits else type(module).merge)(module)
     return dict(zip(layer.parameters(), (one.detach() for one in made.parameters()), strict=True))
+
+
+def _dense_on(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    if isinstance(parameter, QuantizedWeight):
+        return parameter.dequantize_on(device)
+    return parameter.detach().to(device)
 
 
 def refuse_shared_device(trainer: str, args: TrainingArguments) -> None:

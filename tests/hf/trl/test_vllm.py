@@ -9,10 +9,11 @@ import pytest
 import torch
 import trl.generation.vllm_generation as trls
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from roundpipe.errors import ConfigError
+from roundpipe.quantized import INT8, QuantizedWeight
 from roundpipe_hf.trl import vllm
 from roundpipe_hf.trl.vllm import merged_weights, refuse_among
 from tests.hf.trl.test_preferences import config, make_model
@@ -205,6 +206,22 @@ def test_merged_weights_are_those_of_merge_adapter(make: Any) -> None:
     }
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_merged_weights_of_quantized_ones() -> None:
+    """Those of the dense model, also where nothing is merged into them."""
+    quantized, dense = of_lora(), of_lora()
+    for one, other in zip(quantized.modules(), dense.modules(), strict=True):
+        if type(one) is nn.Linear and not one.weight.requires_grad:
+            weight = QuantizedWeight.quantize(one.weight.detach(), INT8())
+            one.weight = nn.Parameter(weight, requires_grad=False)
+            other.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+    expected = {name: weight.clone() for name, weight in merged_weights(dense, CPU)}
+    found = {name: weight.clone() for name, weight in merged_weights(quantized, CPU)}
+    assert list(found) == list(expected)
+    for name, weight in expected.items():
+        assert type(found[name]) is Tensor
+        assert torch.equal(found[name], weight), name
 
 
 def test_one_layer_is_merged_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
