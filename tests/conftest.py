@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 WATCHED_FOLDERS = ("transparency", "failures", "stories", "gpu")
 LONGEST_S = 60
+GRID = 4
+# Their tests take milliseconds.
+WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,9 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.backends.cudnn.allow_tf32 = False
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A hang must end as a failure of its own test, also where a wait in the engine has no
-    limit."""
+    limit. Most of a large grid's cases are slow."""
+    _mark_grids(items)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
             if (
@@ -42,6 +49,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 and item.get_closest_marker("timeout") is None
             ):
                 item.add_marker(pytest.mark.timeout(LONGEST_S))
+
+
+def _mark_grids(items: list[pytest.Item]) -> None:
+    """Of a test with more than `GRID` cases a quarter stays, at least `GRID`; the others are slow.
+
+    They are drawn, by the test's name, because every fourth would be those of one device count.
+    """
+    grids = defaultdict(list)
+    for item in items:
+        is_left = not any(map(item.get_closest_marker, ("slow", "gpu", "bitsandbytes")))
+        if is_left and "[" in item.name and item.path.parent.name not in WHOLE_FOLDERS:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in grids.items():
+        staying = max(GRID, len(cases) // 4)
+        if len(cases) > staying:
+            for item in random.Random(name).sample(cases, len(cases) - staying):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -171,6 +171,7 @@ def test_a_world_of_one_leaves_nothing_behind() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)  # two processes more, each importing everything
 def test_a_row_that_fails_is_said_to_have_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -199,6 +200,7 @@ def test_what_is_not_installed_is_skipped(
     assert capsys.readouterr().err.count("because deepspeed is not installed") == 2
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_ends_and_says_where() -> None:
     code = "import rivals, threading\nwith rivals.limited(0.1):\n    threading.Event().wait()\n"
     ended = subprocess.run(

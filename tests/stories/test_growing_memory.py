@@ -128,6 +128,7 @@ def own_growth(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @MEASURABLE
 def test_memory_after_the_last_step_is_that_after_the_tenth(tmp_path: Path) -> None:
     """A copy of the weights that is kept by mistake, in either kind of memory, would be above the

@@ -400,6 +400,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["layer", "step_fn"])
 def test_an_uncaught_error_ends_the_process_with_a_code_and_a_traceback(where: str) -> None:
     """No thread of the engine keeps the interpreter alive, though nobody closed it."""

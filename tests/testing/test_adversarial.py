@@ -370,7 +370,7 @@ REMOVALS = {
         ALONE,
     ),
     "a layer waits for its weights": (
-        Removal(AdversarialLane.wait, ("replica_cache",), ("compute",)),
+        Removal(AdversarialLane.wait, ("sender",), ("compute",)),
         ALONE,
     ),
     "a layer waits for its input": (

@@ -93,6 +93,11 @@ class Engine(ForwardingModule):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
     Whoever makes one adds its ``_runners`` and last calls ``set_original_model``.
+
+    Args:
+        host: the model's state, and the devices' workers.
+        model: whose layers run.
+        config: of calls that are given none.
     """
 
     def __init__(self, host: Host, model: nn.Module, config: RoundPipeRunConfig) -> None:

@@ -1,5 +1,5 @@
 """Frozen weights in four or eight bits: their formats, and a tensor that holds one and is seen as
-the dense weight. May import `errors`."""
+the dense weight. Imports `errors` only."""
 
 from .eight_bits import FP8, INT8
 from .format import Format

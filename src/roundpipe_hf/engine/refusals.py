@@ -183,7 +183,8 @@ def _refused_model(model: Any) -> Iterator[str]:
     if quantizer is not None and not any(
         isinstance(p, QuantizedWeight) for p in model.parameters()
     ):
-        method = getattr(quantizer.quantization_config, "quant_method", None)
+        said = getattr(quantizer, "quantization_config", None)
+        method = getattr(said, "quant_method", None)
         yield (
             f"weights that transformers holds quantized by {getattr(method, 'value', method)!r}: "
             "load the checkpoint with roundpipe_hf.load_pretrained, which reads 'fp8', 'mxfp4' and "
