@@ -39,6 +39,17 @@ class ParameterUse(NamedTuple):
         return bool(self.parts_at)
 
     @property
+    def image_offset(self) -> int:
+        """Where what goes up of it begins."""
+        return self.parts_at[0] if self.parts_at else self.offset
+
+    @property
+    def image_bytes(self) -> int:
+        """How much of it goes up."""
+        weight = self.parameter
+        return weight.num_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
+
+    @property
     def sources(self) -> list[tuple[int, torch.Tensor]]:
         """The tensors on the host that its value lies in, each with its byte position in the
         layer's image."""
@@ -59,7 +70,7 @@ class LayerParameters:
 
     @property
     def has_quantized(self) -> bool:
-        return any(use.is_quantized for use in self.uses)
+        return self.num_bytes > self.image_bytes
 
     @property
     def has_frozen(self) -> bool:
@@ -170,9 +181,7 @@ class ParameterStore:
         one."""
         arena, first_address = self._arenas.get(layer.layer, (None, 0))
         if arena is None or any(
-            source.data_ptr() - offset != first_address
-            for use in layer.uses
-            for offset, source in use.sources
+            use.parameter.data_ptr() - use.image_offset != first_address for use in layer.uses
         ):
             return None
         return arena.bytes

@@ -92,7 +92,7 @@ class StageLoader:
         stage.uploaded[index] = UploadedLayer(layer, slot, sent or Queued(slot.free))
         if sent is None:
             self._device.up.wait(slot.free)
-            num_bytes = sum(source.nbytes for use in missing for _, source in use.sources)
+            num_bytes = sum(use.image_bytes for use in missing)
             # What a helper sends is not on the lane yet when it would be marked.
             timed = (
                 stage.timer.copies("up", self._device.up, num_bytes)
@@ -101,9 +101,8 @@ class StageLoader:
             )
             with timed:
                 sent = self._sender.send(layer, missing, slot.buffer, stage.weights.version)
-            quantized = [use for use in missing if use.is_quantized]
-            if quantized:
-                sent = Dequantized(sent, slot.buffer, quantized)
+            if layer.has_quantized:
+                sent = Dequantized(sent, slot.buffer, missing)
             self.residency.filled(layer, slot, stamps, sent)
             stage.uploaded[index] = UploadedLayer(layer, slot, sent)
 

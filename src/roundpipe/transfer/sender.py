@@ -85,16 +85,16 @@ class Dequantized:
     def __init__(self, sent: Sent, slot: torch.Tensor, uses: Iterable[ParameterUse]) -> None:
         self._sent = sent
         self._slot = slot
-        self._uses = list(uses)
+        self._uses = [use for use in uses if use.is_quantized]
 
     def arrive(self, lane: Lane) -> None:
         self._sent.arrive(lane)
-        while self._uses:  # the next stage run that finds the layer there has nothing to make
-            use = self._uses.pop()
+        for use in self._uses:
             assert isinstance(use.parameter, QuantizedWeight)
             use.parameter.format.dequantize_into(
                 parts_of(self._slot, use), view_of(self._slot, use)
             )
+        self._uses.clear()  # the next stage run that finds the layer there has nothing to make
 
     def give_up(self) -> None:
         self._sent.give_up()
@@ -227,9 +227,8 @@ def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tupl
         yield start, stop
 
 
-def _offsets(uses: Iterable[ParameterUse]) -> Iterator[int]:
-    for use in uses:
-        yield from use.parts_at or (use.offset,)
+def _offsets(uses: Iterable[ParameterUse]) -> list[int]:
+    return [offset for use in uses for offset in use.parts_at or (use.offset,)]
 
 
 def _piece(offset: int, source: torch.Tensor) -> Piece:
