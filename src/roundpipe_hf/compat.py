@@ -19,6 +19,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, unwrap_peft_model
 from transformers.training_args import OptimizerNames
 
+from roundpipe.errors import ConfigError
+
 __all__ = [
     "OPTIMIZER_NAME",
     "PREFIX_CHECKPOINT_DIR",
@@ -60,7 +62,14 @@ def adapter_configs(model: Any) -> Mapping[str, Any]:
 def model_class_of(model_or_auto_class: Any, config: Any) -> Any:
     """The model's class: that which an auto class chooses for the config."""
     mapping = getattr(model_or_auto_class, "_model_mapping", None)
-    return model_or_auto_class if mapping is None else mapping[type(config)]
+    if mapping is None:
+        return model_or_auto_class
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"{model_or_auto_class.__name__} has no class for {type(config).__name__}; say "
+            "model_class"
+        )
+    return mapping[type(config)]
 
 
 def use_one_gpu(args: TrainingArguments) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FP8, INT8, NF4, QuantizedWeight
+from roundpipe.quantized import FP8, INT8, MXFP4, NF4, Format, QuantizedWeight
 
 
 @pytest.fixture
@@ -104,3 +104,31 @@ def test_wrong_parts_are_refused() -> None:
     odd = torch.zeros(8193, dtype=torch.int8)[1:].view(64, 128)
     with pytest.raises(ConfigError, match="begins at byte 1"):
         QuantizedWeight(INT8(), (odd, parts[1]), weight.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("form", [NF4(), FP8(), INT8()], ids=lambda form: form.name)
+def test_weights_are_put_together_as_they_are(form: Format) -> None:
+    """As experts of a checkpoint are: stacked, then two stacks along their rows."""
+    torch.manual_seed(0)
+    weights = [torch.randn(128, 64) for _ in range(4)]
+    quantized = [QuantizedWeight.quantize(weight, form) for weight in weights]
+    stacks = torch.stack(quantized[:2]), torch.stack(quantized[2:], dim=0)
+    both = torch.cat(stacks, dim=1)
+    assert isinstance(both, QuantizedWeight)
+    dense = [weight.dequantize() for weight in quantized]
+    expected = torch.cat((torch.stack(dense[:2]), torch.stack(dense[2:])), 1)
+    assert both.shape == expected.shape
+    assert torch.equal(both.dequantize(), expected)
+    assert type(torch.stack([quantized[0], weights[1]])) is torch.Tensor
+    assert type(torch.stack(quantized, dim=1)) is torch.Tensor
+
+
+def test_blocks_stay_whole() -> None:
+    weights = [QuantizedWeight.quantize(torch.randn(96, 64), FP8()) for _ in range(2)]
+    with pytest.raises(ConfigError, match="in whole blocks of 128"):
+        torch.cat(weights)
+    columns = [QuantizedWeight.quantize(torch.randn(4, 64), INT8()) for _ in range(2)]
+    with pytest.raises(ConfigError, match="which has one scale"):
+        torch.cat(columns, 1)
+    with pytest.raises(ConfigError, match="mxfp4: weights cannot be put together"):
+        torch.cat([QuantizedWeight.quantize(torch.randn(2, 32, 4), MXFP4()) for _ in range(2)])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError
-from .format import Format, Parts, pieces
+from .format import Format, Parts, Shape, pieces
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,18 @@ class FP8(Format):
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
         for dense, quantized, scale in self._rows(out, *parts):
             dense.copy_(quantized.float() * self._spread(scale, dense.shape[1]))
+
+    def join(self, weights: Sequence[Parts], shapes: Sequence[Shape], dim: int) -> Parts:
+        is_whole = dim < len(shapes[0]) - 1 and (
+            dim < len(shapes[0]) - 2 or all(shape[dim] % self.block_size == 0 for shape in shapes)
+        )
+        if not is_whole:
+            raise ConfigError(
+                f"fp8: weights of shape {tuple(shapes[0])} cannot be put together along dimension "
+                f"{dim} in whole blocks of {self.block_size}; load them dequantized"
+            )
+        scales = [self._scales_shape(shape) for shape in shapes]
+        return _joined(weights, shapes, scales, dim)
 
     def _scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         *stacked, rows, columns = shape
@@ -108,6 +120,14 @@ class INT8(Format):
         for dense, quantized, scale in self._rows(out, *parts):
             dense.copy_(quantized.float() * scale[:, None])
 
+    def join(self, weights: Sequence[Parts], shapes: Sequence[Shape], dim: int) -> Parts:
+        if dim == len(shapes[0]) - 1:
+            raise ConfigError(
+                f"int8: weights of shape {tuple(shapes[0])} cannot be put together along dimension "
+                f"{dim}, which has one scale; load them dequantized"
+            )
+        return _joined(weights, shapes, [shape[:-1] for shape in shapes], dim)
+
     def _rows(
         self, dense: torch.Tensor, values: torch.Tensor, scales: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -115,3 +135,15 @@ class INT8(Format):
         dense, values, scales = dense.view(-1, columns), values.view(-1, columns), scales.view(-1)
         for rows in pieces(len(dense), dense.device, width=columns):
             yield dense[rows], values[rows], scales[rows]
+
+
+def _joined(
+    weights: Sequence[Parts], shapes: Sequence[Shape], scales: Sequence[Shape], dim: int
+) -> Parts:
+    """Values and scales, seen in these shapes, each along the same dimension."""
+    values = [
+        parts[0].view(torch.uint8).view(tuple(shape))
+        for parts, shape in zip(weights, shapes, strict=True)
+    ]
+    factors = [parts[1].view(tuple(shape)) for parts, shape in zip(weights, scales, strict=True)]
+    return torch.cat(values, dim).view(weights[0][0].dtype), torch.cat(factors, dim)

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 # 32 MB, so that launching costs less than computing.
 _CHUNK, _DEVICE_CHUNK = 2**20, 2**23
 Parts = Sequence[torch.Tensor]
+Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,17 @@ class Format(ABC):
     @abstractmethod
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
         """Writes the weight to ``out``: contiguous, of the weight's shape, on the parts' device."""
+
+    def join(self, weights: Sequence[Parts], shapes: Sequence[Shape], dim: int) -> Parts:
+        """The parts of weights put together along ``dim``, without a value changed.
+
+        Args:
+            shapes: of the weights, equal but for that dimension.
+
+        Raises:
+            ConfigError: the weights' blocks would not stay whole.
+        """
+        raise ConfigError(f"{self.name}: weights cannot be put together; load them dequantized")
 
     def dequantize(self, parts: Parts, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The weight as a new dense tensor, on the parts' device."""

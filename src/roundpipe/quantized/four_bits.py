@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..errors import ConfigError
-from .format import Format, Parts, pieces
+from .format import Format, Parts, Shape, pieces
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,19 @@ class NF4(Format):
             else:
                 values, sizes = values.view(-1, self.block_size), sizes[:, None]
             flat[piece] = values.mul_(sizes).view(-1)
+
+    def join(self, weights: Sequence[Parts], shapes: Sequence[Shape], dim: int) -> Parts:
+        is_whole = all(math.prod(shape[dim:]) % self.block_size == 0 for shape in shapes)
+        if self.nested_block_size or not is_whole:
+            raise ConfigError(
+                f"nf4: weights of shape {tuple(shapes[0])} cannot be put together along dimension "
+                f"{dim} in whole blocks of {self.block_size} with float32 magnitudes; load them "
+                "dequantized"
+            )
+        outer = math.prod(shapes[0][:dim])
+        packed = torch.cat([parts[0].view(outer, -1) for parts in weights], 1)
+        magnitudes = torch.cat([parts[1].view(outer, -1) for parts in weights], 1)
+        return packed.view(-1, 1), magnitudes.view(-1), weights[0][2]
 
     def _magnitudes(self, parts: Parts, piece: slice) -> torch.Tensor:
         blocks = slice(piece.start // self.block_size, -(-piece.stop // self.block_size))

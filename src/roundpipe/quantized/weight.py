@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import ConfigError
 from .format import Format
 
+# Which checkpoints' experts are put together with. That of others is dense.
+_TOGETHER = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
@@ -107,6 +109,22 @@ class QuantizedWeight(torch.Tensor):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.format, self.parts = value.format, value.parts
 
+    @classmethod
+    def join(
+        cls, weights: "Sequence[QuantizedWeight]", dim: int, *, stack: bool = False
+    ) -> "QuantizedWeight":
+        """Some weights of one format and dtype put together along ``dim``, or along a new first
+        dimension with ``stack``, in new memory.
+
+        Raises:
+            ConfigError: the format cannot, or not along that dimension.
+        """
+        first, shapes = weights[0], [(1,) * stack + tuple(weight.shape) for weight in weights]
+        parts = first.format.join([weight.parts for weight in weights], shapes, dim)
+        shape = list(shapes[0])
+        shape[dim] = sum(one[dim] for one in shapes)
+        return cls(first.format, parts, shape, first.dtype)
+
     @property
     def num_bytes(self) -> int:
         """Of all its parts."""
@@ -141,11 +159,23 @@ class QuantizedWeight(torch.Tensor):
         if func in _SAME:
             own = args[0]
             return cls._of(own.format, own.parts, own.shape, own.dtype)
+        if func in _TOGETHER and _are_alike(args[0]):
+            dim, is_stack = args[1] if len(args) > 1 else 0, func is torch.ops.aten.stack.default
+            if not is_stack or dim == 0:
+                return cls.join(args[0], dim % args[0][0].dim(), stack=is_stack)
         _refuse_writes(func, args, kwargs)
         if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
             return func(args[0].dequantize_on(kwargs["device"]), **kwargs)
         dense = tree_map_only(QuantizedWeight, QuantizedWeight.dequantize, (args, kwargs))
         return func(*dense[0], **dense[1])
+
+
+def _are_alike(weights: Sequence[Any]) -> bool:
+    return all(
+        isinstance(one, QuantizedWeight)
+        and (one.format, one.dtype) == (weights[0].format, weights[0].dtype)
+        for one in weights
+    )
 
 
 def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

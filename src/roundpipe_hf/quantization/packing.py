@@ -27,6 +27,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, NF4
 
+from .reading import EXPERT
+
 Tensors = dict[str, torch.Tensor]
 _SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
 _CONFIGS: dict[str, dict[str, Any]] = {
@@ -100,7 +102,7 @@ def quantized_keys(
     model_class: Any, config: PretrainedConfig, quantization: str
 ) -> Callable[[str], bool]:
     """Which weights of such a model are quantized: linear layers but the head, or, as "mxfp4",
-    stacked experts."""
+    stacked experts. Of experts that are a tensor each all weights are."""
     with torch.device("meta"):
         model = model_class(config)
     if quantization == "mxfp4":
@@ -117,7 +119,7 @@ def quantized_keys(
         wanted |= {
             name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name
         }
-    return wanted.__contains__
+    return lambda key: key in wanted or (key.endswith(".weight") and bool(EXPERT.search(key)))
 
 
 def default_folder(source: Path, quantization: str) -> Path:

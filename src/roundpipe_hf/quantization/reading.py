@@ -22,7 +22,8 @@ from roundpipe.quantized import FP8, INT8, MXFP4, NF4, QuantizedWeight
 
 Tensors = dict[str, torch.Tensor]
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+# A tensor of one expert of a stack. transformers puts them together, quantized as they are.
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class _Found(NamedTuple):
@@ -78,19 +79,32 @@ def read_quantized(
             f"{files[0].parent} has no {missing[0]} and lacks {len(missing) - 1} others of "
             f"{model_class.__name__}; a file is missing, or the checkpoint is another class's"
         )
-    lost = [name for name, weight in weights.items() if isinstance(weight, QuantizedWeight)]
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedWeight):
-            parameter.requires_grad_(False)
-            lost.remove(name)
-    if lost:
-        raise ConfigError(
-            f"{model_class.__name__} has no weight {lost[0]!r} of that form, and {len(lost) - 1} "
-            "others; the checkpoint is another class's"
-        )
+    _freeze(model, {name for name, one in weights.items() if isinstance(one, QuantizedWeight)})
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
     return model
+
+
+def _freeze(model: PreTrainedModel, names: set[str]) -> None:
+    """Freezes the quantized weights, which those names of the checkpoint should have become.
+
+    Raises:
+        ConfigError: one is dense, or nowhere.
+    """
+    stacks = {EXPERT.split(name)[0] for name in names if EXPERT.search(name)}
+    left = {name for name in names if not EXPERT.search(name)}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.requires_grad_(False)
+            left.discard(name)
+        elif parameter.dim() > 2 and name.rpartition(".experts.")[0] in stacks:
+            left.add(name)
+    if left:
+        raise ConfigError(
+            f"{type(model).__name__} has no quantized {min(left)!r}, and {len(left) - 1} others "
+            "are missing too: the checkpoint is another class's, or the model makes the weight in "
+            "a way that leaves nothing quantized. Load it dequantized"
+        )
 
 
 def _as_dict(said: Any) -> dict[str, Any]:
@@ -112,8 +126,7 @@ def quantized_weights(tensors: Tensors, config: Mapping[str, Any], dtype: torch.
         dtype: that dense weights have, where the files do not say.
 
     Raises:
-        ConfigError: a method that is not read, a part that is missing or does not fit, or experts
-            that are not stacked.
+        ConfigError: a method that is not read, or a part that is missing or does not fit.
     """
     method = config.get("quant_method")
     if method not in _METHODS:
@@ -127,12 +140,6 @@ def quantized_weights(tensors: Tensors, config: Mapping[str, Any], dtype: torch.
             f"quantization_config says {method}, but none of {len(tensors)} tensors is quantized "
             "that way; the checkpoint is damaged or its config.json is another's"
         )
-    for one in found:
-        if _EXPERT.search(one.name):
-            raise ConfigError(
-                f"{one.name}: this checkpoint has a quantized tensor for each expert, and the "
-                "model stacks them; only stacked ones (mxfp4) are read. Load it dequantized"
-            )
     used = {key for one in found for key in one.keys}
     left = {key: tensor for key, tensor in tensors.items() if key not in used}
     return {**left, **{one.name: one.weight for one in found}}

@@ -9,11 +9,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMappings
-from roundpipe.quantized import FP8, MXFP4, QuantizedWeight
+from roundpipe.quantized import FORMATS, FP8, MXFP4, QuantizedWeight
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained
 
 CONFIG = {
@@ -253,11 +260,58 @@ def test_one_quantization_over_another(fp8: Path) -> None:
         load_pretrained(fp8, quantization="nf4")
 
 
-def test_a_tensor_for_each_expert_is_refused(fp8: Path, tmp_path: Path) -> None:
+def test_weights_of_another_class(fp8: Path, tmp_path: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for suffix in ("", "_scale_inv"):
-            expert = f"model.layers.0.mlp.experts.0.down_proj.weight{suffix}"
-            tensors[expert] = tensors[f"{Q}{suffix}"].clone()
+            tensors[f"model.extra.weight{suffix}"] = tensors[f"{Q}{suffix}"].clone()
 
-    with pytest.raises(ConfigError, match="a quantized tensor for each expert"):
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM has no quantized 'model.extra.weight'"
+    ):
         load_pretrained(damaged(fp8, tmp_path, change))
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8", "int8"])
+def test_a_tensor_for_each_expert(tmp_path: Path, quantization: str) -> None:
+    """The model has them in one stack, which is put together of quantized ones."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **CONFIG,
+        moe_intermediate_size=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        head_dim=16,
+    )
+    plain = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    plain.save_pretrained(tmp_path / "source")
+    model = load_pretrained(
+        tmp_path / "source", quantization=quantization, quantized_dir=tmp_path / "out"
+    )
+    form = FORMATS[quantization]
+    for block, original in zip(model.model.layers, plain.model.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            weight, dense = (getattr(b.mlp.experts, name) for b in (block, original))
+            assert isinstance(weight, QuantizedWeight)
+            assert not weight.requires_grad
+            expected = form.dequantize(form.quantize(dense.detach()), dense.shape, dense.dtype)
+            assert torch.equal(weight.dequantize(), expected)
+    losses, weights = train(model, tmp_path, devices=3)
+    model = load_pretrained(tmp_path / "out")
+    expected_losses, dense_weights = train(dequantized(model), tmp_path, devices=3)
+    assert losses == expected_losses
+    for name, one in weights.items():
+        assert torch.equal(one, dense_weights[name]), name
+
+
+def test_experts_whose_blocks_would_not_stay_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers says so, in its report of the conversion."""
+    config = Qwen3MoeConfig(
+        **CONFIG, moe_intermediate_size=96, num_experts=4, num_experts_per_tok=2, head_dim=16
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+        load_pretrained(tmp_path / "source", quantization="fp8", quantized_dir=tmp_path / "out")
+    assert "fp8: weights of shape (4, 96, 64) cannot be put together" in caplog.text
