@@ -86,7 +86,8 @@ def _merged(layer: Any, device: torch.device) -> dict[nn.Parameter, torch.Tensor
         if isinstance(module, BaseTunerLayer):
             # PEFT's layers over four bits would quantize what they merge, and the copy is dense.
             is_over_bits = type(module).__module__ == "peft.tuners.lora.bnb"
-            (LoraLinear.merge if is_over_bits else type(module).merge)(module)
+            merge: Any = LoraLinear.merge if is_over_bits else type(module).merge
+            merge(module)
     return dict(zip(layer.parameters(), (one.detach() for one in made.parameters()), strict=True))
 
 
