@@ -141,9 +141,11 @@ def _begun(source: Path, quantization: str) -> dict[str, Any]:
 
 
 def _check_folder(out: Path, source: Path, quantization: str) -> None:
-    if not out.exists() or not any(out.iterdir()):
-        return
     begun = out / _BEGUN
+    # What was killed before it said what it begins has left no more than that file's beginning.
+    own = begun.with_suffix(".part")
+    if not out.exists() or all(file == own for file in out.iterdir()):
+        return
     there = json.loads(begun.read_text()) if begun.exists() else None
     if there != _begun(source, quantization):
         raise ConfigError(
