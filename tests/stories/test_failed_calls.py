@@ -194,5 +194,7 @@ def test_a_device_that_dies_does_not_hang_the_caller(count: int) -> None:
     user.join(PATIENCE_S)
     assert not user.is_alive(), "the caller hangs"
     assert len(caught) >= 2
-    assert str(caught[0]) == "device-side assert triggered", "the first error is the one to see"
+    # Both devices are dead before the layer raises, so the other's worker may have met it sooner.
+    if count == 1:
+        assert str(caught[0]) == "device-side assert triggered", "the first error is the one to see"
     assert all("assert triggered" in str(error) for error in caught)
