@@ -106,7 +106,7 @@ def load_model() -> Any:
 
 
 def arguments(options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """What both trainers of both methods are given."""
+    """Settings that both trainers of both methods are given."""
     on_gpu = torch.cuda.is_available()
     return {
         "output_dir": f"outputs/{options.method}",

@@ -129,9 +129,10 @@ def load_pretrained(
         >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
         >>> RoundPipeTrainer(model, RoundPipeTrainingArguments("out"), train_dataset=rows).train()
     """
-    _refuse_copies(kwargs)
     config = kwargs.get("config") or _config_of(name_or_path, kwargs)
     method = method_of(config)
+    if mmap or quantization is not None or method is not None:
+        _refuse_copies(kwargs)
     if quantization is not None and method is None:
         source = _Checkpoint(name_or_path, kwargs)
         out = Path(quantized_dir or default_folder(source.folder, quantization))

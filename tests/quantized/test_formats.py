@@ -1,7 +1,5 @@
 """Each format reads what other libraries have written, and writes what they would."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -118,7 +116,7 @@ def test_parts_of_another_weight_are_refused(name: str) -> None:
     form, dense = FORMATS[name], weight(WEIGHTS[name])
     parts = form.quantize(dense)
     larger = (*dense.shape[:-1], 2 * dense.shape[-1])
-    with pytest.raises(ConfigError, match=rf"{name}: .* {math.prod(dense.shape) // 2}|elements"):
+    with pytest.raises(ConfigError, match=rf"{name}: .* elements of .*; this weight takes"):
         form.check(parts, larger)
     with pytest.raises(ConfigError, match="parts"):
         form.check(parts[:1], dense.shape)

@@ -56,6 +56,7 @@ def test_writes_are_refused(linear: nn.Linear) -> None:
         lambda: linear.weight.data.fill_(0),
         lambda: nn.init.zeros_(linear.weight),
         lambda: torch.add(before, 1, out=linear.weight),
+        lambda: torch._foreach_mul_([linear.weight], 2.0),
     ):
         with pytest.raises(ConfigError, match=r"quantized \(nf4, \(64, 128\)\)"):
             write()

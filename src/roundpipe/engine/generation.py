@@ -33,7 +33,7 @@ _OF_FREE = 0.85
 
 
 def through_copy(engine: "Engine", device: Device, method: Callable[..., Any]) -> Any:
-    """What ``engine.generate`` is, where ``method`` is the model's own: with a device, and a model
+    """Returns ``engine.generate``, where ``method`` is the model's own: with a device, and a model
     of transformers', generation by a copy on that device."""
     is_known = all(hasattr(engine.model, name) for name in ("config", "generation_config"))
     is_ours = getattr(method, "calls_engine", False)
@@ -158,7 +158,7 @@ _OF_ALL_ROWS = ("return_dict_in_generate", "streamer", "prefix_allowed_tokens_fn
 
 
 class _Asked:
-    """What one generation is asked for."""
+    """The arguments of one generation."""
 
     def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
@@ -173,7 +173,7 @@ class _Asked:
         return getattr(self._config, name, None) if given is None else given
 
     def padding(self) -> float:
-        """What transformers puts after the end of a row."""
+        """Returns the token that transformers puts after the end of a row."""
         for token in (self.setting("pad_token_id"), self.setting("eos_token_id")):
             if token is not None:
                 return float(token[0] if isinstance(token, list | tuple) else token)
@@ -201,7 +201,7 @@ class _Asked:
 
 
 def _copies_to(device: torch.device) -> bool:
-    """Whether a copy there is faster than the weights where they are."""
+    """Returns True where a copy is faster than the weights where they are."""
     return device.type != "cpu"
 
 
@@ -256,7 +256,7 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """Of each block the parameters that nobody else has."""
+    """Returns the parameters of each block that nobody else has."""
     holders = Counter(parameter for block in blocks for parameter in block.parameters())
     holders.update(_outside(model, set(blocks)))
     return [[one for one in block.parameters() if holders[one] == 1] for block in blocks]
@@ -365,7 +365,7 @@ class _Streamed:
                 if quantized is None:
                     target.copy_(host, non_blocking=True)
                 else:
-                    target.copy_(quantized.dequantize_on(self._device))
+                    quantized.write_to(target)
         self._filled[self._turn] = index, self._lane.record_event()
         for parameter, target in zip(self._blocks[index], targets, strict=True):
             parameter.data = target

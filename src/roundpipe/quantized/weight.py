@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import ConfigError
 from .format import Format
@@ -85,9 +85,18 @@ class QuantizedWeight(torch.Tensor):
         return self.format.dequantize(self.parts, self.shape, self.dtype)
 
     def dequantize_on(self, device: torch.device) -> torch.Tensor:
-        """The same on another device. The parts travel, because they are smaller."""
-        parts = [part.to(device, non_blocking=True) for part in self.parts]
-        return self.format.dequantize(parts, self.shape, self.dtype)
+        """The same on another device."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=device)
+        self.write_to(out)
+        return out
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Writes the dense weight to ``out``: contiguous, of its shape, on any device. The parts
+        travel, because they are smaller."""
+        # The host would read what has not come yet.
+        is_ordered = out.device.type != "cpu"
+        parts = [part.to(out.device, non_blocking=is_ordered) for part in self.parts]
+        self.format.dequantize_into(parts, out)
 
     def move_to(self, parts: Sequence[torch.Tensor]) -> None:
         """The same bytes lie in ``parts`` from here on, and what was theirs before is let go."""
@@ -182,10 +191,12 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for place, argument in enumerate(func._schema.arguments):
         alias = argument.alias_info
         value = args[place] if place < len(args) else kwargs.get(argument.name)
-        if alias is not None and alias.is_write and isinstance(value, QuantizedWeight):
+        if alias is None or not alias.is_write:
+            continue
+        for one in (each for each in tree_leaves(value) if isinstance(each, QuantizedWeight)):
             raise ConfigError(
                 f"{func.overloadpacket.__name__} writes to a weight that is quantized "
-                f"({value.format.name}, {tuple(value.shape)}), whose values are fixed; train an "
+                f"({one.format.name}, {tuple(one.shape)}), whose values are fixed; train an "
                 "adapter, or replace the parameter by its dequantize()"
             )
 

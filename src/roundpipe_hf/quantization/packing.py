@@ -10,12 +10,14 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -67,6 +69,15 @@ def quantize_checkpoint(
         raise ConfigError(
             f"quantization is {quantization!r}; {', '.join(map(repr, _CONFIGS))} can be written"
         )
+    # Because every process of a run loads the model: the first one writes, the others find it.
+    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
+    with FileLock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock"):
+        _quantize(source, out, quantization, is_quantized)
+
+
+def _quantize(
+    source: Path, out: Path, quantization: str, is_quantized: Callable[[str], bool]
+) -> None:
     files = _files(source)
     if not files:
         raise ConfigError(f"{source} has no safetensors files; save it with save_pretrained first")

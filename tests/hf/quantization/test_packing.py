@@ -154,6 +154,18 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
         assert all(file.stat().st_mtime_ns == time for file, time in kept.items()), moment
 
 
+def test_processes_that_begin_together(source: Path, tmp_path: Path) -> None:
+    """As the ranks of a run do: one writes, the other finds what was written."""
+    script = SCRIPT.partition("source, out")[0]
+    script += "source, out = map(Path, sys.argv[1:])\n"
+    script += "packing.quantize_checkpoint(source, out, 'nf4', lambda key: 'proj' in key)\n"
+    command = [sys.executable, "-c", script, str(source), str(tmp_path / "out")]
+    both = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait(timeout=100) for process in both] == [0, 0]
+    packing.quantize_checkpoint(source, tmp_path / "alone", "nf4", keys())
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
+
+
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way, whatever was said before: nothing unfinished is left, and it goes on later."""
     save_file, saved = packing.save_file, []
