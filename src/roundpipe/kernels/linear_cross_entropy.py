@@ -7,9 +7,6 @@ chunked ``linear_cross_entropy`` came with 2.13 and knows neither label smoothin
 cap.
 """
 
-import functools
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -21,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ..errors import ConfigError
+from . import triton_kernels
 
 # About 1,100 tokens of a vocabulary of 152,000 in 16 bits. Fewer would keep a GPU's matrix units
 # busy, but each chunk reads and writes the head's whole fp32 gradient once.
@@ -236,16 +234,10 @@ def _sum_over_chunks(
 
 
 def _kernel_for(logits: Tensor, settings: _Settings) -> ModuleType | None:
-    kernel = _kernel() if logits.is_cuda and settings.softcap is None else None
+    kernel = (
+        triton_kernels("cross_entropy") if logits.is_cuda and settings.softcap is None else None
+    )
     return kernel if kernel is not None and kernel.suits(logits) else None
-
-
-@functools.cache
-def _kernel() -> ModuleType | None:
-    """None where there is no Triton, which torch brings along for GPUs on Linux."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module(".cross_entropy", __package__)
 
 
 def _losses(logits: Tensor, targets: Tensor, settings: _Settings, makes_gradient: bool) -> Tensor:

@@ -1,19 +1,17 @@
 """Gradients on their way to the optimizer: summed on the device, offloaded to host memory that
 goes round from step to step."""
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module, util
 from itertools import accumulate
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..device import Device, Event
+from ..kernels import triton_kernels
 from ..memory.pinning import HostMemory
 from ..memory.slot_sizes import ALIGNMENT
 from .dtypes import GradientRules
@@ -232,18 +230,10 @@ def _norms_of_all(gradients: list[torch.Tensor]) -> torch.Tensor:
     )
 
 
-@functools.cache
-def _kernel() -> ModuleType | None:
-    """None where there is no Triton, which torch brings along for GPUs on Linux."""
-    if util.find_spec("triton") is None:
-        return None
-    return import_module("..kernels.gradient_sums", __package__)
-
-
 def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In ``dtype``. ``before`` is a sum of that dtype, which is written to, or the first
     gradient."""
-    kernel = _kernel() if gradient.is_cuda else None
+    kernel = triton_kernels("gradient_sums") if gradient.is_cuda else None
     if kernel is not None and kernel.can_add(before, gradient, dtype):
         total: torch.Tensor = kernel.add(before, gradient)
         return total
@@ -253,7 +243,7 @@ def _sum(before: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype) -> to
 
 def _rounded(total: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """In ``dtype``, and the norms of its rows then."""
-    kernel = _kernel() if total.is_cuda else None
+    kernel = triton_kernels("gradient_sums") if total.is_cuda else None
     if kernel is not None and kernel.can_round(total, dtype):
         both: tuple[torch.Tensor, torch.Tensor] = kernel.rounded(total, dtype)
         return both

@@ -1,5 +1,6 @@
 """Frozen weights in four or eight bits: their formats, and a tensor that holds one and is seen as
-the dense weight. Imports `errors` only."""
+the dense weight. Imports
+`kernels` and `errors`."""
 
 from .eight_bits import FP8, INT8
 from .format import Format

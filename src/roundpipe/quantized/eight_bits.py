@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError
-from .format import Format, Parts, Shape, pieces
+from .format import Format, Parts, Shape, kernels_for, pieces
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class FP8(Format):
         self.expect(parts[1], "weight_scale_inv", count, torch.float32)
 
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
+        kernels = kernels_for(parts, out)
+        if kernels is not None:
+            kernels.eight_bits(*parts, out, block_size=self.block_size)
+            return
         for dense, quantized, scale in self._rows(out, *parts):
             dense.copy_(quantized.float() * self._spread(scale, dense.shape[1]))
 
@@ -117,6 +121,10 @@ class INT8(Format):
         self.expect(parts[1], "the scale", math.prod(shape[:-1]), torch.float32)
 
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
+        kernels = kernels_for(parts, out)
+        if kernels is not None:
+            kernels.eight_bits(*parts, out)
+            return
         for dense, quantized, scale in self._rows(out, *parts):
             dense.copy_(quantized.float() * scale[:, None])
 

@@ -10,11 +10,13 @@ megabytes, whatever the size of the weight.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import ClassVar
 
 import torch
 
 from ..errors import ConfigError
+from ..kernels import triton_kernels
 
 # Elements that are dequantized at once. As float32 4 MB, which stay in a core's cache; on a device
 # 32 MB, so that launching costs less than computing.
@@ -70,6 +72,12 @@ class Format(ABC):
                 f"{self.name}: {what} has {part.numel()} elements of {part.dtype}; this weight "
                 f"takes {count} of {dtype}. The checkpoint is damaged or of another format"
             )
+
+
+def kernels_for(parts: Parts, out: torch.Tensor) -> ModuleType | None:
+    """`kernels/dequantize.py`, if it is for these."""
+    is_plain = out.is_contiguous() and all(part.is_contiguous() for part in parts)
+    return triton_kernels("dequantize") if out.is_cuda and out.numel() and is_plain else None
 
 
 def pieces(count: int, device: torch.device, block: int = 1, width: int = 1) -> Iterator[slice]:

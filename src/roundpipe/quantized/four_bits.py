@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from ..errors import ConfigError
-from .format import Format, Parts, Shape, pieces
+from .format import Format, Parts, Shape, kernels_for, pieces
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,13 @@ class NF4(Format):
             self.expect(parts[4], "nested absmax", outer, torch.float32)
 
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
+        kernels = kernels_for(parts, out)
+        if kernels is not None:
+            nested = None
+            if self.nested_block_size:
+                nested = parts[3], parts[4], self.nested_block_size, self.offset
+            kernels.four_bits_of_a_table(*parts[:3], out, block_size=self.block_size, nested=nested)
+            return
         packed, table, flat = parts[0].reshape(-1), parts[2], out.view(-1)
         # Both weights of a byte at once: (256, 2), the high bits' first.
         pairs = torch.stack((table.repeat_interleave(16), table.repeat(16)), 1)
@@ -185,6 +192,10 @@ class MXFP4(Format):
         self.expect(parts[1], "the scales", math.prod(shape) // 32, torch.uint8)
 
     def dequantize_into(self, parts: Parts, out: torch.Tensor) -> None:
+        kernels = kernels_for(parts, out)
+        if kernels is not None:
+            kernels.four_bit_floats(*parts, out)
+            return
         blocks, scales = parts
         numbers = torch.tensor(_FP4 + tuple(-x for x in _FP4), device=out.device)
         # Both weights of a byte at once: (256, 2), the low bits' first.
