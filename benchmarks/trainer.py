@@ -4,6 +4,10 @@ throughput.py's rows.
     python benchmarks/trainer.py --compile
     python benchmarks/trainer.py --compile --model llama-3-8b --methods lora --pin-model off
 
+With ``--as-written`` the settings are those of people's scripts, ``bf16=True,
+gradient_checkpointing=True`` and four batches accumulated, everything else by default; with
+``--system plain`` the same script trains by Trainer, the model on the GPU.
+
 With ``--pin-model off`` the weights stay in the safetensors files of a checkpoint that is written
 first, and host memory is watched: pages that are no file's, before the model is loaded and at most
 from then on. A tiny model trains before that, so that what libraries allocate once is there. The
@@ -12,6 +16,7 @@ folder of the files must not be in memory itself.
 
 import argparse
 import gc
+import itertools
 import json
 import sys
 import tempfile
@@ -22,10 +27,11 @@ from typing import Any
 
 import measure
 import torch
+from engine import plan_of
 from host_memory import Peak, resident_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PrinterCallback
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from workload import (
     LEARNING_RATE,
     MAX_NORM,
@@ -74,12 +80,14 @@ class Clock:
     ahead of all.
 
     A callback would be the simpler clock. But a callback may look at the weights, so that each
-    synchronous step would wait for all of its update.
+    synchronous step would wait for all of its update. Trainer asks for all batches of a step at
+    once, after one that it asks for ahead of them.
     """
 
-    def __init__(self, warmup: int) -> None:
+    def __init__(self, warmup: int, accumulated: int) -> None:
         self._begun: list[float] = []
-        self._first = warmup + 1
+        self._accumulated = accumulated
+        self._first = warmup * accumulated + 1
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         if len(self._begun) == self._first and torch.cuda.is_available():
@@ -91,7 +99,13 @@ class Clock:
     def step_s(self, steps: int) -> float:
         """From the beginning of the first step after the warm-up to that of the one after ``steps``
         of them."""
-        return (self._begun[self._first + steps] - self._begun[self._first]) / steps
+        last = self._first + steps * self._accumulated
+        return (self._begun[last] - self._begun[self._first]) / steps
+
+    def first_steps_s(self) -> list[float]:
+        """Of the first steps, each from where it begins to where the next one does."""
+        begun = self._begun[1 : 5 * self._accumulated : self._accumulated]
+        return [after - before for before, after in itertools.pairwise(begun)]
 
 
 def make_trainer(
@@ -99,33 +113,45 @@ def make_trainer(
 ) -> Any:
     """Two steps come after the timed ones, for between them the losses of all before are logged."""
     steps = options.warmup + options.steps + 2
-    args = RoundPipeTrainingArguments(
-        output_dir=output_dir,
-        per_device_train_batch_size=workload.rows,
-        max_steps=steps,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        max_grad_norm=MAX_NORM,
-        train_sampling_strategy="sequential",
-        logging_first_step=True,
-        logging_steps=steps - 1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        torch_compile=options.compile,
-        use_cpu=not torch.cuda.is_available(),
-        async_optimizer=options.modes == ["async"],
-        devices=options.devices,
-        num_microbatch=workload.num_microbatch,
-        pin_model=options.pin_model,
-        max_gpu_memory=options.max_gpu_memory,
-    )
+    accumulated = 4 if options.as_written else 1
+    given: dict[str, Any] = {
+        "output_dir": output_dir,
+        "per_device_train_batch_size": workload.rows // accumulated,
+        "gradient_accumulation_steps": accumulated,
+        "max_steps": steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": MAX_NORM,
+        "train_sampling_strategy": "sequential",
+        "logging_first_step": True,
+        "logging_steps": steps - 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "torch_compile": options.compile,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    if options.as_written:
+        given |= {"bf16": True, "gradient_checkpointing": True}
+    if options.system == "plain":
+        args: Any = TrainingArguments(**given)
+    else:
+        args = RoundPipeTrainingArguments(
+            **given,
+            async_optimizer=options.modes == ["async"],
+            devices=options.devices,
+            num_microbatch=None if options.as_written else workload.num_microbatch,
+            pin_model=options.pin_model,
+            max_gpu_memory=options.max_gpu_memory,
+        )
     rows = [{"input_ids": row, "labels": row} for row in make_tokens(workload)]
     if options.loss == "fused":
         args.loss_reduction = "tokens"
-    trainer = (RoundPipeTrainer if options.loss == "models" else OwnLoss)(
-        model, args, train_dataset=rows * steps, data_collator=Clock(options.warmup)
-    )
+    kind: Any = RoundPipeTrainer if options.loss == "models" else OwnLoss
+    if options.system == "plain":
+        kind = Trainer
+    collator = Clock(options.warmup, accumulated)
+    trainer = kind(model, args, train_dataset=rows * steps, data_collator=collator)
     trainer.remove_callback(PrinterCallback)  # its lines look like records
     return trainer
 
@@ -177,20 +203,23 @@ def train(
     trainer.train()
     measure.wait_device()
     step_s = trainer.data_collator.step_s(options.steps)
+    is_plain = options.system == "plain"
     engine = trainer.model_wrapped
     record = {
         "bench": "trainer",
-        "system": f"RoundPipeTrainer, {options.modes[0]}",
+        "system": "Trainer" if is_plain else f"RoundPipeTrainer, {options.modes[0]}",
+        "as_written": options.as_written,
+        "first_steps_s": trainer.data_collator.first_steps_s(),
         "mode": options.modes[0],
         "tokens_per_s": workload.tokens_per_step / step_s,
         "step_s": step_s,
         "compile": options.compile,
-        "plan": repr(engine.execute_plan).removeprefix("ModelExecutePlan(").removesuffix(")"),
+        "plan": "-" if is_plain else plan_of(engine),
         "planned_by": "engine",
         "recompute_grain": "stage",
         "loss": options.loss,
         "pin_model": options.pin_model,
-        "devices": len(engine.devices),
+        "devices": 1 if is_plain else len(engine.devices),
         "max_gpu_memory_gb": options.max_gpu_memory,
         **describe(workload, model),
         "warmup": options.warmup,
@@ -199,7 +228,8 @@ def train(
         **measure.peaks(),
         **measure.environment(),
     }
-    engine.close()
+    if not is_plain:
+        engine.close()
     return record
 
 
@@ -234,7 +264,9 @@ def run(options: argparse.Namespace) -> measure.Record:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.pin_model == "off":
             return train_mapped(options, workload, Path(folder))
-        model = make_model(workload, measure.compute_device()).cpu()
+        model = make_model(workload, measure.compute_device())
+        if options.system == "roundpipe":
+            model = model.cpu()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return train(options, workload, model, Path(folder))
@@ -252,7 +284,9 @@ def main() -> int:
         default="models",
         help="the model's own, or one written by hand, run with the model or on whole batches",
     )
-    parser.add_argument("--compile", action="store_true", help="compile the blocks")
+    parser.add_argument("--system", choices=["roundpipe", "plain"], default="roundpipe")
+    parser.add_argument("--as-written", action="store_true", help="flags as in people's scripts")
+    parser.add_argument("--compile", action="store_true", help="torch_compile=True")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
         "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"

@@ -51,12 +51,36 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         },
     ),
+    "llama-3-70b": Shapes(
+        title="Llama-3-70B shapes", config_class="LlamaConfig", lora_rank=16,
+        config={
+            "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "vocab_size": 128256,
+            "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+    ),
+    "gpt-oss-20b": Shapes(
+        title="gpt-oss-20b shapes", config_class="GptOssConfig", lora_rank=16,
+        config={"num_hidden_layers": 24, "num_local_experts": 32},
+    ),
     "qwen3-1.7b": Shapes(
         title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
         config={
             "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "vocab_size": 151936,
             "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
             "num_attention_heads": 16, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen3-32b": Shapes(
+        title="Qwen3-32B shapes", config_class="Qwen3Config", lora_rank=32,
+        config={
+            "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+            "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+            "num_attention_heads": 64, "num_key_value_heads": 8,
             "head_dim": 128, "max_position_embeddings": 40960,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
@@ -83,7 +107,8 @@ _WORDS, _CHANCES = 128, (0.5, 0.25, 0.15, 0.1)
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """Sizes of one step: ``rows`` sequences of ``length`` tokens. ``tiny`` is for trying a script
-    on a CPU; its figures mean nothing. ``layers``: that many instead of the model's own."""
+    on a CPU; its figures mean nothing. ``layers``: that many instead of the model's own.
+    ``quantization``: the format of the blocks' frozen matrices."""
 
     model: str
     method: Method
@@ -92,6 +117,7 @@ class Workload:
     num_microbatch: int
     tiny: bool
     layers: int | None = None
+    quantization: str | None = None
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,6 +159,11 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-microbatch", type=int, default=4)
     parser.add_argument("--layers", type=int, help="so many instead of the model's own")
     parser.add_argument(
+        "--quantization",
+        choices=["nf4", "fp8", "int8", "mxfp4"],
+        help="of the blocks' frozen matrices (mxfp4: of stacked experts)",
+    )
+    parser.add_argument(
         "--tiny",
         action="store_true",
         help="a toy model of the same kind, to try the script on a CPU",
@@ -150,6 +181,7 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return Workload(
         model=options.model, method=method, rows=rows, length=length,
         num_microbatch=options.num_microbatch, tiny=options.tiny, layers=options.layers,
+        quantization=options.quantization,
     )  # fmt: skip
 
 
@@ -159,6 +191,8 @@ def make_model(workload: Workload, device: torch.device) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
+    if workload.quantization is not None:
+        return make_quantized_model(workload, device)
     with device:
         config = getattr(transformers, workload.shapes.config_class)(**workload.config)
         model = transformers.AutoModelForCausalLM.from_config(
@@ -167,6 +201,34 @@ def make_model(workload: Workload, device: torch.device) -> nn.Module:
         if workload.method == "lora":
             model = with_lora(model, workload.shapes.lora_rank)
     return model.train()
+
+
+def make_quantized_model(workload: Workload, device: torch.device) -> nn.Module:
+    """Made on ``device`` one matrix at a time, and kept on the host."""
+    import transformers
+
+    from roundpipe.quantized import FORMATS, QuantizedWeight
+
+    form = FORMATS[workload.quantization]
+    has_sinks = workload.shapes.config_class == "GptOssConfig"
+    config = getattr(transformers, workload.shapes.config_class)(**workload.config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="eager" if has_sinks else "sdpa"
+        )
+    head = model.get_output_embeddings()
+    for owner in list(model.modules()):
+        if any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
+            owner.__init__(config=config)  # rotary embeddings compute theirs
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            made = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            made = made.fill_(1.0) if made.ndim == 1 else made.normal_(std=0.02)
+            is_matrix = isinstance(owner, nn.Linear) and made.ndim == 2
+            if made.ndim == 3 if form.name == "mxfp4" else is_matrix and owner is not head:
+                made = QuantizedWeight.quantize(made, form)
+            setattr(owner, name, nn.Parameter(made.cpu(), requires_grad=False))
+    model.tie_weights()
+    return with_lora(model, workload.shapes.lora_rank).train()
 
 
 def with_lora(model: nn.Module, rank: int) -> nn.Module:

@@ -53,7 +53,7 @@ def fresh_memory() -> None:
 def test_the_weights_never_are_on_the_device_all_at_once(one: DeviceSet, engines: Engines) -> None:
     """There is no room to spare, in which layers would stay from their forward to their
     backward."""
-    engine = engines(make_wide(), one, max_gpu_memory=0.2)
+    engine = engines(make_wide(), one, max_gpu_memory="180MB")
     batch = mlp_batch(rows=8, width=WIDTH)
     run_batch(engine, batch, 2, execute_plan=STAGES_OF_TWO)
     engine.synchronize()

@@ -59,6 +59,7 @@ def test_updates_on_the_device_are_torchs(kind: str, is_async: bool, engines: En
     def step() -> None:
         clip_grad_norm_(optimizer, MAX_NORM)
         optimizer.step()
+        optimizer.zero_grad()
 
     for x, label in batches():
         engine.forward_backward((x,), label=label, loss_fn=total)

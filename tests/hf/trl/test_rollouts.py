@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from roundpipe.engine import generation
+from roundpipe_hf.compat import use_one_gpu
 from roundpipe_hf.trl import (
     RoundPipeGRPOConfig,
     RoundPipeGRPOTrainer,
@@ -69,12 +70,14 @@ def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settin
     } | settings
     if not is_ours:
         given.pop("devices")
+    args = configs[0 if is_ours else 1](**given)
+    use_one_gpu(args)  # plain TRL refuses several in one process
     model = make_model() if model is None else model
     model.name_or_path = model.config._name_or_path = str(folder)  # where TRL finds the reference
     torch.manual_seed(1)  # which adapters are drawn from
     return trainers[0 if is_ours else 1](
         model,
-        args=configs[0 if is_ours else 1](**given),
+        args=args,
         train_dataset=PROMPTS,
         processing_class=AutoTokenizer.from_pretrained(folder),
         **more,
