@@ -47,8 +47,9 @@ class PipelineArguments:
             step old.
         devices: a number, of accelerators or where there are none of virtual CPU devices; or names
             of devices, on the command line ``cuda:0,cuda:1``; None for every visible accelerator.
-        num_microbatch: microbatches per batch; None for the number of devices + 1, but 1 on a
-            single virtual device without ``max_gpu_memory``, where cutting gains nothing.
+        num_microbatch: microbatches per batch; None for as many that those of the batches of an
+            accumulation window are the number of devices + 1 or more, but 1 on a single virtual
+            device without ``max_gpu_memory``, where cutting gains nothing.
         recompute_grain: ``"stage"`` (default) or ``"layer"``, which recomputes one layer at a time.
         pin_model: how host memory is page-locked, as in `RoundPipe`.
         optim_dtype: dtype of the optimizer's own copies of the weights; ``"auto"`` keeps the
@@ -88,8 +89,8 @@ class PipelineArguments:
     num_microbatch: int | None = field(
         default=None,
         metadata={
-            "help": "Microbatches per batch; else the number of devices + 1, but 1 on a single "
-            "virtual device without max_gpu_memory."
+            "help": "Microbatches per batch; else so many that an accumulation window has the "
+            "number of devices + 1, but 1 on a single virtual device without max_gpu_memory."
         },
     )
     recompute_grain: str | None = field(

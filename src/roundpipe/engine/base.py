@@ -359,7 +359,12 @@ class Engine(ForwardingModule):
     @property
     def default_num_microbatch(self) -> int:
         """Microbatches per call (of a part) where nothing is set: the number of devices + 1."""
-        return self._config.num_microbatch or len(self.devices) + 1
+        return self.num_microbatch_of_each(1)
+
+    def num_microbatch_of_each(self, batches: int) -> int:
+        """Microbatches of each of so many batches in one call. Where nothing is set, all together
+        make at least the number of devices + 1."""
+        return self._config.num_microbatch or -(-(len(self.devices) + 1) // batches)
 
     def statistics(self) -> dict[str, Any]:
         """Says what the engine does and holds at this moment, without waiting for anything.

@@ -194,11 +194,13 @@ class AccumulationWindow:
 
     def _start(self, engine: RoundPipe, rounds: Iterable[Round]) -> Footprint:
         grain: Any = pipeline_of(self._trainer.args).recompute_grain
+        is_fused = all(self._reduction(engine, batches) is not None for batches in rounds)
+        together = max((len(batches) for batches in rounds), default=1) if is_fused else 1
         return Footprint(
-            num_microbatch=engine.default_num_microbatch,
+            num_microbatch=engine.num_microbatch_of_each(together),
             recompute_grain=grain or "stage",
             is_joined=True,
-            keeps_graphs=any(self._reduction(engine, batches) is None for batches in rounds),
+            keeps_graphs=not is_fused,
         )
 
     def _most(self, engine: RoundPipe, rounds: Iterable[Round]) -> int:
