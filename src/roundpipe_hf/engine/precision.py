@@ -6,11 +6,11 @@ computes losses outside of the model's autocast and on fp32 outputs, so both are
 """
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainingArguments
 
 from ..arguments import device_type_of
@@ -42,17 +42,21 @@ class Precision:
 
 
 def precision_of(
-    args: TrainingArguments, model: nn.Module, *, full_eval: torch.dtype | None = None
+    args: TrainingArguments,
+    dtypes: Collection[torch.dtype],
+    *,
+    full_eval: torch.dtype | None = None,
 ) -> Precision:
     """Weights that are bf16 or fp16 already need no autocast.
 
     Args:
+        dtypes: those of the model's parameters.
         full_eval: what ``bf16_full_eval`` / ``fp16_full_eval`` ask for. It computes in that dtype
             from the weights as they are, because they live on the host and masters must not lose
             anything.
     """
     wanted = full_eval or (torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None)
-    has_fp32 = any(parameter.dtype is torch.float32 for parameter in model.parameters())
+    has_fp32 = torch.float32 in dtypes
     return Precision(device_type=device_type_of(args), autocast=wanted if has_fp32 else None)
 
 

@@ -6,9 +6,8 @@ resized, `model_init` makes a new one for every run.
 """
 
 import logging
-import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +18,7 @@ from transformers import TrainingArguments
 from roundpipe import RoundPipe
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.layers.structure import Structure
 
 from ..arguments import PipelineArguments, engine_devices, pipeline_of
 from ..compat import base_model
@@ -41,24 +41,26 @@ class Laid(NamedTuple):
 class Layout(NamedTuple):
     """What an engine is made over."""
 
-    modules: list[nn.Module]
+    structure: Structure
     parameters: list[Laid]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        parameters = [Laid(p, p.requires_grad, p.dtype, p.shape) for p in model.parameters()]
-        return cls(list(model.modules()), parameters)
-
-    def is_same(self, now: "Layout", *, trains: bool) -> bool:
-        """``trains``: whether it matters which parameters train."""
-        if len(self.modules) != len(now.modules) or len(self.parameters) != len(now.parameters):
-            return False
-        return all(map(operator.is_, self.modules, now.modules)) and all(
-            a.parameter is b.parameter
-            and a[2:] == b[2:]
-            and (a.is_trained == b.is_trained or not trains)
-            for a, b in zip(self.parameters, now.parameters, strict=True)
+        structure = Structure([model])
+        return cls(
+            structure, [Laid(p, p.requires_grad, p.dtype, p.shape) for p in structure.parameters]
         )
+
+    def is_current(self, *, trains: bool) -> bool:
+        """Whether the model still is laid out so. ``trains``: whether it matters which parameters
+        train."""
+        return not self.structure.has_changed() and not (
+            trains and any(one.parameter.requires_grad != one.is_trained for one in self.parameters)
+        )
+
+    def versions(self) -> list[int]:
+        """How often each parameter was written to."""
+        return [one.parameter._version for one in self.parameters]
 
     def first_change(self, now: "Layout", names: Sequence[str]) -> str:
         """The first thing that differs, in words. ``names`` are those of the parameters here."""
@@ -74,7 +76,8 @@ class Layout(NamedTuple):
         counts = len(self.parameters), len(now.parameters)
         if counts[0] != counts[1]:
             return f"it had {counts[0]} parameters and has {counts[1]}"
-        return f"it had {len(self.modules)} modules and has {len(now.modules)}, or others"
+        modules = len(self.structure.modules), len(now.structure.modules)
+        return f"it had {modules[0]} modules and has {modules[1]}, or others"
 
 
 class EngineSlot:
@@ -84,9 +87,10 @@ class EngineSlot:
         self._engine = engine
         self._owns_engine = engine is None
         self._seen = None if engine is None else Layout.of(engine.model)
-        self._versions = [] if engine is None else _versions(engine.model)
+        self._versions = [] if self._seen is None else self._seen.versions()
         self._names: list[str] = []
         self._change = ""
+        self._noted: dict[str, Any] = {}
         self.build_seconds = 0.0
 
     @property
@@ -116,6 +120,18 @@ class EngineSlot:
         assert self._engine is not None
         return self._engine
 
+    def noted(self, what: str, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returned first for this engine."""
+        if what not in self._noted:
+            self._noted[what] = compute()
+        return self._noted[what]
+
+    def dtypes(self, model: nn.Module) -> set[torch.dtype]:
+        """Of the parameters. While the model has an engine, of those that it was made over."""
+        if self._seen is None or self.current is None or self.current.model is not model:
+            return {parameter.dtype for parameter in model.parameters()}
+        return {one.dtype for one in self._seen.parameters}
+
     def synchronize(self, model: nn.Module, *, is_in_run: bool) -> None:
         """Brings every update into the engine's model. An engine that ``model`` has grown out of
         since the last run, when adapters were merged, say, ends with that: the next use builds
@@ -136,9 +152,9 @@ class EngineSlot:
 
         The engine must be flushed, and have been so before they changed.
         """
-        if self.current is not None and self._fits(model):
+        if self.current is not None and self._seen is not None and self._fits(model):
             self.current.reload_parameters()
-            self._versions = _versions(model)
+            self._versions = self._seen.versions()
 
     def begin(self, model: nn.Module) -> None:
         """A run begins: anything may have been done to weights since the last one, which flushed if
@@ -159,14 +175,14 @@ class EngineSlot:
 
         Writing back does not count as a write.
         """
-        if _versions(model) != self._versions:
+        if self._seen is not None and self._seen.versions() != self._versions:
             self.reload(model)
 
     def _fits(self, model: nn.Module, *, trains: bool = True) -> bool:
         engine = self.current
         if engine is None or engine.model is not model or self._seen is None:
             return False
-        return self._seen.is_same(Layout.of(model), trains=trains)
+        return self._seen.is_current(trains=trains)
 
     def _replace(self, model: nn.Module, args: TrainingArguments) -> None:
         refuse_model(model)
@@ -174,13 +190,14 @@ class EngineSlot:
         if self.current is not None and self._owns_engine:
             self.current.close()  # first, because its pinned memory is what the next one needs
         self._engine = None
+        self._noted.clear()
         started = time.perf_counter()
         self._engine = _build(model, args)
         self._owns_engine = True
         self.build_seconds = time.perf_counter() - started
         self._seen = Layout.of(model)
         self._names = [name for name, _ in model.named_parameters()]
-        self._versions = _versions(model)
+        self._versions = self._seen.versions()
 
     def _note_change(self, model: nn.Module) -> None:
         if self._seen is not None:
@@ -222,10 +239,6 @@ def _cutting_gains_nothing(
     has whole batches."""
     is_alone = isinstance(devices, list) and [device.type for device in devices] == ["cpu"]
     return is_alone and pipeline.max_gpu_memory is None
-
-
-def _versions(model: nn.Module) -> list[int]:
-    return [parameter._version for parameter in model.parameters()]
 
 
 def runs_by_preset(engine: RoundPipe) -> bool:

@@ -65,7 +65,8 @@ class EvaluationMixin(_Base):
 
     def precision(self) -> Precision:
         """Returns the precision that the engine computes in now."""
-        return precision_of(self.args, self.model, full_eval=self._full_eval)
+        dtypes = self._slot.dtypes(self.model)
+        return precision_of(self.args, dtypes, full_eval=self._full_eval)
 
     def compute_loss(
         self,

@@ -7,21 +7,18 @@ they do lives in the other files.
 """
 
 import contextlib
-import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
 
 from roundpipe import AutoRoundPipe, GradScaler, RoundPipe
 from roundpipe.errors import ConfigError, PlanError
 
 from .. import compat
-from ..arguments import HOST, engine_settings_in, losses_on, pipeline_of
+from ..arguments import engine_settings_in, losses_on, pipeline_of
 from ..engine.optimizer import SAME_BUT_FASTER, PendingNorm, PipelineOptimizer, adopted, unwrapped
 from ..engine.refusals import refuse_arguments, refuse_model, refuse_optimizer
 from ..engine.slot import EngineSlot, stop_checkpointing
@@ -31,6 +28,7 @@ from ..processes import Processes
 from ..quantization.modules import adopt_bitsandbytes
 from .evaluation import on_host
 from .saving import SavingMixin
+from .user_functions import takes_num_items, with_loss_on, without_num_items
 from .window import AccumulationWindow
 
 logger = logging.getLogger(__name__)
@@ -107,13 +105,13 @@ class RoundPipeTrainerMixin(SavingMixin):
         given = self._slot.current
         optimizers = self.optimizer, self.lr_scheduler
         refuse_optimizer(self.args, optimizers, self.optimizer_cls_and_kwargs, given, self.model)
-        if not _takes_num_items(self.compute_loss):
+        if not takes_num_items(self.compute_loss):
             # The signature of old releases. Such a loss cannot divide by the window's items, so
             # Trainer divides it by the window's batches, as those releases did.
             self.model_accepts_loss_kwargs = False
-            self.compute_loss = _without_num_items(self.compute_loss)  # type: ignore[method-assign]
+            self.compute_loss = without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
-            step = _with_loss_on(self.args, self.training_step)
+            step = with_loss_on(self.args, self.training_step)
             self.training_step = step  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -316,37 +314,16 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.synchronize()  # both do, but an override may look at weights before they begin
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Returns what Trainer's does, which is proportional to the elements of the main input. It
+        is asked only once per engine, because it counts parameters, which takes milliseconds."""
+        given = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        compute = super().floating_point_ops
+        if self._slot.current is None or not isinstance(given, torch.Tensor) or not given.numel():
+            return compute(inputs)
+        count = given.numel()
+        return count * int(self._slot.noted("flops", lambda: compute(inputs) // count))
+
     def _prepare_input(self, data: Any) -> Any:
         """Batches stay in host memory."""
         return data
-
-
-def _takes_num_items(compute_loss: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(compute_loss).parameters
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-    return takes_any or "num_items_in_batch" in parameters
-
-
-def _without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(compute_loss)
-    def call(*args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        return compute_loss(*args, **kwargs)
-
-    return call
-
-
-def _with_loss_on(
-    args: TrainingArguments, training_step: Callable[..., torch.Tensor]
-) -> Callable[..., torch.Tensor]:
-    """A step of the user's own, whose loss may be that of an engine call and so in host memory:
-    Trainer adds up losses on the device that it takes for the model's."""
-
-    @functools.wraps(training_step)
-    def call(*inputs: Any, **kwargs: Any) -> torch.Tensor:
-        with losses_on(HOST):
-            loss = training_step(*inputs, **kwargs)
-        return loss.to(args.device)
-
-    return call

@@ -103,7 +103,7 @@ WAYS: dict[str, Any] = {"sequence": hooked_engine, "parts": in_parts}
     ("way", "site", "at"),
     [
         ("sequence", "recompute", 1),
-        ("sequence", "fused", 9),
+        ("sequence", "fused", 5),
         ("sequence", "", 1),
         ("parts", "backward", 2),
     ],
