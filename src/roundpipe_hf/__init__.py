@@ -2,6 +2,7 @@
 nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
+from .export.merging import merge_and_save
 from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
@@ -18,4 +19,5 @@ __all__ = [
     "load_pretrained",
     "load_pretrained_mmap",
     "loss_reduction",
+    "merge_and_save",
 ]

@@ -60,6 +60,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "load_pretrained",
         "load_pretrained_mmap",
         "loss_reduction",
+        "merge_and_save",
     },
     roundpipe_hf.trl: {
         "RoundPipeDPOConfig",

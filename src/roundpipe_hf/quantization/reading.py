@@ -68,7 +68,7 @@ def read_quantized(
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     dtype = kwargs.pop("dtype", "auto")
-    dense = _dense_dtype(config) if dtype == "auto" else dtype
+    dense = dense_dtype(config) if dtype == "auto" else dtype
     weights = quantized_weights(tensors, said, dense)
     kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
     loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
@@ -111,7 +111,8 @@ def _as_dict(said: Any) -> dict[str, Any]:
     return dict(said) if isinstance(said, Mapping) else dict(said.to_dict())
 
 
-def _dense_dtype(config: Any) -> torch.dtype:
+def dense_dtype(config: Any) -> torch.dtype:
+    """That of weights where the files of a quantized checkpoint do not say it."""
     said = config.dtype
     dtype = getattr(torch, said) if isinstance(said, str) else said
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
