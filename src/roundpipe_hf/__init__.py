@@ -2,6 +2,7 @@
 nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
+from .export.gguf import export_gguf
 from .export.merging import merge_and_save
 from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
@@ -16,6 +17,7 @@ __all__ = [
     "RoundPipeTrainer",
     "RoundPipeTrainerMixin",
     "RoundPipeTrainingArguments",
+    "export_gguf",
     "load_pretrained",
     "load_pretrained_mmap",
     "loss_reduction",

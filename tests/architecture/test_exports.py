@@ -57,6 +57,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "RoundPipeTrainer",
         "RoundPipeTrainerMixin",
         "RoundPipeTrainingArguments",
+        "export_gguf",
         "load_pretrained",
         "load_pretrained_mmap",
         "loss_reduction",

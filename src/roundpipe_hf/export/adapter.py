@@ -66,7 +66,7 @@ class Adapter:
             weights = load_peft_weights(str(path), device="cpu", key_mapping=mapping)
             # Weights of the base that it brought along are stand-ins' like too, in float32.
             weights = {k: v.float() if ".base_layer." in k else v for k, v in weights.items()}
-            result = set_peft_model_state_dict(peft, weights, low_cpu_mem_usage=True)
+            result: Any = set_peft_model_state_dict(peft, weights, low_cpu_mem_usage=True)
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{path} does not fit {type(model).__name__} of the base: {error}"

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm.auto import tqdm
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import QuantizedWeight
 
 from ..compat import model_class_of
 from ..folders import CONFIG, NewFolder, write_tensors
 from ..loading import SAFETENSORS_NAMES, Checkpoint, class_of, config_of
-from ..quantization.reading import dense_dtype, quantized_weights
 from .adapter import Adapter, model_of_stand_ins
 from .layout import Source, Tensors, sources
+from .weights import Weights, dense
 
 _MARK = "merged_from"  # in the files' metadata, so that a finished folder is known again
 
@@ -94,18 +93,10 @@ class _Merge:
         self, checkpoint: Checkpoint, config: Any, adapter: str | Path, identity: str
     ) -> None:
         self.config = json.loads((checkpoint.folder / CONFIG).read_text())
-        said = self.config.pop("quantization_config", None)
+        self.config.pop("quantization_config", None)
         model_class = model_class_of(class_of("", {"config": config}), config)
-        if said is not None:
-            del config.quantization_config
-        mapped, in_file = _mapped(checkpoint.files)
-        self._weights = mapped
-        if said is not None:
-            self._weights = quantized_weights(mapped, said, dense_dtype(config))
-        # A quantized weight is in the file of its first part.
-        self.weight_map = {
-            name: in_file.get(name) or in_file[f"{name}_blocks"] for name in self._weights
-        }
+        read = Weights(checkpoint.files, config)
+        self._weights, self.weight_map = read.tensors, read.in_file
         model = model_of_stand_ins(model_class, config)
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         found = sources(model, {name: one.shape for name, one in self._weights.items()})
@@ -149,14 +140,14 @@ class _Merge:
                         bar.update(tensor.nbytes)
                 left -= keys
         for name in sorted(left):
-            tensor = _dense(self._weights[name])
+            tensor = dense(self._weights[name])
             yield name, tensor
             bar.update(tensor.nbytes)
 
     def _merged(self, group: _Group) -> Tensors:
         values: Tensors = {}
         for source in group.sources:
-            values |= source.load({key: _dense(self._weights[key]) for key in source.keys})
+            values |= source.load({key: dense(self._weights[key]) for key in source.keys})
         for unit in group.units:
             values |= self._adapter.merge(unit, values)
         merged: Tensors = {}
@@ -217,25 +208,6 @@ def _groups(adapter: Adapter, found: Mapping[str, Source], tied: set[str]) -> li
         if own:
             groups.append(_Group([*units, unit], list(own.values())))
     return groups
-
-
-def _mapped(files: list[Path]) -> tuple[Tensors, dict[str, str]]:
-    """The tensors as they lie in the files, and the names of these, by key."""
-    tensors: Tensors = {}
-    in_file: dict[str, str] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                keys = opened.keys()
-                tensors |= {key: opened.get_tensor(key) for key in keys}
-                in_file |= dict.fromkeys(keys, file.name)
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged ({error}); get it again") from error
-    return tensors, in_file
-
-
-def _dense(weight: torch.Tensor) -> torch.Tensor:
-    return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
 
 
 def _identity(adapter: Path, base: Path, files: list[Path]) -> str:

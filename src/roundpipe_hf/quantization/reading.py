@@ -40,7 +40,7 @@ def method_of(config: Any) -> str | None:
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None
-    method = str(_as_dict(said).get("quant_method"))
+    method = str(as_dict(said).get("quant_method"))
     return "nf4" if method == "bitsandbytes" else method
 
 
@@ -55,7 +55,7 @@ def read_quantized(
         config: with a ``quantization_config``. It is not changed.
         kwargs: of ``from_pretrained``.
     """
-    config, said = copy.deepcopy(config), _as_dict(config.quantization_config)
+    config, said = copy.deepcopy(config), as_dict(config.quantization_config)
     del config.quantization_config
     tensors: Tensors = {}
     for file in files:
@@ -107,7 +107,8 @@ def _freeze(model: PreTrainedModel, names: set[str]) -> None:
         )
 
 
-def _as_dict(said: Any) -> dict[str, Any]:
+def as_dict(said: Any) -> dict[str, Any]:
+    """A ``quantization_config`` as files have it, whatever it has become in a config."""
     return dict(said) if isinstance(said, Mapping) else dict(said.to_dict())
 
 

@@ -52,7 +52,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
         GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, tie_word_embeddings=False)
     ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=32)
+        Qwen3MoeConfig(**EXPERTS, head_dim=16, num_experts=4, moe_intermediate_size=128)
     ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**EXPERTS, num_local_experts=4)),
     "gpt-oss": lambda: GptOssForCausalLM(
@@ -160,3 +160,150 @@ def test_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     merge_and_save(adapter, path, tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert_same(merged, peft_merges(path, adapter))
+
+
+def test_an_adapter_saved_in_half_precision(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", target_modules="all-linear")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    halves = {key: weight.to(torch.bfloat16) for key, weight in weights.items()}
+    save_file(halves, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    merge_and_save(adapter, path, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(merged, peft_merges(path, adapter))
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["lm_head", "q_proj"]},
+    "embeddings": {"target_modules": ["embed_tokens"]},
+    "saved head": {**ATTENTION, "modules_to_save": ["lm_head"]},
+    "both": {"target_modules": ["lm_head", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path: Path, case: str) -> None:
+    """PEFT adds to the memory that both share, so its merged model is not the one that was trained.
+    That one has two weights."""
+    MODELS["llama"]()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    adapter = adapter_of(tmp_path / "base", tmp_path / "adapter", **TIED[case])
+    merge_and_save(adapter, tmp_path / "base", tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    expected = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    assert_same(merged, expected)
+    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ATTENTION,
+        {**ATTENTION, "trainable_token_indices": [3, 5]},
+        {**ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+    ids=["untouched", "tokens", "tied in training"],
+)
+def test_ties_stay_where_both_got_the_same(tmp_path: Path, settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    adapter = adapter_of(tmp_path / "base", tmp_path / "adapter", **settings)
+    merge_and_save(adapter, tmp_path / "base", tmp_path / "out")
+    assert layout(tmp_path / "out") == layout(tmp_path / "base")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert merged.config.tie_word_embeddings
+    assert_same(merged, peft_merges(tmp_path / "base", adapter))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "settings"),
+    [
+        ("llama", "nf4", {"target_modules": "all-linear"}),
+        ("llama", "fp8", {"target_modules": "all-linear", "use_dora": True}),
+        ("llama", "int8", ATTENTION),
+        ("gpt-oss", "mxfp4", {**ATTENTION, **OF_EXPERTS}),
+        ("qwen3-moe", "fp8", {**ATTENTION, **OF_EXPERTS}),
+        ("qwen3-moe", "nf4", OF_EXPERTS),
+    ],
+)
+def test_a_quantized_base_is_written_dense(
+    tmp_path: Path, name: str, quantization: str, settings: dict[str, Any]
+) -> None:
+    path = base(name, tmp_path, max_shard_size="150KB")
+    adapter = adapter_of(path, tmp_path / "adapter", **settings)
+    quantized = load_pretrained(
+        path, quantization=quantization, quantized_dir=tmp_path / quantization
+    )
+    merge_and_save(adapter, tmp_path / quantization, tmp_path / "out")
+    assert layout(tmp_path / "out") == layout(path)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+
+    dense = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    weights = dict(quantized.named_parameters())
+    assert any(isinstance(one, QuantizedWeight) for one in weights.values())
+    for key, parameter in dense.named_parameters():
+        weight = weights[key].detach()
+        parameter.data = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+    assert_same(merged, PeftModel.from_pretrained(dense, adapter).merge_and_unload())
+
+
+def refused(match: str, adapter: Path, path: Path, out: Path) -> None:
+    with pytest.raises(ConfigError, match=match):
+        merge_and_save(adapter, path, out)
+    assert not out.exists()
+
+
+def changed(adapter: Path, **settings: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"peft_type": "LOHA"}, "a LOHA adapter is not merged"),
+        ({"init_lora_weights": "pissa"}, "'pissa' has changed the base's weights"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication makes layers"),
+        ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens=\[1\] is not merged"),
+        ({"target_modules": ["nothing"]}, "does not fit LlamaForCausalLM"),
+        ({"r": 8}, "does not fit LlamaForCausalLM"),
+        ({"target_modules": ["q_proj"]}, "2 others are only in one|3 others are only in one"),
+        ({"modules_to_save": ["lm_head"]}, "does not fit LlamaForCausalLM"),
+        ({"lora_bias": True}, "does not fit LlamaForCausalLM"),
+    ],
+)
+def test_what_cannot_be_merged_exactly(
+    tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
+    changed(adapter, **settings)
+    refused(match, adapter, path, tmp_path / "out")
+
+
+def test_a_bias_without_a_place(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION, lora_bias=True)
+    refused(r"lora_bias of model.layers.0.self_attn.q_proj", adapter, path, tmp_path / "out")
+
+
+def test_another_models_adapter(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
+    other = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 72, "hidden_size": 32}))
+    other.save_pretrained(tmp_path / "other")
+    refused("does not fit LlamaForCausalLM", adapter, tmp_path / "other", tmp_path / "out")
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
+    refused("has no adapter_config.json", path, path, tmp_path / "out")
+    refused("has no safetensors files", adapter, adapter.parent, tmp_path / "out")
