@@ -20,10 +20,10 @@ from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, NF4
+from roundpipe.quantized import FORMATS, NF4, QuantizedWeight
 
 from ..folders import CONFIG, NewFolder
-from .reading import EXPERT
+from .reading import EXPERT, named_nf4
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     "nf4": {
@@ -181,17 +181,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def _as_bitsandbytes(key: str, weight: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Named:
-    state = {
-        "quant_type": "nf4",
-        "blocksize": NF4().block_size,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "shape": list(weight.shape),
-    }
-    yield key, parts[0]
-    yield f"{key}.absmax", parts[1]
-    yield f"{key}.quant_map", parts[2].clone()  # because a file has no two names for one memory
-    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    yield f"{key}.quant_state.bitsandbytes__nf4", said
+    yield from named_nf4(key, QuantizedWeight(NF4(), parts, weight.shape, weight.dtype)).items()
 
 
 def _with_scale(

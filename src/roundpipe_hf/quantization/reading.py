@@ -163,15 +163,39 @@ def _nf4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> lis
         name = key.removesuffix(_NF4_STATE)
         state = json.loads(bytes(tensors[key].tolist()))
         is_nested = "nested_blocksize" in state
-        suffixes = ["", ".absmax", ".quant_map"]
-        suffixes += [".nested_quant_map", ".nested_absmax"] if is_nested else []
         form = NF4(
             state["blocksize"], state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
         )
-        keys = [name + suffix for suffix in suffixes]
+        keys = [name + suffix for suffix in _nf4_suffixes(is_nested)]
         weight = _made(name, tensors, form, keys, state["shape"], getattr(torch, state["dtype"]))
         found.append(_Found(name, weight, (key, *keys)))
     return found
+
+
+def named_nf4(name: str, weight: QuantizedWeight) -> Tensors:
+    """The tensors that a checkpoint of bitsandbytes has for a weight in NF4."""
+    form = weight.format
+    assert isinstance(form, NF4)
+    state = {
+        "quant_type": "nf4",
+        "blocksize": form.block_size,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+    }
+    if form.nested_block_size:
+        state["nested_blocksize"] = form.nested_block_size
+        state["nested_dtype"] = "float32"
+        state["nested_offset"] = form.offset
+    keys = [name + suffix for suffix in _nf4_suffixes(bool(form.nested_block_size))]
+    # Copies, because a file has no two names for one memory, and tables are shared.
+    named = {key: part.clone() for key, part in zip(keys[1:], weight.parts[1:], strict=True)}
+    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {keys[0]: weight.parts[0], **named, name + _NF4_STATE: said}
+
+
+def _nf4_suffixes(is_nested: bool) -> list[str]:
+    nested = [".nested_quant_map", ".nested_absmax"] if is_nested else []
+    return ["", ".absmax", ".quant_map", *nested]
 
 
 def _fp8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:

@@ -1,7 +1,6 @@
 """An adapter is merged into its base's files to the bits that PEFT makes of both in memory."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
