@@ -13,12 +13,13 @@ _WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # Who reads a GGUF file knows by a name how text is cut into words before pairs are joined. By what
-# tokenizer.json says of it: the patterns, and whether bytes are cut by GPT-2's own.
-_CUTS: dict[tuple[tuple[str, ...], bool], str] = {
-    ((), True): "gpt-2",
-    (("digits",), True): "smollm",
-    ((_WORDS % "",), False): "qwen2",
-    ((_WORDS % "{1,3}",), False): "llama-bpe",
+# tokenizer.json says of it: the patterns, whether GPT-2's own cuts bytes, and whether a word that
+# is a token needs no pairs.
+_CUTS: dict[tuple[tuple[str, ...], bool, bool], str] = {
+    ((), True, False): "gpt-2",
+    (("digits",), True, False): "smollm",
+    ((_WORDS % "",), False, False): "qwen2",
+    ((_WORDS % "{1,3}",), False, True): "llama-bpe",
 }
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
@@ -59,6 +60,7 @@ class Vocabulary:
         tokenizer = self._tokenizer
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(self.cut)
+        writer.add_add_space_prefix(False)
         writer.add_token_list(self.tokens)
         writer.add_token_types(self.types)
         writer.add_token_merges(self.merges)
@@ -88,10 +90,14 @@ def _cut(file: Path, said: Any) -> str:
             "of GPT-2, Llama 3, Qwen and SmolLM are exported"
         )
     patterns = tuple(_pattern(one) for one in steps if one not in over_bytes)
-    key = (patterns, bool(over_bytes[0].get("use_regex", True)))
-    if key not in _CUTS or over_bytes[0].get("add_prefix_space"):
+    is_whole = bool(said["model"].get("ignore_merges"))
+    key = (patterns, bool(over_bytes[0].get("use_regex", True)), is_whole)
+    # Readers of GGUF do without Qwen's normal form of characters.
+    changes_text = (said.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
+    if key not in _CUTS or over_bytes[0].get("add_prefix_space") or changes_text:
         raise ConfigError(
-            f"{file} cuts words in a way that has no name in GGUF that is known here: {steps}; "
+            f"{file} cuts words in a way that has no name in GGUF that is known here: {steps}, "
+            f"ignore_merges={is_whole}, normalizer {said.get('normalizer')}; "
             f"known are {', '.join(_CUTS.values())}"
         )
     return _CUTS[key]

@@ -58,7 +58,7 @@ def model_of(name: str, dtype: torch.dtype = torch.float16, **settings: Any) -> 
 
 
 def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
-    own = Tokenizer(models.BPE())
+    own = Tokenizer(models.BPE(ignore_merges=cut == "llama-bpe"))
     over_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     without = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = {"qwen2": "", "llama-bpe": "{1,3}"}
