@@ -69,14 +69,15 @@ class Adapter:
             result: Any = set_peft_model_state_dict(peft, weights, low_cpu_mem_usage=True)
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"{path} does not fit {type(model).__name__} of the base: {error}"
+                f"{path} does not fit {type(model).__name__}; name the base that it was trained "
+                f"on: {error}"
             ) from error
         missing = [key for key in result.missing_keys if "lora_" in key]
         wrong = [*missing, *result.unexpected_keys]
         if wrong:
             raise ConfigError(
-                f"{path} does not fit {type(model).__name__} of the base: {wrong[0]} and "
-                f"{len(wrong) - 1} others are only in one of them"
+                f"{path} does not fit {type(model).__name__}; name the base that it was trained "
+                f"on: {wrong[0]} and {len(wrong) - 1} others are only in one of them"
             )
         self._units = _units(model)
         self._names = {

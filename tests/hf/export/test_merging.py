@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,37 @@ def test_an_adapter_saved_in_half_precision(tmp_path: Path) -> None:
     assert_same(merged, peft_merges(path, adapter))
 
 
+def test_files_that_leave_out_the_models_prefix(tmp_path: Path) -> None:
+    """As those of GPT-2 on the Hub do, which also have buffers that no parameter is made of."""
+    path = base("gpt2", tmp_path)
+    weights = load_file(path / "model.safetensors")
+    bare = {key.removeprefix("transformer."): weight for key, weight in weights.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    save_file(bare, path / "model.safetensors", metadata={"format": "pt"})
+    adapter = adapter_of(path, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    merge_and_save(adapter, path, tmp_path / "out")
+    assert layout(tmp_path / "out") == layout(path)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(merged, peft_merges(path, adapter))
+
+
+def test_an_adapter_that_was_trained_when_experts_were_modules(tmp_path: Path) -> None:
+    """PEFT makes one of a stack of them."""
+    path = base("mixtral", tmp_path)
+    shapes = {"w1": (128, 64), "w2": (64, 128), "w3": (128, 64)}
+    weights: dict[str, torch.Tensor] = {}
+    for layer, expert, (name, (rows, columns)) in product(range(2), range(4), shapes.items()):
+        key = f"layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+        weights[f"base_model.model.model.{key}.lora_A.weight"] = torch.rand(4, columns)
+        weights[f"base_model.model.model.{key}.lora_B.weight"] = torch.rand(rows, 4)
+    config = LoraConfig(r=4, target_modules=list(shapes), task_type="CAUSAL_LM")
+    config.save_pretrained(tmp_path / "adapter")
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    merge_and_save(tmp_path / "adapter", path, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(merged, peft_merges(path, tmp_path / "adapter"))
+
+
 TIED: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["lm_head", "q_proj"]},
     "embeddings": {"target_modules": ["embed_tokens"]},
@@ -184,7 +216,6 @@ TIED: dict[str, dict[str, Any]] = {
 def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path: Path, case: str) -> None:
     """PEFT adds to the memory that both share, so its merged model is not the one that was trained.
     That one has two weights."""
-    MODELS["llama"]()
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
@@ -287,6 +318,13 @@ def test_what_cannot_be_merged_exactly(
     refused(match, adapter, path, tmp_path / "out")
 
 
+def test_tied_layers_of_lora(tmp_path: Path) -> None:
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
+    changed(adapter, ensure_weight_tying=True)
+    refused("ensure_weight_tying of LoRA layers is not merged", adapter, path, tmp_path / "out")
+
+
 def test_a_bias_without_a_place(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
     adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION, lora_bias=True)
@@ -298,7 +336,7 @@ def test_another_models_adapter(tmp_path: Path) -> None:
     adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
     other = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 72, "hidden_size": 32}))
     other.save_pretrained(tmp_path / "other")
-    refused("does not fit LlamaForCausalLM", adapter, tmp_path / "other", tmp_path / "out")
+    refused("name the base that it was", adapter, tmp_path / "other", tmp_path / "out")
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
