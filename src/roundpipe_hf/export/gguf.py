@@ -37,7 +37,7 @@ def export_gguf(model: str | Path, out: str | Path, dtype: str = "f16") -> None:
 
     Args:
         model: a folder with safetensors files, as `merge_and_save` writes it, or the name of a
-            model on the Hub.
+            model in the Hub's cache.
         out: the new file.
         dtype: that of matrices: ``"f16"``, or ``"q8_0"``, 8.5 bits for each weight. Rows that do
             not divide into blocks of 32 weights are ``"f16"`` then as well.

@@ -38,7 +38,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
 
     Args:
         adapter: a folder with adapter_config.json, or the name of an adapter on the Hub.
-        base: a folder with safetensors files, or the name of a model on the Hub.
+        base: a folder with safetensors files, or the name of a model in the Hub's cache.
         out: a new folder, or one that this has begun.
 
     Raises:
@@ -54,6 +54,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
         >>> model = AutoModelForCausalLM.from_pretrained("outputs/merged")
     """
     files = Checkpoint(base, {})
+    adapter = Path(adapter).resolve() if Path(adapter).is_dir() else adapter
     identity = _identity(Path(adapter), files.folder, files.files)
     begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
     folder = NewFolder(Path(out), "merging.json", begun)
