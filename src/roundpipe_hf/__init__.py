@@ -2,6 +2,8 @@
 nothing."""
 
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
+from .export.gguf import export_gguf
+from .export.merging import merge_and_save
 from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
@@ -15,7 +17,9 @@ __all__ = [
     "RoundPipeTrainer",
     "RoundPipeTrainerMixin",
     "RoundPipeTrainingArguments",
+    "export_gguf",
     "load_pretrained",
     "load_pretrained_mmap",
     "loss_reduction",
+    "merge_and_save",
 ]

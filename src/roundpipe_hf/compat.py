@@ -9,8 +9,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from peft import PeftMixedModel, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import dot_natural_key as natural_order
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import _add_variant as add_variant
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -27,7 +32,12 @@ __all__ = [
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "TRAINER_STATE_NAME",
+    "AuxiliaryTrainingWrapper",
+    "BaseTunerLayer",
     "OptimizerNames",
+    "TrainableTokensWrapper",
+    "WeightConverter",
+    "WeightRenaming",
     "adapter_configs",
     "add_variant",
     "adds_router_loss",
@@ -35,10 +45,13 @@ __all__ = [
     "book_loss",
     "clear_device_cache",
     "convert_to_fp32",
+    "get_model_conversion_mapping",
     "is_optimizer_factory",
     "loss_adds_up",
     "model_class_of",
+    "natural_order",
     "note_rows",
+    "rename_source_key",
     "returns_loss",
     "rotate_checkpoints",
     "should_reduce_batch_size",

@@ -80,13 +80,13 @@ def load_pretrained_mmap(
     """
     _refuse_copies(kwargs)
     wants_info = kwargs.pop("output_loading_info", False)
-    model_class = model_class or _class_of(name_or_path, kwargs)
+    model_class = model_class or class_of(name_or_path, kwargs)
     loaded = model_class.from_pretrained(
         name_or_path, output_loading_info=True, **{"dtype": "auto", **kwargs}
     )
     model: PreTrainedModel = loaded[0]
     if can_tell_mappings():
-        _warn_of_copies(model, _Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
+        _warn_of_copies(model, Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
     else:
         logger.warning(
             "this system does not tell which files are mapped, so nobody knows whether weights "
@@ -129,19 +129,19 @@ def load_pretrained(
         >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
         >>> RoundPipeTrainer(model, RoundPipeTrainingArguments("out"), train_dataset=rows).train()
     """
-    config = kwargs.get("config") or _config_of(name_or_path, kwargs)
+    config = kwargs.get("config") or config_of(name_or_path, kwargs)
     method = method_of(config)
     if mmap or quantization is not None or method is not None:
         _refuse_copies(kwargs)
     if quantization is not None and method is None:
-        source = _Checkpoint(name_or_path, kwargs)
+        source = Checkpoint(name_or_path, kwargs)
         out = Path(quantized_dir or default_folder(source.folder, quantization))
-        cls = model_class_of(model_class or _class_of(name_or_path, kwargs), config)
+        cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
         quantize_checkpoint(
             source.folder, out, quantization, quantized_keys(cls, config, quantization)
         )
         name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in _OF_THE_FILES}
-        config, method = _config_of(out, {}), quantization
+        config, method = config_of(out, {}), quantization
     elif quantization not in (None, method):
         raise ConfigError(
             f"quantization={quantization!r}: {name_or_path} is quantized already, as {method}; "
@@ -150,11 +150,11 @@ def load_pretrained(
     if method is None:
         if mmap:
             return load_pretrained_mmap(name_or_path, model_class=model_class, **kwargs)
-        cls = model_class or _class_of(name_or_path, kwargs)
+        cls = model_class or class_of(name_or_path, kwargs)
         plain: PreTrainedModel = cls.from_pretrained(name_or_path, **{"dtype": "auto", **kwargs})
         return plain
-    files = _Checkpoint(name_or_path, kwargs).files
-    cls = model_class_of(model_class or _class_of(name_or_path, kwargs), config)
+    files = Checkpoint(name_or_path, kwargs).files
+    cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
     others = {key: value for key, value in kwargs.items() if key not in (*_OF_THE_FILES, "config")}
     return read_quantized(files, cls, config, mmap=mmap, **others)
 
@@ -169,7 +169,7 @@ def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreT
     given = getattr(args, "model_init_kwargs", None) or {}
     kwargs = json.loads(given) if isinstance(given, str) else dict(given)
     if any(kwargs.get(option) is not None for option in (*_COPIES_ALL, "device_map")):
-        model: PreTrainedModel = _class_of(name_or_path, kwargs).from_pretrained(
+        model: PreTrainedModel = class_of(name_or_path, kwargs).from_pretrained(
             name_or_path, **{"dtype": "auto", **kwargs}
         )
         return model
@@ -196,21 +196,21 @@ def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+def class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     """The class that wrote the files, else a causal language model."""
-    config = kwargs.get("config") or _config_of(name_or_path, kwargs)
+    config = kwargs.get("config") or config_of(name_or_path, kwargs)
     name = (config.architectures or [""])[0]
     return getattr(transformers, name, AutoModelForCausalLM)
 
 
-def _config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
+def config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     of_config = {
         name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs
     }
     return AutoConfig.from_pretrained(name_or_path, **of_config)
 
 
-class _Checkpoint:
+class Checkpoint:
     """What the files say about their tensors, without reading one."""
 
     def __init__(self, name_or_path: str | Path, kwargs: Mapping[str, Any]) -> None:
@@ -271,7 +271,7 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _warn_of_copies(model: PreTrainedModel, checkpoint: _Checkpoint, missing: set[str]) -> None:
+def _warn_of_copies(model: PreTrainedModel, checkpoint: Checkpoint, missing: set[str]) -> None:
     mappings = FileMappings.now()
     copied: dict[str, list[str]] = defaultdict(list)
     num_bytes = 0
@@ -291,7 +291,7 @@ def _warn_of_copies(model: PreTrainedModel, checkpoint: _Checkpoint, missing: se
         )
 
 
-def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: set[str]) -> str:
+def _why(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, missing: set[str]) -> str:
     dtype = checkpoint.dtypes.get(name)
     if not checkpoint.dtypes:
         return "the checkpoint has no safetensors files; save it with save_pretrained first"
@@ -303,7 +303,7 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: s
             "does not undo that, "
             "so it happens at every load"
         )
-    if _SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
+    if SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
         return (
             f"{dtype} in the file, {parameter.dtype} in the model; "
             'load it with dtype="auto" to leave it as it is'
@@ -311,11 +311,13 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: _Checkpoint, missing: s
     return "changed while loading"
 
 
-_SAFETENSORS_NAMES = {
+SAFETENSORS_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",

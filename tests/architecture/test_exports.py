@@ -57,9 +57,11 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "RoundPipeTrainer",
         "RoundPipeTrainerMixin",
         "RoundPipeTrainingArguments",
+        "export_gguf",
         "load_pretrained",
         "load_pretrained_mmap",
         "loss_reduction",
+        "merge_and_save",
     },
     roundpipe_hf.trl: {
         "RoundPipeDPOConfig",

@@ -197,7 +197,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             raise ConfigError(
                 f"{func.overloadpacket.__name__} writes to a weight that is quantized "
                 f"({one.format.name}, {tuple(one.shape)}), whose values are fixed; train an "
-                "adapter, or replace the parameter by its dequantize()"
+                "adapter (roundpipe_hf.merge_and_save merges it), or replace the parameter by its "
+                "dequantize()"
             )
 
 

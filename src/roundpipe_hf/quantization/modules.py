@@ -9,6 +9,8 @@ from torch import nn
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import NF4, QuantizedWeight
 
+from .reading import named_nf4
+
 
 class QuantizedLinear(nn.Linear):
     """A linear layer that computes in ``compute_dtype`` and answers in the dtype of its input, as
@@ -22,6 +24,16 @@ class QuantizedLinear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(dtype)
         output = nn.functional.linear(input.to(dtype), self.weight.to(dtype), bias)
         return output.to(input.dtype)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        """Puts in what bitsandbytes would, because the model's config says that it is quantized,
+        and whoever loads a file by that config looks for the parts of its weights."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = destination.get(f"{prefix}weight")
+        if isinstance(weight, QuantizedWeight):
+            destination.update(named_nf4(f"{prefix}weight", weight))
 
 
 def adopt_bitsandbytes(model: nn.Module) -> None:

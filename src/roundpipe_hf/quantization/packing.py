@@ -1,38 +1,30 @@
 """Quantizes a checkpoint file by file, into files that are read the next time.
 
-[Note: killed while writing] A file of the new checkpoint is written under another name and renamed
-when it is on the disk; config.json comes last. So what has its name is whole, a folder with a
-config.json is complete, and without one the files that are there are gone on with.
+[Note: killed while writing] in folders.py says what an interrupted run leaves.
 """
 
 import hashlib
 import json
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, NF4
+from roundpipe.quantized import FORMATS, NF4, QuantizedWeight
 
-from .reading import EXPERT
+from ..folders import CONFIG, NewFolder
+from .reading import EXPERT, named_nf4
 
-Tensors = dict[str, torch.Tensor]
-_SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
 _CONFIGS: dict[str, dict[str, Any]] = {
     "nf4": {
         "quant_method": "bitsandbytes",
@@ -69,44 +61,37 @@ def quantize_checkpoint(
         raise ConfigError(
             f"quantization is {quantization!r}; {', '.join(map(repr, _CONFIGS))} can be written"
         )
+    begun = {"source": str(source.resolve()), "quantization": quantization}
+    folder = NewFolder(out, "quantizing.json", begun)
     # Because every process of a run loads the model: the first one writes, the others find it.
-    name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
-    with FileLock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock"):
-        _quantize(source, out, quantization, is_quantized)
+    with folder.locked():
+        _quantize(source, folder, quantization, is_quantized)
 
 
 def _quantize(
-    source: Path, out: Path, quantization: str, is_quantized: Callable[[str], bool]
+    source: Path, folder: NewFolder, quantization: str, is_quantized: Callable[[str], bool]
 ) -> None:
     files = _files(source)
     if not files:
         raise ConfigError(f"{source} has no safetensors files; save it with save_pretrained first")
-    if (out / "config.json").exists():
+    if folder.has(CONFIG):
         return
-    _check_folder(out, source, quantization)
-    _check_room(out, files, quantization, is_quantized)
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / _BEGUN, json.dumps(_begun(source, quantization)).encode())
+    folder.check()
+    folder.check_room(_num_bytes(folder, files, quantization, is_quantized))
+    folder.begin()
     index: dict[str, str] = {}
     for file in tqdm(files, desc=f"Quantizing to {quantization}", unit="file"):
-        target = out / file.name
+        target = folder.path / file.name
         if not target.exists():
-            _save(dict(_quantized(file, quantization, is_quantized)), target)
+            tensors = dict(_quantized(file, quantization, is_quantized))
+            folder.save(file.name, partial(save_file, tensors, metadata={"format": "pt"}))
         with safe_open(target, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), file.name)
-    for other in source.iterdir():
-        is_copied = other.suffix in (".json", ".txt", ".model", ".jinja")
-        if is_copied and other.name not in ("config.json", SAFE_WEIGHTS_INDEX_NAME):
-            shutil.copyfile(other, out / other.name)
     if len(files) > 1:
-        size = sum((out / file.name).stat().st_size for file in files)
-        content = {"metadata": {"total_size": size}, "weight_map": index}
-        _write(out / SAFE_WEIGHTS_INDEX_NAME, json.dumps(content, indent=2).encode())
-    config = json.loads((source / "config.json").read_text())
+        folder.write_index(index, sum((folder.path / file.name).stat().st_size for file in files))
+    config = json.loads((source / CONFIG).read_text())
     config["quantization_config"] = _CONFIGS[quantization]
-    # Last, because a folder with a config is taken for complete.
-    _write(out / "config.json", json.dumps(config, indent=2).encode())
-    (out / _BEGUN).unlink()
+    folder.finish(source, config)
 
 
 def quantized_keys(
@@ -144,34 +129,14 @@ def _files(source: Path) -> list[Path]:
     return sorted(source.glob("*.safetensors"))
 
 
-_BEGUN = "quantizing.json"
-
-
-def _begun(source: Path, quantization: str) -> dict[str, Any]:
-    return {"source": str(source.resolve()), "quantization": quantization}
-
-
-def _check_folder(out: Path, source: Path, quantization: str) -> None:
-    begun = out / _BEGUN
-    # What was killed before it said what it begins has left no more than that file's beginning.
-    own = begun.with_suffix(".part")
-    if not out.exists() or all(file == own for file in out.iterdir()):
-        return
-    there = json.loads(begun.read_text()) if begun.exists() else None
-    if there != _begun(source, quantization):
-        raise ConfigError(
-            f"{out} holds {there or 'something else'}, not the beginning of {source} as "
-            f"{quantization}; name another folder or empty it"
-        )
-
-
-def _check_room(
-    out: Path, files: list[Path], quantization: str, is_quantized: Callable[[str], bool]
-) -> None:
-    """By shapes, before a value is read; also raises if one does not divide into blocks."""
-    needed, any_quantized = 0.0, any((out / file.name).exists() for file in files)
+def _num_bytes(
+    folder: NewFolder, files: list[Path], quantization: str, is_quantized: Callable[[str], bool]
+) -> float:
+    """How much is to be written, by shapes, before a value is read; also raises if one does not
+    divide into blocks."""
+    needed, any_quantized = 0.0, any(folder.has(file.name) for file in files)
     for file in files:
-        if (out / file.name).exists():
+        if folder.has(file.name):
             continue
         with safe_open(file, "pt") as opened:
             keys = opened.keys()
@@ -187,13 +152,7 @@ def _check_room(
             f"none of the tensors in {files[0].parent} is a weight that {quantization} is for; "
             "its keys may be those of another class, or its experts not stacked"
         )
-    folder = next(parent for parent in (out, *out.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if needed + _SPARED_BYTES > free:
-        raise ConfigError(
-            f"{out}: about {needed / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are "
-            "free on its disk; name a folder on another"
-        )
+    return needed
 
 
 def _check_shape(key: str, shape: list[int], quantization: str) -> None:
@@ -222,17 +181,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def _as_bitsandbytes(key: str, weight: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Named:
-    state = {
-        "quant_type": "nf4",
-        "blocksize": NF4().block_size,
-        "dtype": str(weight.dtype).removeprefix("torch."),
-        "shape": list(weight.shape),
-    }
-    yield key, parts[0]
-    yield f"{key}.absmax", parts[1]
-    yield f"{key}.quant_map", parts[2].clone()  # because a file has no two names for one memory
-    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    yield f"{key}.quant_state.bitsandbytes__nf4", said
+    yield from named_nf4(key, QuantizedWeight(NF4(), parts, weight.shape, weight.dtype)).items()
 
 
 def _with_scale(
@@ -248,29 +197,3 @@ _NAMED: dict[str, Callable[[str, torch.Tensor, tuple[torch.Tensor, ...]], Named]
     "int8": partial(_with_scale, ("", "_scale")),
     "mxfp4": partial(_with_scale, ("_blocks", "_scales")),
 }
-
-
-def _save(tensors: Tensors, target: Path) -> None:
-    beside = target.with_suffix(".part")
-    try:
-        save_file(tensors, beside, metadata={"format": "pt"})
-        _keep(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def _write(target: Path, content: bytes) -> None:
-    beside = target.with_suffix(".part")
-    beside.write_bytes(content)
-    _keep(beside, target)
-
-
-def _keep(beside: Path, target: Path) -> None:
-    """Gives the file its name once it is on the disk, and the folder too."""
-    for path, then in ((beside, lambda: beside.replace(target)), (target.parent, lambda: None)):
-        opened = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-        then()

@@ -40,7 +40,7 @@ def method_of(config: Any) -> str | None:
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None
-    method = str(_as_dict(said).get("quant_method"))
+    method = str(as_dict(said).get("quant_method"))
     return "nf4" if method == "bitsandbytes" else method
 
 
@@ -55,7 +55,7 @@ def read_quantized(
         config: with a ``quantization_config``. It is not changed.
         kwargs: of ``from_pretrained``.
     """
-    config, said = copy.deepcopy(config), _as_dict(config.quantization_config)
+    config, said = copy.deepcopy(config), as_dict(config.quantization_config)
     del config.quantization_config
     tensors: Tensors = {}
     for file in files:
@@ -68,7 +68,7 @@ def read_quantized(
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     dtype = kwargs.pop("dtype", "auto")
-    dense = _dense_dtype(config) if dtype == "auto" else dtype
+    dense = dense_dtype(config) if dtype == "auto" else dtype
     weights = quantized_weights(tensors, said, dense)
     kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
     loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
@@ -107,11 +107,13 @@ def _freeze(model: PreTrainedModel, names: set[str]) -> None:
         )
 
 
-def _as_dict(said: Any) -> dict[str, Any]:
+def as_dict(said: Any) -> dict[str, Any]:
+    """A ``quantization_config`` as files have it, whatever it has become in a config."""
     return dict(said) if isinstance(said, Mapping) else dict(said.to_dict())
 
 
-def _dense_dtype(config: Any) -> torch.dtype:
+def dense_dtype(config: Any) -> torch.dtype:
+    """That of weights where the files of a quantized checkpoint do not say it."""
     said = config.dtype
     dtype = getattr(torch, said) if isinstance(said, str) else said
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
@@ -161,15 +163,39 @@ def _nf4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> lis
         name = key.removesuffix(_NF4_STATE)
         state = json.loads(bytes(tensors[key].tolist()))
         is_nested = "nested_blocksize" in state
-        suffixes = ["", ".absmax", ".quant_map"]
-        suffixes += [".nested_quant_map", ".nested_absmax"] if is_nested else []
         form = NF4(
             state["blocksize"], state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
         )
-        keys = [name + suffix for suffix in suffixes]
+        keys = [name + suffix for suffix in _nf4_suffixes(is_nested)]
         weight = _made(name, tensors, form, keys, state["shape"], getattr(torch, state["dtype"]))
         found.append(_Found(name, weight, (key, *keys)))
     return found
+
+
+def named_nf4(name: str, weight: QuantizedWeight) -> Tensors:
+    """The tensors that a checkpoint of bitsandbytes has for a weight in NF4."""
+    form = weight.format
+    assert isinstance(form, NF4)
+    state = {
+        "quant_type": "nf4",
+        "blocksize": form.block_size,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": list(weight.shape),
+    }
+    if form.nested_block_size:
+        state["nested_blocksize"] = form.nested_block_size
+        state["nested_dtype"] = "float32"
+        state["nested_offset"] = form.offset
+    keys = [name + suffix for suffix in _nf4_suffixes(bool(form.nested_block_size))]
+    # Copies, because a file has no two names for one memory, and tables are shared.
+    named = {key: part.clone() for key, part in zip(keys[1:], weight.parts[1:], strict=True)}
+    said = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return {keys[0]: weight.parts[0], **named, name + _NF4_STATE: said}
+
+
+def _nf4_suffixes(is_nested: bool) -> list[str]:
+    nested = [".nested_quant_map", ".nested_absmax"] if is_nested else []
+    return ["", ".absmax", ".quant_map", *nested]
 
 
 def _fp8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:

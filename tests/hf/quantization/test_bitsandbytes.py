@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -156,3 +157,22 @@ def test_fp4_is_refused_before_anything_changes(dense: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"q_proj.* is quantized as 'fp4'"):
         RoundPipeTrainer(model, args, train_dataset=[])
     assert not any(isinstance(p, QuantizedWeight) for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_saved_as_it_was_loaded(dense: Path, tmp_path: Path, how: str) -> None:
+    """The config says four bits, so the file has to hold them: it held dense weights."""
+    load(dense, **HOW[how]).save_pretrained(tmp_path / "theirs")
+    model = adapted(load(dense, **HOW[how]), prepared=False)
+    trainer, _ = trained(RoundPipeTrainer, RoundPipeTrainingArguments, model, tmp_path)
+    trainer.model_wrapped.close()
+    model.unload().save_pretrained(tmp_path / "ours")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[key], expected[key]) for key in saved)
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "ours", device_map={"": "cpu"})
+    plain = LlamaForCausalLM.from_pretrained(tmp_path / "theirs", device_map={"": "cpu"})
+    rows = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=rows).logits, plain(input_ids=rows).logits)

@@ -15,7 +15,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForC
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, QuantizedWeight
-from roundpipe_hf import load_pretrained
+from roundpipe_hf import folders, load_pretrained
 from roundpipe_hf.quantization import packing
 from tests.hf.quantization.test_reading import CONFIG, llama
 
@@ -97,7 +97,7 @@ def test_it_is_kept_in_the_cache(
 
 
 class Moment(NamedTuple):
-    """The ``at``-th call of a function, of `os` or of the packing module."""
+    """The ``at``-th call of a function, of `os` or of the two modules that write."""
 
     at: int
     function: str
@@ -108,10 +108,11 @@ SCRIPT = """
 import os, signal, sys
 from itertools import count
 from pathlib import Path
+from roundpipe_hf import folders
 from roundpipe_hf.quantization import packing
 
 source, out, at, name = sys.argv[1:]
-owner = os if hasattr(os, name) else packing
+owner = next(one for one in (os, packing, folders) if hasattr(one, name))
 function, calls = getattr(owner, name), count(1)
 
 def call(*args, **kwargs):
@@ -190,7 +191,7 @@ def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_too_little_room_is_seen_before(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "_SPARED_BYTES", 2**60)
+    monkeypatch.setattr(folders, "_SPARED_BYTES", 2**60)
     with pytest.raises(
         ConfigError, match=r"about 0\.\d GB are to be written and [\d.]+ GB are free"
     ):

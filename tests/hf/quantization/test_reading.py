@@ -315,3 +315,15 @@ def test_experts_whose_blocks_would_not_stay_whole(
     with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
         load_pretrained(tmp_path / "source", quantization="fp8", quantized_dir=tmp_path / "out")
     assert "fp8: weights of shape (4, 96, 64) cannot be put together" in caplog.text
+
+
+def test_saved_dense_with_a_config_that_says_so(nf4: Path, tmp_path: Path) -> None:
+    """What plain transformers loads of it are the dequantized weights."""
+    model = load_pretrained(nf4)
+    model.save_pretrained(tmp_path / "out")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    weights = dict(again.named_parameters())
+    for name, weight in model.named_parameters():
+        expected = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+        assert torch.equal(weights[name], expected), name
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())

@@ -1,0 +1,226 @@
+"""Merges an adapter into the files of its base, tensor by tensor."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from tqdm.auto import tqdm
+
+from roundpipe.errors import ConfigError
+
+from ..compat import model_class_of
+from ..folders import CONFIG, NewFolder, write_tensors
+from ..loading import SAFETENSORS_NAMES, Checkpoint, class_of, config_of
+from .adapter import Adapter, model_of_stand_ins
+from .layout import Source, Tensors, sources
+from .weights import Weights, dense
+
+_MARK = "merged_from"  # in the files' metadata, so that a finished folder is known again
+
+
+def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> None:
+    """Merges a LoRA adapter into its base and writes the result as a checkpoint of its own, in the
+    base's layout: the same files with the same tensors, its config, tokenizer and whatever else
+    lies beside them.
+
+    The numbers are those of PEFT's ``merge_and_unload()``, bit for bit. The model is never loaded:
+    one tensor is in memory at once, or one stack of experts, and the adapter. A base that is
+    quantized (NF4, FP8, MXFP4, int8) is written dequantized, in the dtype that its config names.
+    An adapter of one of two tied embeddings unties them.
+
+    A file is whole or not there, and ``config.json`` comes last. Call it again after it was
+    interrupted, and it goes on with the first file that is missing.
+
+    Args:
+        adapter: a folder with adapter_config.json, or the name of an adapter on the Hub.
+        base: a folder with safetensors files, or the name of a model in the Hub's cache.
+        out: a new folder, or one that this has begun.
+
+    Raises:
+        ConfigError: an adapter that cannot be merged exactly (another method than LoRA or DoRA, an
+            initialization that changed the base, shapes of another model), weights that the files
+            hold in a way that cannot be written again, a folder that holds something else, or too
+            little room on its disk. Nothing has been written.
+        OSError: the disk ran full. What was finished stays.
+
+    Example:
+        >>> trainer.save_model("outputs/adapter")
+        >>> merge_and_save("outputs/adapter", "path/to/base", "outputs/merged")
+        >>> model = AutoModelForCausalLM.from_pretrained("outputs/merged")
+    """
+    files = Checkpoint(base, {})
+    adapter = Path(adapter).resolve() if Path(adapter).is_dir() else adapter
+    identity = _identity(Path(adapter), files.folder, files.files)
+    begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
+    folder = NewFolder(Path(out), "merging.json", begun)
+    with folder.locked():
+        if folder.has(CONFIG) and _is_finished(folder.path, identity):
+            folder.tidy()
+            return
+        folder.check()
+        merge = _Merge(files, config_of(base, {}), adapter, identity)
+        needed = {file: size for file, size in merge.sizes.items() if not folder.has(file)}
+        folder.check_room(sum(needed.values()))
+        folder.begin()
+        with tqdm(
+            total=sum(merge.sizes.values()), desc="Merging", unit="B", unit_scale=True
+        ) as bar:
+            for file, size in merge.sizes.items():
+                if file in needed:
+                    folder.save(file, partial(merge.write, file, bar=bar))
+                else:
+                    bar.update(size)
+        if len(merge.sizes) > 1:
+            folder.write_index(merge.weight_map, sum(merge.sizes.values()))
+        folder.finish(files.folder, merge.config, ".py")
+
+
+class _Group(NamedTuple):
+    """Modules that the adapter changes, and the tensors of the files that only they are made of."""
+
+    units: list[str]
+    sources: list[Source]
+
+
+class _Merge:
+    """What is in the new files, known before one is written."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: Any, adapter: str | Path, identity: str
+    ) -> None:
+        self.config = json.loads((checkpoint.folder / CONFIG).read_text())
+        self.config.pop("quantization_config", None)
+        model_class = model_class_of(class_of("", {"config": config}), config)
+        read = Weights(checkpoint.files, config)
+        self._weights, self.weight_map = read.tensors, read.in_file
+        model = model_of_stand_ins(model_class, config)
+        tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        found = sources(model, {name: one.shape for name, one in self._weights.items()})
+        self._adapter = Adapter(adapter, model)
+        if not self._adapter.keeps_ties:
+            self._part_ties(tied, found)
+        self._groups = _groups(self._adapter, found, set(tied))
+        self._metadata = {"format": "pt", _MARK: identity}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The new files in their order, and how many bytes of tensors are in each."""
+        files = dict.fromkeys(sorted(self.weight_map.values()), 0)
+        for name, file in self.weight_map.items():
+            files[file] += self._weights[name].numel() * self._weights[name].dtype.itemsize
+        return files
+
+    def write(self, file: str, path: Path, *, bar: Any) -> None:
+        """Writes that file to ``path``."""
+        entries: dict[str, Any] = {"__metadata__": self._metadata}
+        start = 0
+        # The largest elements first, so that all of them lie where they can be mapped.
+        own = [name for name in self._weights if self.weight_map[name] == file]
+        for name in sorted(own, key=lambda name: (-self._weights[name].dtype.itemsize, name)):
+            weight = self._weights[name]
+            end = start + weight.numel() * weight.dtype.itemsize
+            dtype = SAFETENSORS_NAMES[str(weight.dtype).removeprefix("torch.")]
+            shape = list(weight.shape)
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+            start = end
+        write_tensors(path, entries, self._tensors(own, bar))
+
+    def _tensors(self, names: list[str], bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        left = set(names)
+        for group in self._groups:
+            keys = {key for source in group.sources for key in source.keys}
+            if keys & left:
+                for key, tensor in self._merged(group).items():
+                    if key in left:
+                        yield key, tensor
+                        bar.update(tensor.nbytes)
+                left -= keys
+        for name in sorted(left):
+            tensor = dense(self._weights[name])
+            yield name, tensor
+            bar.update(tensor.nbytes)
+
+    def _merged(self, group: _Group) -> Tensors:
+        values: Tensors = {}
+        for source in group.sources:
+            values |= source.load({key: dense(self._weights[key]) for key in source.keys})
+        for unit in group.units:
+            values |= self._adapter.merge(unit, values)
+        merged: Tensors = {}
+        for source in group.sources:
+            for key, tensor in source.unload({name: values[name] for name in source.names}).items():
+                like = self._weights[key]
+                merged[key] = tensor.to(like.dtype).reshape(like.shape)
+        return merged
+
+    def _part_ties(self, tied: Mapping[str, str], found: dict[str, Source]) -> None:
+        """Gives a weight that is tied to another one a tensor of its own, where the adapter changes
+        either."""
+        touched = {name for names in self._adapter.units.values() for name in names}
+        for name, other in tied.items():
+            if not touched & {name, other} or other not in found:
+                continue
+            for config in (self.config, *filter(_says_tied, self.config.values())):
+                config["tie_word_embeddings"] = False
+            if name not in found:
+                (key,) = found[other].keys
+                self._weights[name] = self._weights[key]
+                self.weight_map[name] = self.weight_map[key]
+                found[name] = Source.of_one(name)
+
+
+def _says_tied(value: Any) -> bool:
+    return isinstance(value, dict) and "tie_word_embeddings" in value
+
+
+def _groups(adapter: Adapter, found: Mapping[str, Source], tied: set[str]) -> list[_Group]:
+    """What has to be merged together, because it is made of the same tensors.
+
+    Args:
+        found: by each parameter that is made of it.
+        tied: parameters that may be in no file.
+
+    Raises:
+        ConfigError: the files hold a parameter that is changed in a way that cannot be written.
+    """
+    groups: list[_Group] = []
+    for unit, names in adapter.units.items():
+        own: dict[str, Source] = {}
+        for name in names:
+            if name in found:
+                own[found[name].keys[0]] = found[name]
+            elif name not in tied:
+                raise ConfigError(f"{name}, which the adapter changes, is not in the base's files")
+        for source in own.values():
+            if source.fault:
+                raise ConfigError(
+                    f"{source.keys[0]}: the adapter changes what is made of it, and that cannot be "
+                    f"written as it was: {source.fault}"
+                )
+        near = [group for group in groups if any(one in own.values() for one in group.sources)]
+        units = [unit for group in near for unit in group.units]
+        own |= {source.keys[0]: source for group in near for source in group.sources}
+        groups = [group for group in groups if group not in near]
+        if own:
+            groups.append(_Group([*units, unit], list(own.values())))
+    return groups
+
+
+def _identity(adapter: Path, base: Path, files: list[Path]) -> str:
+    """Tells this merge from others: which files there are, how large and how old they are."""
+    own = sorted(adapter.iterdir()) if adapter.is_dir() else []
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in (*own, *files)]
+    said = repr((str(adapter), str(base.resolve()), stats))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+def _is_finished(out: Path, identity: str) -> bool:
+    for file in sorted(out.glob("*.safetensors"))[:1]:
+        with safe_open(file, "pt") as opened:
+            return bool((opened.metadata() or {}).get(_MARK) == identity)
+    return False

@@ -1,0 +1,179 @@
+"""Folders of a checkpoint that are written file by file and are whole whatever happens.
+
+[Note: killed while writing] A file of the new checkpoint is written under another name and renamed
+when it is on the disk; config.json comes last. So what has its name is whole, a folder with a
+config.json is complete, and without one the files that are there are gone on with.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from roundpipe.errors import ConfigError
+
+CONFIG = "config.json"
+_SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NewFolder:
+    """A checkpoint's folder that is being written, or has been begun.
+
+    Args:
+        path: where it is to be.
+        note: the name of a file that is there until the folder is complete.
+        begun: what the note says: whatever tells this work from any other.
+    """
+
+    def __init__(self, path: Path, note: str, begun: Mapping[str, Any]) -> None:
+        self.path, self._note, self._begun = path, path / note, dict(begun)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Others that write the same folder wait, in whatever process they are."""
+        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+        with FileLock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock"):
+            yield
+
+    def has(self, name: str) -> bool:
+        """Whether that file is there, and so is whole."""
+        return (self.path / name).exists()
+
+    def check(self) -> None:
+        """Raises ConfigError if the folder holds anything but the beginning of this work."""
+        # What was killed before it said what it begins has left no more than that file's beginning.
+        own = self._note.with_suffix(".part")
+        if not self.path.exists() or all(file == own for file in self.path.iterdir()):
+            return
+        there = json.loads(self._note.read_text()) if self._note.exists() else None
+        if there != self._begun:
+            raise ConfigError(
+                f"{self.path} holds {there or 'something else'}, not the beginning of "
+                f"{self._begun}; name another folder or empty it"
+            )
+
+    def check_room(self, num_bytes: float) -> None:
+        """Raises ConfigError if the disk has no room for that many bytes more."""
+        check_room(self.path, num_bytes)
+
+    def begin(self) -> None:
+        """Makes the folder, unless it is there, and says in it what it will be."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write(self._note.name, json.dumps(self._begun).encode())
+
+    def save(self, name: str, write: Callable[[Path], Any]) -> None:
+        """Has ``write`` make a file and gives it its name once it is on the disk."""
+        save_whole(self.path / name, write)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Makes a file of that content."""
+        self.save(name, lambda path: path.write_bytes(content))
+
+    def write_index(self, weight_map: Mapping[str, str], total_size: int) -> None:
+        """Writes which of several files each tensor is in. ``total_size`` is in bytes."""
+        content = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        self.write(SAFE_WEIGHTS_INDEX_NAME, json.dumps(content, indent=2).encode())
+
+    def finish(self, source: Path, config: Mapping[str, Any], *also: str) -> None:
+        """Copies a tokenizer and whatever else is beside the weights in ``source``, and then
+        writes the config.
+
+        Args:
+            source: the folder of the old checkpoint.
+            config: the new one's.
+            also: endings of names of other files that are copied.
+        """
+        for other in source.iterdir():
+            is_copied = other.suffix in (".json", ".txt", ".model", ".jinja", *also)
+            if is_copied and other.name not in (CONFIG, SAFE_WEIGHTS_INDEX_NAME):
+                shutil.copyfile(other, self.path / other.name)
+        # Last, because a folder with a config is taken for complete.
+        self.write(CONFIG, json.dumps(config, indent=2).encode())
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Takes the note away from a folder that is complete."""
+        self._note.unlink(missing_ok=True)
+
+
+def check_room(path: Path, num_bytes: float) -> None:
+    """Raises ConfigError if the disk that ``path`` is on, or will be, has no room for that many
+    bytes more."""
+    folder = next(parent for parent in (path, *path.resolve().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if num_bytes + _SPARED_BYTES > free:
+        raise ConfigError(
+            f"{path}: about {num_bytes / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are "
+            "free on its disk; name a folder on another"
+        )
+
+
+def save_whole(target: Path, write: Callable[[Path], Any]) -> None:
+    """Has ``write`` make a file beside ``target``, which gets that name once it is on the disk.
+
+    Raises:
+        OSError: the disk is full. What was written of the file is gone.
+    """
+    beside = target.with_suffix(".part")
+    try:
+        write(beside)
+        _keep(beside, target)
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) in _FULL or "os error 28" in str(error):
+            raise OSError(
+                errno.ENOSPC,
+                f"No space left on the disk of {target.parent} while {target.name} was written; "
+                "make room and call again: that goes on with what is missing",
+            ) from error
+        raise
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _keep(beside: Path, target: Path) -> None:
+    """Gives the file its name once it is on the disk, and the folder too."""
+    for path, then in ((beside, lambda: beside.replace(target)), (target.parent, lambda: None)):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
+        then()
+
+
+def write_tensors(
+    path: Path, entries: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Writes a safetensors file tensor by tensor, so that one of them is in memory at once.
+
+    Args:
+        path: of the file.
+        entries: its header: of each tensor ``dtype``, as safetensors calls it, ``shape`` and
+            ``data_offsets``, in bytes; and ``__metadata__``.
+        tensors: all of these, in any order.
+    """
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # because readers map tensors where they are
+    left = entries.keys() - {"__metadata__"}
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in tensors:
+            start, end = entries[name]["data_offsets"]
+            content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+            assert content.nbytes == end - start, name
+            left.remove(name)
+            file.seek(8 + len(header) + start)
+            file.write(content.data)
+    assert not left, left

@@ -1,0 +1,212 @@
+"""A merge that is killed, runs out of disk or finds the folder taken leaves nothing that looks
+whole and is not; called again, it ends with the same bytes. It never has the model in memory."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from roundpipe.errors import ConfigError
+from roundpipe_hf import folders, merge_and_save
+from tests.hf.export.test_gguf import tokenizer_of
+from tests.hf.export.test_merging import ATTENTION, adapter_of, base
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("source")
+    path = base("llama", folder, max_shard_size="40KB")
+    assert len(list(path.glob("*.safetensors"))) >= 4
+    return adapter_of(path, folder / "adapter", target_modules="all-linear"), path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+# What a process runs that is killed at a call of some function.
+SCRIPT = """
+import os, signal, sys
+from itertools import count
+from roundpipe_hf import merge_and_save
+from roundpipe_hf.export import adapter as adapters, merging
+
+adapter, base, out, at, name = sys.argv[1:]
+owner = next(one for one in (os, merging, adapters) if hasattr(one, name))
+function, calls = getattr(owner, name), count(1)
+
+def call(*args, **kwargs):
+    if next(calls) == int(at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return function(*args, **kwargs)
+
+setattr(owner, name, call)
+merge_and_save(adapter, base, out)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_at_any_moment(source: tuple[Path, Path], tmp_path: Path) -> None:
+    merge_and_save(*source, tmp_path / "whole")
+    whole = content(tmp_path / "whole")
+    moments = [(at, "fsync") for at in (1, 3, 6, 12)]
+    moments += [(2, "write_tensors"), (9, "_merge"), (20, "dense")]
+    for at, name in moments:
+        out = tmp_path / f"{name}{at}"
+        command = [sys.executable, "-c", SCRIPT, *map(str, (*source, out, at, name))]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert process.returncode == -signal.SIGKILL, f"{at} {name}: {process.stderr}"
+        kept = {file: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+        assert all(file.read_bytes() == whole[file.name] for file in kept), (at, name)
+        assert not (out / "config.json").exists(), (at, name)
+        merge_and_save(*source, out)
+        assert content(out) == whole, (at, name)
+        assert all(file.stat().st_mtime_ns == time for file, time in kept.items()), (at, name)
+
+
+def test_a_full_disk(
+    source: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, written = folders.write_tensors, []
+
+    def fails(path: Path, *args: Any) -> None:
+        write(path, *args)
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("roundpipe_hf.export.merging.write_tensors", fails)
+        with pytest.raises(OSError, match=rf"disk of {out} while model-00003.*call again"):
+            merge_and_save(*source, out)
+    assert len(list(out.glob("*.safetensors"))) == 2
+    assert not list(out.glob("*.part"))
+    merge_and_save(*source, out)
+    merge_and_save(*source, tmp_path / "whole")
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_too_little_room_is_seen_before(
+    source: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_SPARED_BYTES", 2**60)
+    with pytest.raises(ConfigError, match=r"about 0\.\d GB are to be written and [\d.]+ GB are"):
+        merge_and_save(*source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_something_else(source: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter, path = source
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds something else"):
+        merge_and_save(adapter, path, tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    before = content(path)
+    with pytest.raises(ConfigError, match="holds something else"):
+        merge_and_save(adapter, path, path)
+    assert content(path) == before
+
+
+def test_a_finished_folder_is_known_again(source: tuple[Path, Path], tmp_path: Path) -> None:
+    adapter, path = source
+    out = tmp_path / "out"
+    merge_and_save(adapter, path, out)
+    times = {file.name: file.stat().st_mtime_ns for file in out.iterdir()}
+    merge_and_save(adapter, path, out)
+    assert {file.name: file.stat().st_mtime_ns for file in out.iterdir()} == times
+    other = adapter_of(path, tmp_path / "other", **ATTENTION)
+    with pytest.raises(ConfigError, match="holds something else"):
+        merge_and_save(other, path, out)
+
+
+def test_a_merge_of_another_adapter_is_not_gone_on_with(
+    source: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, path = source
+    out = tmp_path / "out"
+    own = shutil.copytree(adapter, tmp_path / "adapter")
+
+    def stops(self: folders.NewFolder, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.NewFolder, "finish", stops)
+        with pytest.raises(KeyboardInterrupt):
+            merge_and_save(own, path, out)
+    adapter_of(path, own, target_modules="all-linear", r=2)
+    with pytest.raises(ConfigError, match="'identity': .*, not the beginning of"):
+        merge_and_save(own, path, out)
+
+
+# One small merge first, because libraries allocate some things once. Then the most that is no
+# file's, seen at every tensor.
+MEASURE = """
+import sys
+from pathlib import Path
+from roundpipe_hf import export_gguf, merge_and_save
+from roundpipe_hf.export import gguf, merging
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+class Bar(merging.tqdm):
+    most = 0
+    def update(self, n=1):
+        Bar.most = max(Bar.most, anonymous())
+        return super().update(n)
+
+small, large, out = sys.argv[1:]
+merge_and_save(f"{small}/adapter", f"{small}/base", f"{out}/small")
+export_gguf(f"{out}/small", f"{out}/small.gguf", "q8_0")
+merging.tqdm = gguf.tqdm = Bar
+before = anonymous()
+merge_and_save(f"{large}/adapter", f"{large}/base", f"{out}/large")
+print(Bar.most - before)
+Bar.most, before = 0, anonymous()
+export_gguf(f"{out}/large", f"{out}/large.gguf", "q8_0")
+print(Bar.most - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_model_is_never_in_memory(tmp_path: Path) -> None:
+    for name, layers in (("small", 1), ("large", 24)):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=320,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+        )
+        model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(tmp_path / name / "base")
+        tokenizer_of("gpt-2").save_pretrained(tmp_path / name / "base")
+        settings = {"r": 2, "target_modules": "all-linear", "init_lora_weights": False}
+        get_peft_model(model, LoraConfig(**settings)).save_pretrained(tmp_path / name / "adapter")
+    size = sum(file.stat().st_size for file in (tmp_path / "large/base").iterdir())
+    command = [sys.executable, "-c", MEASURE, *map(str, (tmp_path / "small", tmp_path / "large"))]
+    process = subprocess.run(
+        [*command, str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert size > 150e6
+    # A tensor and what PEFT adds to it, in float32; a few objects for each layer.
+    merging, exporting = map(int, process.stdout.split()[-2:])
+    assert max(merging, exporting) < size / 8, (merging, exporting)
