@@ -1,17 +1,19 @@
 """Frozen weights that are quantized: losses and gradients are bitwise those of the same model with
 the dequantized weights, wherever the parts lie and whatever runs beside."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from roundpipe import ConfigError, RoundPipe
+from roundpipe import ConfigError, RoundPipe, load_checkpoint, optim, save_checkpoint
 from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.quantized import FORMATS, QuantizedWeight
 from roundpipe.testing import AdversarialDevice
-from tests.support.quantized_models import WIDTH, Adapted, data, dense, make, trained
+from tests.support.quantized_models import WIDTH, Adapted, data, dense, loss_fn, make, trained
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -73,3 +75,37 @@ def test_a_forward_that_writes_to_one_is_refused() -> None:
         pytest.raises(ConfigError, match="writes to its frozen parameter 'base'"),
     ):
         engine(data()[0][0])
+
+
+def test_a_checkpoint_goes_on_to_the_bit_and_refuses_another_base(tmp_path: Path) -> None:
+    """It could not be loaded at all: it held dense values, which quantized weights refuse."""
+    path = tmp_path / "half.safetensors"
+
+    def two_steps(model: nn.Sequential, *, saves: bool) -> list[Tensor]:
+        with RoundPipe(model, devices=1) as engine:
+            optimizer = optim.Adam(engine.optim_parameters(), lr=0.1)
+            if not saves:
+                load_checkpoint(path, engine, optimizer)
+            for x, label in data()[:2] if saves else data()[1:2]:
+                engine.forward_backward((x,), label=label, loss_fn=loss_fn)
+                engine.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+                if saves and not path.exists():
+                    save_checkpoint(path, engine, optimizer)
+            engine.synchronize()
+        return [p.detach() for p in model.parameters() if p.requires_grad]
+
+    expected, again = two_steps(make("nf4"), saves=True), make("nf4")
+    for parameter in again.parameters():
+        if parameter.requires_grad:
+            nn.init.zeros_(parameter)
+    for one, other in zip(two_steps(again, saves=False), expected, strict=True):
+        assert torch.equal(one, other)
+    assert "model/0.base" not in load_file(path)
+
+    other_base = make("nf4")
+    other_base[2].base.parts[0][5] ^= 1
+    before = [p.detach().clone() for p in other_base.parameters() if p.requires_grad]
+    with pytest.raises(ConfigError, match=r"other values of 'quantized/2.base/0'"):
+        two_steps(other_base, saves=False)
+    after = [p.detach() for p in other_base.parameters() if p.requires_grad]
+    assert all(map(torch.equal, after, before))

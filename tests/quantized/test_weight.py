@@ -133,3 +133,10 @@ def test_blocks_stay_whole() -> None:
         torch.cat(columns, 1)
     with pytest.raises(ConfigError, match="mxfp4: weights cannot be put together"):
         torch.cat([QuantizedWeight.quantize(torch.randn(2, 32, 4), MXFP4()) for _ in range(2)])
+
+
+def test_merging_as_bitsandbytes_does_is_refused_by_name(linear: nn.Linear) -> None:
+    """PEFT said that a QuantizedWeight has no attribute quant_state."""
+    assert not hasattr(linear.weight, "quant_state")
+    with pytest.raises(ConfigError, match="merge_and_save"):
+        _ = linear.weight.quant_state

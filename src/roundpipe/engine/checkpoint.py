@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from ..device.generators import state_of
 from ..errors import ConfigError
 from ..optim import GradScaler, OptimizerCtx
+from ..quantized import QuantizedWeight
 from .base import Engine
 from .optimizer_files import (
     Optimizers,
@@ -75,8 +76,8 @@ def save_checkpoint(
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"{target} is a folder; name the file to write")
-    weights = _model_tensors(model)
-    tensors = {f"model/{name}": tensor for name, tensor in weights.items()}
+    weights, fixed = _model_tensors(model)
+    tensors = {f"model/{name}": tensor for name, tensor in weights.items()} | fixed
     with OptimizerCtx():
         masters = dict(model.optim_named_parameters())
         for name, master in masters.items():
@@ -115,7 +116,8 @@ def load_checkpoint(
 
     Args:
         path: the file.
-        model, optimizer, scaler: made as for the run that saved; what they hold is overwritten.
+        model, optimizer, scaler: made as for the run that saved; what they hold is overwritten,
+            except quantized weights, which cannot be written and have to be those of the file.
 
     Raises:
         ConfigError: the file does not fit them; says which names or shapes. Nothing was changed.
@@ -126,13 +128,14 @@ def load_checkpoint(
                 f"{path} has metadata {file.metadata()}, not {_FORMAT}: it was not written by this "
                 "version's save_checkpoint(); its weights can be loaded with load_state_dict()"
             )
-        weights = _model_tensors(model)
+        weights, fixed = _model_tensors(model)
         with OptimizerCtx():
             masters = dict(model.optim_named_parameters())
         optimizers = as_sequence(optimizer)
         rest = _unpacked(file.get_tensor(_REST))
         keys = set(file.keys())
         _check_weights(f"{path}", file, keys, weights)
+        _check_quantized(f"{path}", file, keys, fixed)
         check_optimizers(f"{path}", rest["optimizers"], optimizers, masters)
         if (rest["scaler"] is not None) != _is_on(scaler):
             saved = "without" if rest["scaler"] is None else "with"
@@ -173,15 +176,20 @@ def _is_on(scaler: GradScaler | None) -> TypeGuard[GradScaler]:
 # The model.
 
 
-def _model_tensors(model: Engine) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their first name, every update in them; not copies."""
+def _model_tensors(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters and persistent buffers by their first name, every update in them; not copies. And
+    the parts of quantized weights, by the keys of the file."""
     seen: set[int] = set()
-    tensors = {}
+    tensors, fixed = {}, {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor) and id(value) not in seen:
-            seen.add(id(value))
+        if not isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, QuantizedWeight):
+            fixed |= {f"quantized/{name}/{n}": part for n, part in enumerate(value.parts)}
+        else:
             tensors[name] = value
-    return tensors
+    return tensors, fixed
 
 
 def _holds_more(master: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -198,6 +206,23 @@ def _check_weights(
         if shape != tuple(tensor.shape):
             raise ConfigError(
                 f"{path} has {name!r} in shape {shape}, the model in shape {tuple(tensor.shape)}"
+            )
+
+
+def _check_quantized(
+    path: str, file: Any, keys: set[str], fixed: Mapping[str, torch.Tensor]
+) -> None:
+    saved = {key for key in keys if key.startswith("quantized/")}
+    refuse_other_names(path, "the model's quantized weights", saved, fixed.keys())
+    for key, part in fixed.items():
+        # By their bytes, because nan is not equal to itself.
+        there, here = (tensor.contiguous().view(-1) for tensor in (file.get_tensor(key), part))
+        if there.dtype != here.dtype or not torch.equal(
+            there.view(torch.uint8), here.view(torch.uint8)
+        ):
+            raise ConfigError(
+                f"{path} has other values of {key!r} than the model, whose quantized weights "
+                "cannot be written; load the checkpoint that the run began with"
             )
 
 
@@ -258,8 +283,9 @@ def _unpacked(packed: torch.Tensor) -> dict[str, Any]:
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where the file can be written from its memory."""
     dense = tensor.detach().cpu().contiguous()
-    # Because counters may be shared, which safetensors refuses.
-    return dense.clone() if dense.numel() == 1 else dense
+    # Because counters may be shared, and the tables of quantized weights are, which safetensors
+    # refuses.
+    return dense.clone() if dense.numel() <= 256 else dense
 
 
 def _replace(target: Path, tensors: dict[str, torch.Tensor]) -> None:

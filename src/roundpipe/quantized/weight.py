@@ -24,6 +24,10 @@ _TOGETHER = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
+class _NotBitsAndBytes(ConfigError, AttributeError):
+    """An AttributeError too, so that whoever asks whether there is one is told no."""
+
+
 class QuantizedWeight(torch.Tensor):
     """A frozen weight in fewer bits. Make it a parameter with
     ``nn.Parameter(weight, requires_grad=False)``.
@@ -133,6 +137,15 @@ class QuantizedWeight(torch.Tensor):
         shape = list(shapes[0])
         shape[dim] = sum(one[dim] for one in shapes)
         return cls(first.format, parts, shape, first.dtype)
+
+    @property
+    def quant_state(self) -> Any:
+        """Bitsandbytes' weights have one, which PEFT's layers over them merge with."""
+        raise _NotBitsAndBytes(
+            "a QuantizedWeight has no quant_state: PEFT's layers over four bits cannot merge into "
+            "a model that a RoundPipe trainer has trained. Save the adapter, and merge it with "
+            "roundpipe_hf.merge_and_save(adapter, base, out)"
+        )
 
     @property
     def num_bytes(self) -> int:
