@@ -200,10 +200,10 @@ static void update_scaled(
 }
 
 // `written`: weight, first moment and its scales, second moment and its scales. `keys`: two for the
-// moments, two for the weight. Returns the new weights, in memory of the caller's.
-static const float *update_lean(
+// moments, two for the weight.
+static void update_lean(
     const lean_adam *a, float decay, const uint32_t *keys, const array *written,
-    float *restrict g, int64_t at, int64_t n) {
+    const float *restrict g, int64_t at, int64_t n) {
     _Alignas(64) float own_x[BLOCK], own_m[BLOCK], own_v[BLOCK], roots[BLOCK];
     float largest[BLOCK / SCALED][2];
     const bool has_codes = written[1].dtype == INT8, has_bf16 = written[1].dtype == BFLOAT16;
@@ -238,10 +238,7 @@ static const float *update_lean(
             roots + i, scales, keys, at + i, size);
     }
     if (has_bf16) round_two(m16, v16, m, v, keys, at, n);
-    if (is_wide) return x;
-    round_one(x16, x, keys + 2, at, n);
-    read_bfloat16(g, x16, n);
-    return g;
+    if (!is_wide) round_one(x16, x, keys + 2, at, n);
 }
 
 #endif

@@ -87,23 +87,26 @@ static void write_16_bits(
         write_float16(to, from, n);
 }
 
+// Past the cache where that can be, because nobody here reads it.
+static void store(uint16_t *restrict to, const uint16_t *restrict from, int64_t n) {
+    int64_t i = 0;
+#if defined(__AVX2__)
+    if ((uintptr_t)to % sizeof(__m256i) == 0 && n % 16 == 0)
+        for (; i < n; i += 16)
+            _mm256_stream_si256(
+                (__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
+#endif
+    if (i < n) memcpy(to, from, n * 2);
+}
+
 static void write(array to, const float *restrict from, int64_t at, int64_t n) {
+    _Alignas(64) uint16_t rounded[BLOCK];
     if (to.dtype == FLOAT32) {
         memcpy((float *)to.address + at, from, n * 4);
-        return;
-    }
-    uint16_t *values = (uint16_t *)to.address + at;
-#if defined(__AVX2__)
-    if ((uintptr_t)values % sizeof(__m256i) == 0 && n % 16 == 0) {
-        _Alignas(64) uint16_t rounded[BLOCK];
+    } else {
         write_16_bits(rounded, from, to.dtype, n);
-        for (int64_t i = 0; i < n; i += 16)
-            _mm256_stream_si256(
-                (__m256i *)(values + i), _mm256_load_si256((const __m256i *)(rounded + i)));
-        return;
+        store((uint16_t *)to.address + at, rounded, n);
     }
-#endif
-    write_16_bits(values, from, to.dtype, n);
 }
 
 #endif

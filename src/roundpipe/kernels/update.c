@@ -123,15 +123,25 @@ static void update_block(const job *j, int64_t at, int64_t n) {
     }
     if (f->scale != 1.0f)
         for (int64_t i = 0; i < n; i++) g[i] *= f->scale;
-    const float *weight = g;
     if (f->rule == LEAN) {
         lean_adam a;
         memcpy(&a, f->coefficients, sizeof a);
-        weight = update_lean(&a, f->decay, f->keys, j->written, g, at, n);
+        update_lean(&a, f->decay, f->keys, j->written, g, at, n);
     } else {
         update_exact(j, g, at, n);
     }
-    if (j->is_published) write(j->parts[j->num_parts], weight, at, n);
+    if (!j->is_published) return;
+    const array weight = j->written[0], working = j->parts[j->num_parts];
+    if (f->rule != LEAN) {
+        write(working, g, at, n);
+    } else if (weight.dtype == FLOAT32) {
+        write(working, (const float *)weight.address + at, at, n);
+    } else if (working.dtype == weight.dtype) {
+        store((uint16_t *)working.address + at, (const uint16_t *)weight.address + at, n);
+    } else {
+        read(g, weight, at, n);
+        write(working, g, at, n);
+    }
 }
 
 // Chunks are taken by whoever is free: the calling thread and helpers that live for this call only.

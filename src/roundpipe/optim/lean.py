@@ -23,7 +23,7 @@ from .optimizers import AdamFamily, AdamRule, update_of
 MomentFormat = torch.dtype | Literal["8bit"]
 
 # For the first moment, which has a sign and may be 0, and the second, which is divided by.
-_FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
+FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
     torch.float32: (Float32(), Float32()),
     torch.bfloat16: (BFloat16(), BFloat16()),
     "8bit": (
@@ -151,7 +151,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         moments: MomentFormat = torch.bfloat16,
         maximize: bool = False,
     ) -> None:
-        if moments not in _FORMATS:
+        if moments not in FORMATS:
             raise ConfigError(
                 f"moments is {moments!r}; use torch.bfloat16, '8bit' or torch.float32"
             )
@@ -171,11 +171,11 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
     def new_moments(
         self, master: Master, group: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for form, names in zip(_FORMATS[group["moments"]], _NAMES, strict=True):
+        for form, names in zip(FORMATS[group["moments"]], _NAMES, strict=True):
             yield from zip(names, form.zeros(master.data), strict=False)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        formats, updates = _FORMATS[group["moments"]], []
+        formats, updates = FORMATS[group["moments"]], []
         for master, state, rule in self.decided(masters, group, amsgrad=False, is_decoupled=True):
             moments = tuple(state[name] for names in _NAMES for name in names if name in state)
             updates.append(update_of(master, moments, self._rule(master, rule, formats)))
@@ -215,7 +215,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         for key, (master, group) in zip(saved, masters, strict=True):
             if key in state_dict["state"]:
                 self.state[master] = _adopted(
-                    state_dict["state"][key], master, _FORMATS[group["moments"]]
+                    state_dict["state"][key], master, FORMATS[group["moments"]]
                 )
 
 
