@@ -6,7 +6,7 @@ working copy.
 
 Prints G parameters/s and GB/s for each number of threads: the fastest of several passes over the
 whole. An fp32 pass moves 28 bytes per parameter (2 + 12 read, 12 + 2 written); LeanAdamW's, with
-moments and masters in fewer bits, fewer. Needs 36 bytes per parameter. `copy` and `triad` are the
+moments and masters in fewer bits, fewer. Needs 46 bytes per parameter. `copy` and `triad` are the
 memory's own speed.
 """
 

@@ -48,6 +48,10 @@ def by_torch(update: RuleUpdate, working: Tensor | None) -> None:
     updates._in_chunks(update, working)
 
 
+def keep_in(kept: list[UpdateInto]) -> Way:
+    return lambda update, working: kept.append(UpdateInto(update, working))
+
+
 def gradients_like_real_ones(count: int, seed: int) -> Tensor:
     """Over six orders of magnitude."""
     generator = torch.Generator().manual_seed(seed)
@@ -196,12 +200,9 @@ def test_threads_chunks_and_neighbours_change_nothing(
     alone = [trained(by_kernel, each, stored, master) for each in given]
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        made: list[UpdateInto] = []
-        together = [
-            trained(lambda *update: made.append(UpdateInto(*update)), each, stored, master)
-            for each in given
-        ]
-        assert updates._by_kernel(made)
+        kept: list[UpdateInto] = []
+        together = [trained(keep_in(kept), each, stored, master) for each in given]
+        assert updates._by_kernel(kept)
         for one, other in zip(together, alone, strict=True):
             assert_same(one, other)
     monkeypatch.setattr(chunks, "_local", threading.local())
@@ -227,9 +228,9 @@ def test_the_kernel_refuses_what_the_rule_does_not_store(
     change: Callable[[RuleUpdate], RuleUpdate],
 ) -> None:
     """It would read the memory as something else."""
-    kept: list[RuleUpdate] = []
-    trained(lambda update, _: kept.append(update), [[torch.ones(5)]], "8bit", torch.float32)
-    assert not updates._by_kernel([UpdateInto(change(kept[0]), None)])
+    kept: list[UpdateInto] = []
+    trained(keep_in(kept), [[torch.ones(5)]], "8bit", torch.float32)
+    assert not updates._by_kernel([UpdateInto(change(kept[0].update), None)])
 
 
 def test_random_numbers_are_even_and_independent() -> None:
@@ -237,14 +238,13 @@ def test_random_numbers_are_even_and_independent() -> None:
     parameters beside each other: every 1024th of the range comes as often as chance says, and no
     two series go together."""
     count, steps = 1 << 16, 64
-    first, second, master = [], [], []
+    drawn = []
     for step in range(steps):
-        low, high = Noise(step << 32 | 3).for_moments(0, count)
-        first.append(low)
-        second.append(high)
-        master.append(Noise(step << 32 | 3).for_master(0, count))
-    other = [Noise(step << 32 | 4).for_moments(0, count)[0] for step in range(steps)]
-    series = [torch.stack(each).double() / (1 << 16) - 0.5 for each in (first, second, master, other)]
+        noise, beside = Noise(step << 32 | 3), Noise(step << 32 | 4)
+        moments_of_one = torch.stack(noise.for_moments(0, count))
+        others = [noise.for_master(0, count).clone(), beside.for_moments(0, count)[0]]
+        drawn.append(torch.stack([*moments_of_one, *others]))
+    series = torch.stack(drawn, dim=1).double() / (1 << 16) - 0.5
     for numbers in series:
         assert -0.5 <= numbers.min() <= numbers.max() < 0.5
         found = torch.histc(numbers, 1024, -0.5, 0.5)
@@ -261,7 +261,6 @@ def test_random_numbers_are_even_and_independent() -> None:
 
 
 def test_any_stretch_of_random_numbers_is_part_of_the_whole() -> None:
-    whole = Noise(5).for_moments(0, 5000)
-    part = Noise(5).for_moments(1234, 100)
-    for one, other in zip(whole, part, strict=True):
-        assert torch.equal(one[1234:1334], other)
+    whole = torch.stack(Noise(5).for_moments(0, 5000))
+    part = torch.stack(Noise(5).for_moments(1234, 100))
+    assert torch.equal(whole[:, 1234:1334], part)

@@ -224,7 +224,9 @@ def test_asynchronous_steps_round_as_synchronous_ones(moments: str, engines: Eng
         engine = engines(nn.Sequential(nn.Linear(64, 64)), devices)
         with torch.no_grad():
             for number, parameter in enumerate(engine.parameters()):
-                parameter.copy_(torch.linspace(-1, 1 + number, parameter.numel()).view_as(parameter))
+                parameter.copy_(
+                    torch.linspace(-1, 1 + number, parameter.numel()).view_as(parameter)
+                )
         optimizer = LeanAdamW(engine.optim_parameters(), lr=0.01, moments=OPTIONS[moments])
         for step in range(4):
             rows = torch.linspace(-1, 1 + step, 8 * 64).view(8, 64)

@@ -1,4 +1,5 @@
-"""The library of ``update.c`` and its headers: compiled once per machine with the system's compiler.
+"""The library of ``update.c`` and its headers, compiled once per machine with the system's
+compiler.
 
 Without a compiler ``library()`` is None and updates run on torch's kernels, chunk by chunk.
 """

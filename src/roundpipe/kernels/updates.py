@@ -185,7 +185,7 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
     rules: dict[int, Rule] = {
         id(update.rule): update.rule for update, _ in updates
     }  # many have the same
-    formulas = {key: rule.formula() for key, rule in rules.items()}
+    formulas: dict[int, Any] = {key: rule.formula() for key, rule in rules.items()}
     if kernel is None or None in formulas.values():
         return False
     rows: list[int] = []
@@ -199,9 +199,7 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
             described[key] = _described(formula, scale)
         if formula.stored is None:
             exact += (weight, *moments)
-        elif weight.dtype not in _LEAN_MASTERS or formula.stored != tuple(
-            map(_dtype_of, moments)
-        ):
+        elif weight.dtype not in _LEAN_MASTERS or formula.stored != tuple(map(_dtype_of, moments)):
             return False
         rows += (
             ctypes.addressof(described[key]),

@@ -5,6 +5,8 @@ import threading
 
 import torch
 
+CPU = torch.device("cpu")
+
 
 class _Kept(threading.local):
     def __init__(self) -> None:
@@ -18,7 +20,7 @@ def scratch(
     name: str,
     count: int,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = CPU,
 ) -> torch.Tensor:
     """A flat tensor with arbitrary content, valid until this thread asks for the same name again.
     On an accelerator it is new, because the allocator there keeps memory itself."""

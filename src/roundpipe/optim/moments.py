@@ -11,18 +11,20 @@ What is here is the reference of `kernels/lean.h`, which computes the same bits 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
 
 from ..kernels.updates import BLOCK
 from ..memory import huge_pages
-from ..memory.scratch import scratch
+from ..memory.scratch import CPU, scratch
 
 # Elements handled at a time, so that values in between stay in the cache; whole blocks.
 PIECE = 1 << 18
 
 _KEEP_UPPER_HALF = -(1 << 16)
+_LOWER_HALF = (1 << 16) - 1
 _WORD = (1 << 32) - 1
 _STRIDE = 0x9E3779B9
 
@@ -40,18 +42,17 @@ class Noise:
         self.keys = first & _WORD, first >> 32, second & _WORD, second >> 32
 
     def for_moments(
-        self, start: int, count: int, device: torch.device = torch.device("cpu")
+        self, start: int, count: int, device: torch.device = CPU
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers in [0, 2**16), int32, for the elements from ``start`` on: for the first moment
-        and the second."""
+        """Numbers in [0, 2**16), int32, for at most ``PIECE`` elements from ``start`` on: for the
+        first moment and the second. Valid until the next are asked for."""
         words = _hashed(start, count, device, *self.keys[:2])
-        return words & 0xFFFF, (words >> 16) & 0xFFFF
+        second = _upper_half_of(words, scratch("second", count, torch.int32, device))
+        return words.bitwise_and_(_LOWER_HALF), second
 
-    def for_master(
-        self, start: int, count: int, device: torch.device = torch.device("cpu")
-    ) -> torch.Tensor:
+    def for_master(self, start: int, count: int, device: torch.device = CPU) -> torch.Tensor:
         """The same for the master."""
-        return _hashed(start, count, device, *self.keys[2:]) & 0xFFFF
+        return _hashed(start, count, device, *self.keys[2:]).bitwise_and_(_LOWER_HALF)
 
 
 def _mixed(seed: int) -> int:
@@ -63,20 +64,29 @@ def _mixed(seed: int) -> int:
 
 
 def _hashed(start: int, count: int, device: torch.device, key: int, other: int) -> torch.Tensor:
-    """As ``draw`` in lean.h. Products wrap around; a shift to the right brings copies of the sign,
-    which are taken away."""
-    places = torch.arange(start, start + count, device=device) * _STRIDE + key
-    words = places.to(torch.int32)  # the lower half
-    words ^= (words >> 16) & 0xFFFF
-    words *= _signed(0x7FEB352D)
-    words ^= _signed(other)
-    words ^= (words >> 15) & 0x1FFFF
-    words *= _signed(0x846CA68B)
-    words ^= (words >> 16) & 0xFFFF
-    return words
+    """As ``random_bits`` in lean.h. Sums and products wrap around."""
+    words, shifted = (scratch(name, count, torch.int32, device) for name in ("words", "shifted"))
+    torch.add(_counters(device)[:count], _signed(key + start * _STRIDE), out=words)
+    words.bitwise_xor_(_upper_half_of(words, shifted)).mul_(_signed(0x7FEB352D))
+    words.bitwise_xor_(_signed(other))
+    torch.bitwise_right_shift(words, 15, out=shifted).bitwise_and_(0x1FFFF)
+    words.bitwise_xor_(shifted).mul_(_signed(0x846CA68B))
+    return words.bitwise_xor_(_upper_half_of(words, shifted))
+
+
+@cache
+def _counters(device: torch.device) -> torch.Tensor:
+    return (torch.arange(PIECE, device=device) * _STRIDE).to(torch.int32)  # the lower half
+
+
+def _upper_half_of(words: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """A shift to the right brings copies of the sign, which are taken away."""
+    return torch.bitwise_right_shift(words, 16, out=out).bitwise_and_(_LOWER_HALF)
 
 
 def _signed(word: int) -> int:
+    """A word as int32 has it."""
+    word &= _WORD
     return word - (word >> 31 << 32)
 
 
@@ -203,7 +213,8 @@ class Blocks8:
         root_(lower).floor_().nan_to_num_(self._least).clamp_(self._least, self._levels - 1)
         below = self._to_power(scratch("below", count, device=device).copy_(lower))
         step = torch.add(lower, 1, out=scratch("step", count, device=device))
-        step = self._to_power(step).sub_(below).mul_(halves * (1 / (1 << 16)))
+        chance = scratch("chance", count, device=device).copy_(halves).mul_(1 / (1 << 16))
+        step = self._to_power(step).sub_(below).mul_(chance)
         torch.lt(step, sizes.sub_(below), out=below)
         lower.add_(below)
         codes.copy_(lower.copysign_(values) if self.dtypes[0] is torch.int8 else lower)
@@ -216,7 +227,8 @@ class Blocks8:
 
 def root_(values: torch.Tensor) -> torch.Tensor:
     """Square roots in place, rounded to nearest: torch's own in fp32 are not on every machine."""
-    return values.copy_(values.double().sqrt_())
+    wide = scratch("root", values.numel(), torch.float64, values.device).view(values.shape)
+    return values.copy_(wide.copy_(values).sqrt_())
 
 
 def _by_block(
