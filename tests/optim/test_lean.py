@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import roundpipe
 from roundpipe import ConfigError, RoundPipe, load_checkpoint, save_checkpoint
-from roundpipe.kernels import chunks, native
+from roundpipe.kernels import chunks, native, updates
 from roundpipe.kernels.updates import BLOCK
 from roundpipe.optim import AdamW, LeanAdamW
 from roundpipe.optim.moments import BFloat16, Blocks8, Format, Noise, round_to_bf16
@@ -213,6 +213,37 @@ def test_a_run_repeats_and_resumes_to_the_bit(
     loaded.load_state_dict(state)
     train(from_state, loaded, batches(6, dtype)[3:])
     ONE.check(engine_weights(from_state), engine_weights(whole))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("moments", OPTIONS)
+def test_every_format_is_updated_in_one_pass(
+    moments: str, dtype: torch.dtype, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8-bit moments an 8B model's step did not end within minutes, because torch's kernels
+    went over the values in between a dozen times."""
+    if native.library() is None:
+        pytest.skip("this machine has no C compiler")
+    monkeypatch.setattr(updates, "_in_chunks", lambda *_: pytest.fail("torch's kernels ran"))
+    for devices, is_async in ((ONE, False), (THREE, True)):
+        engine = make_engine(engines, devices, dtype)
+        before = {name: value.clone() for name, value in engine_weights(engine).items()}
+        optimizer = LeanAdamW(engine.optim_parameters(), lr=0.1, moments=OPTIONS[moments])
+        for batch in batches(2, dtype):
+            run_batch(engine, batch, 2)
+            engine.step(optimizer.step, is_async=is_async)
+        for name, value in engine_weights(engine).items():
+            assert not torch.equal(value, before[name])
+
+
+def test_fp32_moments_over_fp32_masters_are_adamws_to_the_bit(engines: Engines) -> None:
+    """Nothing is rounded there, so the rule is AdamW's own."""
+    runs = []
+    for make, settings in ((LeanAdamW, {"moments": torch.float32}), (AdamW, {})):
+        engine = engines(make_model(), TWO)
+        train(engine, make(engine.optim_parameters(), lr=0.01, **settings), batches(4))
+        runs.append(engine_weights(engine))
+    ONE.check(runs[0], runs[1])
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])

@@ -56,8 +56,8 @@ class Noise:
 
 
 def _mixed(seed: int) -> int:
-    """64 bits of which each depends on every bit of the seed (splitmix64's last step)."""
-    word = seed & ((1 << 64) - 1)
+    """64 bits of which each depends on every bit of the seed (a step of splitmix64)."""
+    word = (seed + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & ((1 << 64) - 1)
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB & ((1 << 64) - 1)
     return word ^ (word >> 31)
