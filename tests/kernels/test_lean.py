@@ -221,15 +221,17 @@ def test_threads_chunks_and_neighbours_change_nothing(
         lambda update: update._replace(
             moments=(update.moments[0].to(torch.bfloat16), *update.moments[1:])
         ),
+        lambda update: update._replace(moments=(update.moments[0][1:], *update.moments[1:])),
+        lambda update: update._replace(moments=(*update.moments[:3], update.moments[3][:1])),
     ],
-    ids=["fp16 masters", "no scales", "another format"],
+    ids=["fp16 masters", "no scales", "another format", "fewer codes", "no scale for each block"],
 )
 def test_the_kernel_refuses_what_the_rule_does_not_store(
     change: Callable[[RuleUpdate], RuleUpdate],
 ) -> None:
     """It would read the memory as something else."""
     kept: list[UpdateInto] = []
-    trained(keep_in(kept), [[torch.ones(5)]], "8bit", torch.float32)
+    trained(keep_in(kept), [[torch.ones(BLOCK + 5)]], "8bit", torch.float32)
     assert not updates._by_kernel([UpdateInto(change(kept[0].update), None)])
 
 

@@ -199,7 +199,7 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
             described[key] = _described(formula, scale)
         if formula.stored is None:
             exact += (weight, *moments)
-        elif weight.dtype not in _LEAN_MASTERS or formula.stored != tuple(map(_dtype_of, moments)):
+        elif not _is_stored_as(formula.stored, weight, moments):
             return False
         rows += (
             ctypes.addressof(described[key]),
@@ -224,6 +224,17 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
         return False
     _run(kernel, rows, written, others, dtypes)
     return True
+
+
+def _is_stored_as(stored: Sequence[Any], weight: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Its sizes too, because the kernel would go past the end where torch raises."""
+    count = weight.numel()
+    sizes = [count, -(-count // BLOCK)] * 2 if len(stored) == 4 else [count] * 2
+    return (
+        weight.dtype in _LEAN_MASTERS
+        and list(stored) == list(map(_dtype_of, moments))
+        and sizes == list(map(torch.Tensor.numel, moments))
+    )
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
