@@ -78,7 +78,7 @@ def counts(root: Path) -> list[Count]:
 
 
 def _of_sources(src: Path) -> Iterator[Count]:
-    files = sorted(file for kind in ("*.py", "*.c") for file in src.rglob(kind))
+    files = sorted(file for kind in ("*.py", "*.c", "*.h") for file in src.rglob(kind))
     modules = {file: file.read_text() for file in files if file.suffix == ".py"}
     trees = [ast.parse(text) for text in modules.values()]
     lines = [line for file in files for line in file.read_text().splitlines()]

@@ -6,6 +6,7 @@ so may differ there by a rounding; arrays here are whole vectors.
 """
 
 import logging
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,33 @@ def test_without_a_compiler_there_is_a_word_and_no_kernel(
         assert native.library.__wrapped__() is None
     assert "update.c was not compiled" in caplog.text
     assert ("no such option" if problem == "it fails" else "no cc, gcc or clang") in caplog.text
+
+
+@pytest.mark.parametrize("number", range(len(native._SOURCES)))
+def test_a_change_in_any_source_makes_another_kernel(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that changed alone left the old library in place."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    copies = [folder / source.name for source in native._SOURCES]
+    for source, copied in zip(native._SOURCES, copies, strict=True):
+        copied.write_text(source.read_text())
+    monkeypatch.setattr(native, "_SOURCES", tuple(copies))
+    monkeypatch.setattr(native, "_SOURCE", copies[0])
+    before = native._compiled(tmp_path)
+    copies[number].write_text(copies[number].read_text() + "\n")
+    assert native._compiled(tmp_path) != before
+
+
+def test_every_source_is_known_and_packaged() -> None:
+    """Else a change of it, or an installed copy, would have another kernel or none."""
+    folder = native._SOURCE.parent
+    found = {file for file in folder.iterdir() if file.suffix in (".c", ".h")}
+    assert found == set(native._SOURCES)
+    packaged = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = packaged["tool"]["setuptools"]["package-data"]["roundpipe"]
+    assert {f"kernels/*{file.suffix}" for file in found} <= set(patterns)
 
 
 def test_a_kernel_is_compiled_once_per_folder(

@@ -1,4 +1,5 @@
-"""The library of ``update.c``: compiled once per machine with the system's compiler.
+"""The library of ``update.c`` and its headers, compiled once per machine with the system's
+compiler.
 
 Without a compiler ``library()`` is None and updates run on torch's kernels, chunk by chunk.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 
 _log = logging.getLogger("roundpipe")
 _SOURCE = Path(__file__).with_name("update.c")
+_SOURCES = (_SOURCE, *(_SOURCE.with_name(name) for name in ("lean.h", "numbers.h")))
 # No contraction and no reassociation, because results are to be the same on every machine.
 _FLAGS = (
     "-O3",
@@ -51,7 +53,7 @@ def _compiled(folder: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise FileNotFoundError("no cc, gcc or clang on the path")
-    identity = "\n".join((_SOURCE.read_text(), *_FLAGS, compiler, _processor()))
+    identity = "\n".join((*map(Path.read_text, _SOURCES), *_FLAGS, compiler, _processor()))
     target = folder / f"update-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as building:

@@ -10,27 +10,15 @@
 // written. Measured and rejected: the same for masters and moments, prefetching by hand, blocks of
 // 256, 1024 or 2048, one loop in place of three.
 
-#include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__F16C__) || defined(__AVX2__)
-#include <immintrin.h>
-#endif
-#if !defined(__FLT16_MANT_DIG__)
-#error "this compiler has no _Float16"
-#endif
 
-enum { BLOCK = 512, CHUNK = 32 * BLOCK, CHUNKS_WORTH_A_THREAD = 4 };
+#include "lean.h"
+#include "numbers.h"
+
+enum { CHUNK = 32 * BLOCK, CHUNKS_WORTH_A_THREAD = 4 };
 enum { MAX_THREADS = 256, STACK_BYTES = 1 << 18 };
-enum dtype { NONE, FLOAT32, BFLOAT16, FLOAT16 };
-enum rule { ADAM, ADAM_AMSGRAD, SGD, SGD_MOMENTUM, SQUARES };
-
-typedef struct {
-    void *address;
-    int64_t dtype;
-} array;
+enum rule { ADAM, ADAM_AMSGRAD, SGD, SGD_MOMENTUM, LEAN, SQUARES };
 
 typedef struct {
     int64_t rule;
@@ -38,97 +26,18 @@ typedef struct {
     float coupled_decay;  // times the weight, added to the gradient
     float decay;          // the weight is multiplied by this first
     float coefficients[7];
+    uint32_t keys[4];  // of random numbers
 } formula;
 
 typedef struct {
     const formula *formula;
     int64_t num_written, num_parts, is_published, count;
-    // Filled in here. ``written``: weight and moments; for SQUARES the result of each chunk, in
-    // double, so that their sum has one order. The gradient is the sum of the parts; behind them
-    // comes the working copy, if that is to be written.
-    float *const *written;
-    const array *parts;
+    // Filled in here. ``written``: weight and moments, in fp32 but for LEAN; for SQUARES the result
+    // of each chunk, in double, so that their sum has one order. The gradient is the sum of the
+    // parts; behind them comes the working copy, if that is to be written.
+    const array *written, *parts;
     int64_t first_chunk;
 } job;
-
-// fp32 <-> 16 bits. The loops are vectorised by the compiler.
-
-static inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint16_t to_bfloat16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    // To nearest, ties to even.
-    uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-    return value != value ? 0x7fc0 : rounded;
-}
-
-static void read_float16(float *restrict to, const uint16_t *restrict from, int64_t n) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
-#endif
-    for (; i < n; i++) {
-        _Float16 value;
-        memcpy(&value, from + i, 2);
-        to[i] = (float)value;
-    }
-}
-
-static void write_float16(uint16_t *restrict to, const float *restrict from, int64_t n) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
-#endif
-    for (; i < n; i++) {
-        _Float16 value = (_Float16)from[i];
-        memcpy(to + i, &value, 2);
-    }
-}
-
-static void read(float *restrict to, array from, int64_t at, int64_t n) {
-    if (from.dtype == FLOAT32) {
-        memcpy(to, (const float *)from.address + at, n * 4);
-    } else if (from.dtype == BFLOAT16) {
-        const uint16_t *values = (const uint16_t *)from.address + at;
-        for (int64_t i = 0; i < n; i++) to[i] = from_bits((uint32_t)values[i] << 16);
-    } else {
-        read_float16(to, (const uint16_t *)from.address + at, n);
-    }
-}
-
-static void write_16_bits(
-    uint16_t *restrict to, const float *restrict from, int64_t dtype, int64_t n) {
-    if (dtype == BFLOAT16)
-        for (int64_t i = 0; i < n; i++) to[i] = to_bfloat16(from[i]);
-    else
-        write_float16(to, from, n);
-}
-
-static void write(array to, const float *restrict from, int64_t at, int64_t n) {
-    if (to.dtype == FLOAT32) {
-        memcpy((float *)to.address + at, from, n * 4);
-        return;
-    }
-    uint16_t *values = (uint16_t *)to.address + at;
-#if defined(__AVX2__)
-    if ((uintptr_t)values % sizeof(__m256i) == 0 && n % 16 == 0) {
-        _Alignas(64) uint16_t rounded[BLOCK];
-        write_16_bits(rounded, from, to.dtype, n);
-        for (int64_t i = 0; i < n; i += 16)
-            _mm256_stream_si256(
-                (__m256i *)(values + i), _mm256_load_si256((const __m256i *)(rounded + i)));
-        return;
-    }
-#endif
-    write_16_bits(values, from, to.dtype, n);
-}
 
 // The rules. `g` holds the gradient and is left holding the new weight.
 
@@ -185,6 +94,21 @@ static double sum_of_squares(const float *restrict g, int64_t n) {
     return sum;
 }
 
+static void update_exact(const job *j, float *restrict g, int64_t at, int64_t n) {
+    const formula *f = j->formula;
+    float *x = (float *)j->written[0].address + at, *moments[3] = {0};
+    for (int64_t i = 1; i < j->num_written; i++)
+        moments[i - 1] = (float *)j->written[i].address + at;
+    if (f->coupled_decay != 0.0f)
+        for (int64_t i = 0; i < n; i++) g[i] = fmaf(x[i], f->coupled_decay, g[i]);
+    switch (f->rule) {
+        case ADAM: adam(f, g, x, moments[0], moments[1], 0, n); break;
+        case ADAM_AMSGRAD: adam(f, g, x, moments[0], moments[1], moments[2], n); break;
+        case SGD: sgd(f, g, x, 0, n); break;
+        case SGD_MOMENTUM: sgd(f, g, x, moments[0], n); break;
+    }
+}
+
 static void update_block(const job *j, int64_t at, int64_t n) {
     _Alignas(64) float g[BLOCK], other[BLOCK];
     const formula *f = j->formula;
@@ -194,22 +118,30 @@ static void update_block(const job *j, int64_t at, int64_t n) {
         for (int64_t i = 0; i < n; i++) g[i] += other[i];
     }
     if (f->rule == SQUARES) {
-        ((double *)j->written[0])[at / CHUNK] += sum_of_squares(g, n);
+        ((double *)j->written[0].address)[at / CHUNK] += sum_of_squares(g, n);
         return;
     }
-    float *x = j->written[0] + at, *moments[3] = {0};
-    for (int64_t i = 1; i < j->num_written; i++) moments[i - 1] = j->written[i] + at;
     if (f->scale != 1.0f)
         for (int64_t i = 0; i < n; i++) g[i] *= f->scale;
-    if (f->coupled_decay != 0.0f)
-        for (int64_t i = 0; i < n; i++) g[i] = fmaf(x[i], f->coupled_decay, g[i]);
-    switch (f->rule) {
-        case ADAM: adam(f, g, x, moments[0], moments[1], 0, n); break;
-        case ADAM_AMSGRAD: adam(f, g, x, moments[0], moments[1], moments[2], n); break;
-        case SGD: sgd(f, g, x, 0, n); break;
-        case SGD_MOMENTUM: sgd(f, g, x, moments[0], n); break;
+    if (f->rule == LEAN) {
+        lean_adam a;
+        memcpy(&a, f->coefficients, sizeof a);
+        update_lean(&a, f->decay, f->keys, j->written, g, at, n);
+    } else {
+        update_exact(j, g, at, n);
     }
-    if (j->is_published) write(j->parts[j->num_parts], g, at, n);
+    if (!j->is_published) return;
+    const array weight = j->written[0], working = j->parts[j->num_parts];
+    if (f->rule != LEAN) {
+        write(working, g, at, n);
+    } else if (weight.dtype == FLOAT32) {
+        write(working, (const float *)weight.address + at, at, n);
+    } else if (working.dtype == weight.dtype) {
+        store((uint16_t *)working.address + at, (const uint16_t *)weight.address + at, n);
+    } else {
+        read(g, weight, at, n);
+        write(working, g, at, n);
+    }
 }
 
 // Chunks are taken by whoever is free: the calling thread and helpers that live for this call only.
@@ -239,7 +171,7 @@ static void *work(void *argument) {
 }
 
 void roundpipe_update(
-    job *jobs, float *const *written, const array *others, int64_t num_jobs, int64_t num_threads) {
+    job *jobs, const array *written, const array *others, int64_t num_jobs, int64_t num_threads) {
     round_ all = {.jobs = jobs, .num_jobs = num_jobs, .num_chunks = 0};
     for (int64_t i = 0; i < num_jobs; i++) {
         jobs[i].written = written;

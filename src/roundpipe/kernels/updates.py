@@ -8,7 +8,7 @@ import ctypes
 import math
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -21,12 +21,14 @@ from .chunks import chunks
 
 BLOCK = 256  # a chunk is a whole number of them, but for the last
 # As in update.c:
-_FLOAT32 = 1
-_DTYPES = {torch.float32: _FLOAT32, torch.bfloat16: 2, torch.float16: 3}
+_DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_WRITTEN = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4, torch.uint8: 5, torch.float64: 0}
+_LEAN_MASTERS = (torch.float32, torch.bfloat16)
 _ARRAY_BYTES = 16
 _JOB_WORDS = 8
 _NUM_COEFFICIENTS = 7
-_SQUARES = 4
+_NUM_KEYS = 4
+_SQUARES = 5
 _CHUNK = 16 * 1024
 
 Tensors = Sequence[Tensor]
@@ -35,13 +37,20 @@ _is_on_cpu = operator.attrgetter("is_cpu")
 
 
 class Formula(NamedTuple):
-    """A rule of ``update.c``: its number there and what it multiplies by."""
+    """A rule of ``update.c``: its number there, what it multiplies by, and the keys of its random
+    numbers.
+
+    ``stored``: the dtypes of its moments, if they or the master need not be fp32; the master then
+    is fp32 or bf16.
+    """
 
     rule: int
     coefficients: tuple[float, ...]
     sign: float = 1.0  # of the gradient
     coupled_decay: float = 0.0
     decay: float = 1.0
+    keys: tuple[int, ...] = (0,) * _NUM_KEYS
+    stored: tuple[torch.dtype, ...] | None = None
 
 
 class Rule(Protocol):
@@ -157,6 +166,7 @@ class _Formula(ctypes.Structure):
         ("coupled_decay", ctypes.c_float),
         ("decay", ctypes.c_float),
         ("coefficients", ctypes.c_float * _NUM_COEFFICIENTS),
+        ("keys", ctypes.c_uint32 * _NUM_KEYS),
     )
 
 
@@ -168,24 +178,29 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
 
     Returns:
         False, with nothing done, if there is one that the kernel cannot do: it has no such rule, or
-        cannot use a tensor. What is updated must be fp32, the others any of three dtypes, all
-        contiguous and on the CPU.
+        cannot use a tensor. What is updated must be fp32 or as the rule says, the others any of
+        three dtypes, all contiguous and on the CPU.
     """
     kernel = native.library()
     rules: dict[int, Rule] = {
         id(update.rule): update.rule for update, _ in updates
     }  # many have the same
-    formulas = {key: rule.formula() for key, rule in rules.items()}
+    formulas: dict[int, Any] = {key: rule.formula() for key, rule in rules.items()}
     if kernel is None or None in formulas.values():
         return False
     rows: list[int] = []
     written: list[torch.Tensor] = []
+    exact: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
     described: dict[tuple[int, float], _Formula] = {}
     for (weight, moments, parts, scale, _, rule), working in updates:
-        key = id(rule), scale
+        key, formula = (id(rule), scale), formulas[id(rule)]
         if key not in described:
-            described[key] = _described(formulas[id(rule)], scale)
+            described[key] = _described(formula, scale)
+        if formula.stored is None:
+            exact += (weight, *moments)
+        elif not _is_stored_as(formula.stored, weight, moments):
+            return False
         rows += (
             ctypes.addressof(described[key]),
             1 + len(moments),
@@ -202,13 +217,24 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
             others.append(working)
     dtypes = list(map(_DTYPES.get, map(_dtype_of, others)))
     if not (
-        set(map(_dtype_of, written)) <= {torch.float32}
+        set(map(_dtype_of, exact)) <= {torch.float32}
         and None not in dtypes
         and _are_plain(written + others)
     ):
         return False
     _run(kernel, rows, written, others, dtypes)
     return True
+
+
+def _is_stored_as(stored: Sequence[Any], weight: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Its sizes too, because the kernel would go past the end where torch raises."""
+    count = weight.numel()
+    sizes = [count, -(-count // BLOCK)] * 2 if len(stored) == 4 else [count] * 2
+    return (
+        weight.dtype in _LEAN_MASTERS
+        and list(stored) == list(map(_dtype_of, moments))
+        and sizes == list(map(torch.Tensor.numel, moments))
+    )
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:
@@ -237,12 +263,18 @@ def _run(
     """``rows``: the jobs as in update.c. Each takes the next of ``written`` and ``others``, as many
     as it says."""
     jobs = array("q", rows)
-    addresses = array("q", map(torch.Tensor.data_ptr, written))
-    arrays = array("q", bytes(_ARRAY_BYTES * len(others)))
-    arrays[0::2] = array("q", map(torch.Tensor.data_ptr, others))
-    arrays[1::2] = array("q", dtypes)
-    tables = (table.buffer_info()[0] for table in (jobs, addresses, arrays))
+    updated = _arrays(written, map(_WRITTEN.__getitem__, map(_dtype_of, written)))
+    read = _arrays(others, dtypes)
+    tables = (table.buffer_info()[0] for table in (jobs, updated, read))
     kernel.roundpipe_update(*tables, len(rows) // _JOB_WORDS, torch.get_num_threads())
+
+
+def _arrays(tensors: Sequence[torch.Tensor], dtypes: Iterable[Any]) -> "array[int]":
+    """Addresses and dtypes, as update.c wants them."""
+    table = array("q", bytes(_ARRAY_BYTES * len(tensors)))
+    table[0::2] = array("q", map(torch.Tensor.data_ptr, tensors))
+    table[1::2] = array("q", dtypes)
+    return table
 
 
 def _described(formula: Any, scale: float) -> _Formula:
@@ -252,6 +284,7 @@ def _described(formula: Any, scale: float) -> _Formula:
         coupled_decay=formula.coupled_decay,
         decay=formula.decay,
         coefficients=(ctypes.c_float * _NUM_COEFFICIENTS)(*formula.coefficients),
+        keys=(ctypes.c_uint32 * _NUM_KEYS)(*formula.keys),
     )
 
 

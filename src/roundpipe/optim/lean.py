@@ -5,6 +5,7 @@ Bytes per parameter beside the working copy and the gradient: masters 4 (bf16: 2
 (bf16: 4, 8 bits: 2.03). See docs/optimizers.md.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,16 +14,16 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import BLOCK, RuleUpdate, Tensors
+from ..kernels.updates import BLOCK, Formula, Rule, RuleUpdate, Tensors
 from ..memory.scratch import scratch
 from ..params.window import Master
-from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, round_to_bf16
+from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, root_, round_to_bf16
 from .optimizers import AdamFamily, AdamRule, update_of
 
 MomentFormat = torch.dtype | Literal["8bit"]
 
 # For the first moment, which has a sign and may be 0, and the second, which is divided by.
-_FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
+FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
     torch.float32: (Float32(), Float32()),
     torch.bfloat16: (BFloat16(), BFloat16()),
     "8bit": (
@@ -30,21 +31,27 @@ _FORMATS: dict[MomentFormat, tuple[Format, Format]] = {
         Blocks8(dtype=torch.uint8, power=4, least=1),
     ),
 }
+_LEAN = 4  # as update.c numbers it
 _NAMES = (("exp_avg", "exp_avg_scale"), ("exp_avg_sq", "exp_avg_sq_scale"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class LeanRule:
-    """AdamW in fp32 on what the formats hold. ``noise`` is drawn from as the chunks come, in
-    order."""
+    """AdamW on what the formats hold, for one master and step: the reference of
+    `kernels/lean.h`.
+
+    Sums and products are operations of their own, so that every machine and device has the same
+    numbers. ``done``: elements so far, because chunks come in order.
+    """
 
     adam: AdamRule
     formats: tuple[Format, Format]
     noise: Noise
+    done: int = 0
 
     def apply(self, weights: Tensors, gradients: Tensors, moments: Sequence[Tensors]) -> None:
         for weight, gradient, own in zip(weights, gradients, moments, strict=True):
-            self._apply_to(weight, gradient, own)
+            self._apply_to(weight.view(-1), gradient.view(-1), [each.view(-1) for each in own])
 
     def _apply_to(self, weight: Tensor, gradient: Tensor, moments: Sequence[Tensor]) -> None:
         half = len(moments) // 2
@@ -57,23 +64,58 @@ class LeanRule:
             ]
             self._apply(weight[piece], gradient[piece], stored)
 
-    def _apply(
-        self, weight: torch.Tensor, gradient: torch.Tensor, stored: list[list[torch.Tensor]]
-    ) -> None:
+    def _apply(self, weight: Tensor, gradient: Tensor, stored: list[list[Tensor]]) -> None:
+        count, device = weight.numel(), weight.device
         is_wide = weight.dtype is torch.float32
-        wide = weight if is_wide else scratch("weight", weight.numel()).copy_(weight)
+        wide = weight if is_wide else scratch("weight", count, device=device).copy_(weight)
         values = [
             form.read(kept, name)
             for form, kept, (name, _) in zip(self.formats, stored, _NAMES, strict=True)
         ]
-        self.adam.apply([wide], [gradient], [values])
-        for form, moment, kept in zip(self.formats, values, stored, strict=True):
-            form.write(moment, kept, self.noise)
+        self._update(wide, gradient, *values)
+        halves = self.noise.for_moments(self.done, count, device)
+        for form, moment, kept, half in zip(self.formats, values, stored, halves, strict=True):
+            form.write(moment, kept, half)
         if not is_wide:
-            round_to_bf16(wide, weight, self.noise)
+            round_to_bf16(wide, weight, self.noise.for_master(self.done, count, device))
+        self.done += count
 
-    def formula(self) -> None:
-        """The one-pass kernel has no such rule."""
+    def _update(self, weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor) -> None:
+        beta1, share1, beta2, share2, correction, eps, step = self._coefficients()
+        sign = -1.0 if self.adam.maximize else 1.0
+        change = scratch("change", weight.numel(), device=weight.device)
+        mean.mul_(beta1).add_(torch.mul(gradient, sign * share1, out=change))
+        square.mul_(beta2).add_(torch.mul(gradient, share2, out=change).mul_(gradient))
+        size = scratch("size", weight.numel(), device=weight.device).copy_(square)
+        root_(size).mul_(correction).add_(eps)
+        weight.mul_(self._decay).add_(torch.mul(mean, step, out=change).div_(size))
+
+    def _coefficients(self) -> tuple[float, ...]:
+        adam = self.adam
+        correction1, correction2 = 1 - adam.beta1**adam.step, 1 - adam.beta2**adam.step
+        return (
+            adam.beta1,
+            1 - adam.beta1,
+            adam.beta2,
+            1 - adam.beta2,
+            1 / math.sqrt(correction2),
+            adam.eps,
+            -adam.lr / correction1,
+        )
+
+    @property
+    def _decay(self) -> float:
+        return 1 - self.adam.lr * self.adam.weight_decay
+
+    def formula(self) -> Formula:
+        return Formula(
+            rule=_LEAN,
+            coefficients=self._coefficients(),
+            sign=-1.0 if self.adam.maximize else 1.0,
+            decay=self._decay,
+            keys=self.noise.keys,
+            stored=tuple(dtype for form in self.formats for dtype in form.dtypes),
+        )
 
 
 class LeanAdamW(AdamFamily, torch.optim.AdamW):
@@ -109,7 +151,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         moments: MomentFormat = torch.bfloat16,
         maximize: bool = False,
     ) -> None:
-        if moments not in _FORMATS:
+        if moments not in FORMATS:
             raise ConfigError(
                 f"moments is {moments!r}; use torch.bfloat16, '8bit' or torch.float32"
             )
@@ -129,17 +171,22 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
     def new_moments(
         self, master: Master, group: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for form, names in zip(_FORMATS[group["moments"]], _NAMES, strict=True):
+        for form, names in zip(FORMATS[group["moments"]], _NAMES, strict=True):
             yield from zip(names, form.zeros(master.data), strict=False)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        formats, updates = _FORMATS[group["moments"]], []
+        formats, updates = FORMATS[group["moments"]], []
         for master, state, rule in self.decided(masters, group, amsgrad=False, is_decoupled=True):
-            # Another for each parameter and step, and the same whenever a run is repeated.
-            noise = Noise(int(rule.step) << 32 | self._places[id(master)])
             moments = tuple(state[name] for names in _NAMES for name in names if name in state)
-            updates.append(update_of(master, moments, LeanRule(rule, formats, noise)))
+            updates.append(update_of(master, moments, self._rule(master, rule, formats)))
         return updates
+
+    def _rule(self, master: Master, rule: AdamRule, formats: tuple[Format, Format]) -> Rule:
+        if {master.dtype, *formats[0].dtypes} == {torch.float32}:
+            return rule  # because nothing is rounded
+        # Another for each parameter and step, and the same whenever a run is repeated.
+        noise = Noise(int(rule.step) << 32 | self._places[id(master)])
+        return LeanRule(rule, formats, noise)
 
     def _has_rules(self) -> bool:
         for group in self.param_groups:
@@ -168,7 +215,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         for key, (master, group) in zip(saved, masters, strict=True):
             if key in state_dict["state"]:
                 self.state[master] = _adopted(
-                    state_dict["state"][key], master, _FORMATS[group["moments"]]
+                    state_dict["state"][key], master, FORMATS[group["moments"]]
                 )
 
 
@@ -177,7 +224,7 @@ def _adopted(
 ) -> dict[str, Any]:
     state: dict[str, Any] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).clone()}
     noise = Noise(0)
-    for form, names in zip(formats, _NAMES, strict=True):
+    for number, (form, names) in enumerate(zip(formats, _NAMES, strict=True)):
         empty = form.zeros(master.detach())
         if saved[names[0]].dtype == empty[0].dtype:
             state |= {name: saved[name].clone() for name, _ in zip(names, empty, strict=False)}
@@ -190,6 +237,6 @@ def _adopted(
             form.write(
                 values[start : start + PIECE].float().clone(),
                 [codes, *(s[blocks] for s in stored[1:])],
-                noise,
+                noise.for_moments(start, codes.numel())[number],
             )
     return state
