@@ -7,6 +7,7 @@ Knows nothing of what is measured.
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import measure
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from workload import LEARNING_RATE, MAX_NORM, Workload, make_model
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.optim import AdamW, clip_grad_norm_
+from roundpipe.optim import AdamW, LeanAdamW, clip_grad_norm_
 from roundpipe.system.cores import usable_cores
 
 
@@ -49,6 +50,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
         "--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)"
+    )
+    parser.add_argument(
+        "--state",
+        choices=["fp32", "bf16", "8bit"],
+        default="fp32",
+        help="of the optimizer: fp32 masters and moments, or bf16 masters with such moments",
     )
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
@@ -84,14 +91,16 @@ def training(
             recompute_grain=options.recompute_grain,
         ),
         name=f"{workload.method}-{mode}",
-        optim_dtype=torch.float32,
+        optim_dtype=torch.float32 if options.state == "fp32" else torch.bfloat16,
         pin_model=options.pin_model,
         devices=_devices(options.devices),
         compile=options.compile,
         max_gpu_memory=_limit(options),
     )
     with engine:
-        optimizer = AdamW(engine.optim_parameters(), lr=learning_rate)
+        moments: Any = torch.bfloat16 if options.state == "bf16" else options.state
+        kind: Any = AdamW if options.state == "fp32" else partial(LeanAdamW, moments=moments)
+        optimizer = kind(engine.optim_parameters(), lr=learning_rate)
         yield Training(model, engine, optimizer, mode == "async")
 
 
@@ -102,6 +111,7 @@ def settings_of(training: Training, options: argparse.Namespace) -> measure.Reco
         "plan": plan_of(training.engine),
         "planned_by": "hand" if options.plan else "engine",
         "recompute_grain": options.recompute_grain,
+        "state": options.state,
         "pin_model": options.pin_model,
         "devices": len(training.engine.devices),
         "max_gpu_memory_gb": options.max_gpu_memory,

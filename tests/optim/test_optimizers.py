@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -381,3 +382,27 @@ def test_the_callers_zero_grad_does_not_reach_into_a_step_under_way() -> None:
         optimizer.zero_grad()
         go_on.set()
     assert not torch.equal(model[0].weight, start[0].weight)
+
+
+@pytest.mark.parametrize(
+    "make", [AdamW, partial(SGD, momentum=0.9), roundpipe.optim.Lion], ids=["AdamW", "SGD", "Lion"]
+)
+def test_state_of_another_model_is_refused(make: Any) -> None:
+    """The kernel read and wrote beyond the end of it, which crashed or spoilt memory."""
+
+    def state_of(width: int) -> dict[str, Any]:
+        engine = RoundPipe(nn.Sequential(nn.Linear(width, 3)), devices=1)
+        with engine:
+            optimizer = make(engine.optim_parameters(), lr=0.1)
+            engine.forward_backward((torch.ones(2, width),), loss_fn=lambda out, _: out.sum())
+            engine.step(optimizer.step)
+            engine.synchronize()
+            return copy.deepcopy(optimizer.state_dict())
+
+    small = state_of(2)
+    with RoundPipe(nn.Sequential(nn.Linear(64, 3)), devices=1) as engine:
+        optimizer = make(engine.optim_parameters(), lr=0.1)
+        optimizer.load_state_dict(small)
+        engine.forward_backward((torch.ones(2, 64),), loss_fn=lambda out, _: out.sum())
+        with pytest.raises(roundpipe.ConfigError, match=r"shape \(3, 64\) has .* shape \(3, 2\)"):
+            engine.step(optimizer.step, is_async=False)

@@ -13,7 +13,7 @@ from ..kernels.updates import RuleUpdate, Tensors
 from ..memory import huge_pages
 from ..memory.scratch import scratch
 from ..params.window import Master
-from .optimizers import OnePass, update_of
+from .optimizers import OnePass, whole_update_of
 from .state import has_complex
 
 
@@ -123,7 +123,7 @@ class Lion(OnePass, _PlainLion):
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         rule = _rule_of(group)
-        return [update_of(master, (self._momentum(master),), rule) for master in masters]
+        return [whole_update_of(master, (self._momentum(master),), rule) for master in masters]
 
 
 def _rule_of(group: dict[str, Any]) -> LionRule:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..kernels.updates import Formula, Rule, RuleUpdate, Tensors, UpdateInto, compute
 from ..memory import huge_pages
 from ..params.window import Master
@@ -71,6 +72,22 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             and set(map(operator.attrgetter("dtype"), group["params"])) <= {torch.float32}
             for group in self.param_groups
         )
+
+
+def whole_update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
+    """`update_of` with state as large as the master.
+
+    Raises:
+        ConfigError: it is not, and the kernel would read beyond its end.
+    """
+    count = master.numel()
+    for moment in moments:
+        if moment.numel() != count:
+            raise ConfigError(
+                f"a parameter of shape {tuple(master.shape)} has optimizer state of shape "
+                f"{tuple(moment.shape)}; load the state dict of an optimizer over this model"
+            )
+    return update_of(master, moments, rule)
 
 
 def update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
@@ -192,7 +209,7 @@ class AdamFamily(OnePass):
             masters, group, amsgrad=amsgrad, is_decoupled=group["decoupled_weight_decay"]
         )
         moments_of = operator.itemgetter(*_moment_names(amsgrad=amsgrad))
-        return [update_of(master, moments_of(state), rule) for master, state, rule in decided]
+        return [whole_update_of(master, moments_of(state), rule) for master, state, rule in decided]
 
 
 def _moment_names(*, amsgrad: bool) -> tuple[str, ...]:
@@ -273,7 +290,9 @@ class SGD(OnePass, torch.optim.SGD):
             if is_first:
                 state["momentum_buffer"] = huge_pages.empty(master.shape, master.dtype)
             updates.append(
-                update_of(master, (state["momentum_buffer"],) if momentum else (), rules[is_first])
+                whole_update_of(
+                    master, (state["momentum_buffer"],) if momentum else (), rules[is_first]
+                )
             )
         return updates
 
