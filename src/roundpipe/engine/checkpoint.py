@@ -180,7 +180,8 @@ def _model_tensors(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, to
     """Parameters and persistent buffers by their first name, every update in them; not copies. And
     the parts of quantized weights, by the keys of the file."""
     seen: set[int] = set()
-    tensors, fixed = {}, {}
+    tensors: dict[str, torch.Tensor] = {}
+    fixed: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or id(value) in seen:
             continue

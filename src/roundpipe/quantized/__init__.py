@@ -1,6 +1,8 @@
 """Frozen weights in four or eight bits: their formats, and a tensor that holds one and is seen as
-the dense weight. Imports
-`kernels` and `errors`."""
+the dense weight.
+
+Imports `kernels` and `errors`.
+"""
 
 from .eight_bits import FP8, INT8
 from .format import Format
