@@ -136,6 +136,30 @@ def _peak(
     return PeakBytes(slots, *fullest)
 
 
+def held_beside(
+    passes: Passes,
+    stages: StageSums,
+    workload: Workload,
+    spilled: frozenset[int],
+    resident: frozenset[int],
+) -> tuple[int, list[int]]:
+    """Bytes of slots, and by stage run what lies on its device beside them and beside its own graph
+    and sums: boundaries, and the sums of the device's stage run before, on their way down."""
+    weights, gradients = stages.costs.weight_bytes, stages.gradients
+    coming = tuple(0 if layer in resident else own for layer, own in enumerate(weights))
+    slots = _slot_bytes([layers for _, layers in passes], coming, workload.num_devices)
+    slots += sum(slot_bytes(weights[layer]) for layer in resident if weights[layer])
+    boundaries = _boundaries(passes, stages.costs, workload, saved_layers(passes), spilled)
+    before = [None] * workload.num_devices + list(passes)
+    leaving = [
+        0
+        if run is None or run[0] is Pass.FORWARD
+        else int(gradients[run[1].stop] - gradients[run[1].start])
+        for run in before
+    ]
+    return slots, [held + down for held, down in zip(boundaries, leaving, strict=False)]
+
+
 def least_peak(passes: Passes, stages: StageSums, workload: Workload) -> PeakBytes:
     """With every kept input on the host: if that does not fit, nothing does."""
     saved = saved_layers(passes)

@@ -1,6 +1,7 @@
 """Frozen weights in four or eight bits: their formats, and a tensor that holds one and is seen as
 the dense weight. Imports `errors` only."""
 
+from .choose import quantizable
 from .eight_bits import FP8, INT8
 from .format import Format
 from .four_bits import MXFP4, NF4
@@ -8,4 +9,4 @@ from .weight import QuantizedWeight
 
 FORMATS: dict[str, Format] = {one.name: one for one in (NF4(), FP8(), INT8(), MXFP4())}
 
-__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NF4", "Format", "QuantizedWeight"]
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NF4", "Format", "QuantizedWeight", "quantizable"]

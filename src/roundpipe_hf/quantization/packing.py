@@ -21,13 +21,12 @@ from filelock import FileLock
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, NF4
+from roundpipe.quantized import FORMATS, NF4, quantizable
 
 from .reading import EXPERT
 
@@ -116,20 +115,7 @@ def quantized_keys(
     stacked experts. Of experts that are a tensor each all weights are."""
     with torch.device("meta"):
         model = model_class(config)
-    if quantization == "mxfp4":
-        wanted = {
-            name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name
-        }
-    else:
-        head = model.get_output_embeddings()
-        wanted = {
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        }
-        wanted |= {
-            name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name
-        }
+    wanted = set(quantizable(model, quantization))
     return lambda key: key in wanted or (key.endswith(".weight") and bool(EXPERT.search(key)))
 
 
