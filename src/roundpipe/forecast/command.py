@@ -15,10 +15,11 @@ _ABOUT = """\
 Says what training a model would take on a machine, and how long a step would be, for each way to
 train that fits, best first. Of the model only its config.json is read; nothing is loaded.
 
-A way is its quantization, whether steps are asynchronous, its optimizer and pin_model. What a step
-is bound by is compute, the link, the optimizer, or memory, where devices compute again what they
-could not keep. Sizes are in GB, disk that of the weights' files and of their quantized copy where
-one is made; up and down is what passes the link in a step. VRAM and RAM are peaks, with 0.6 GB that
+A way is its quantization, whether steps are asynchronous, its optimizer and pin_model. Then come
+the milliseconds of a step and its tokens a second. What it is bound by is compute, the link, the
+optimizer, or memory, where devices compute again what they could not keep. Sizes are in GB, disk
+that of the weights' files and of their quantized copy where one is made; up and down is what passes
+the link in a step. VRAM and RAM are peaks, with 0.6 GB that
 CUDA takes of a device and 1 GB that Python and its libraries take of the host. Times come from
 operations and bytes at the rates that --tflops, --link, --host, --cores and --disk state: measure
 yours for better ones. Checkpoints take disk on top.

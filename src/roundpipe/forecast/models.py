@@ -1,5 +1,6 @@
 """A model on the meta device, from its config alone: nothing is loaded, and nothing downloaded."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ def _described(source: Any, dtype: torch.dtype | None) -> Described:
             f"the model is a {type(config).__name__}; give a folder with a config.json, a config "
             "or a model on the meta device"
         )
+    config = copy.deepcopy(config)  # because what is taken out of it is the caller's
     quantization = _quantization_of(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     try:

@@ -205,19 +205,33 @@ class PlannedStep:
         costs, workload = self._left_to_send
         spilled, totals = self.planned.spilled, StageSums(costs)
         slots, beside = held_beside(self.passes, totals, workload, spilled, self.resident)
+        slots = [max(held, min(self._first_slots(), self._slot_limit())) for held in slots]
         inside = [self._most_inside(*stage_run) for stage_run in self.passes]
-        fullest = max(range(len(inside)), key=lambda run: beside[run] + inside[run])
+        fullest = max(range(len(inside)), key=lambda run: slots[run] + beside[run] + inside[run])
         images = 2 if self.choice.is_async else 1
         states = sum(
             taken - (2 - images) * self.store.layers[layer].num_bytes
             for layer, taken in self.on_device.items()
         )
         return {
-            "slots": slots,
+            "slots": slots[fullest],
             "optimizer": states,
             "boundaries": beside[fullest],
             "activations": inside[fullest],
         }
+
+    def _first_slots(self) -> int:
+        """Slots of the first plan, before any layer had a device state. They are kept where there
+        is room for them."""
+        if not self.on_device:
+            return 0
+        costs, workload = self.problem
+        passes = fused_passes(self.first.plan, workload.first_trained)
+        slots, _ = held_beside(passes, StageSums(costs), workload, self.first.spilled, frozenset())
+        return max(slots)
+
+    def _slot_limit(self) -> int:
+        return int(max(self._free.slot_limit(self.planned) - sum(self.on_device.values()), 0))
 
     def _most_inside(self, pass_: Pass, layers: range) -> int:
         """What a stage run's layers hold at most: graphs, what computing takes for a moment, and

@@ -9,7 +9,7 @@ from typing import Any
 from .estimate import PROCESS_BYTES, Estimate
 from .machine import CONTEXT_BYTES
 
-COLUMNS = ("way", "ms a step", "tokens/s", "bound", "VRAM", "RAM", "disk", "up", "down")
+COLUMNS = ("way", "ms", "tok/s", "bound", "VRAM", "RAM", "disk", "up", "down")
 
 
 def as_json(estimates: Sequence[Estimate]) -> str:
@@ -57,7 +57,7 @@ def show(title: str, estimates: Sequence[Estimate]) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for name in COLUMNS:
             table.add_column(
                 name, no_wrap=True, justify="left" if name in ("way", "bound") else "right"
