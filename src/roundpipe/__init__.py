@@ -9,6 +9,7 @@ from .engine.partitioned import AutoRoundPipe
 from .engine.sequential import RoundPipe
 from .engine.wrap import wrap_model_to_roundpipe
 from .errors import ClosedError, ConfigError, InternalError, PlanError, RoundPipeError
+from .forecast.estimate import estimate
 from .microbatch.packed import RoundPipePackedData
 from .optim import GradScaler, OptimizerCtx, clip_grad_norm_
 from .plan.execute_plan import ModelExecutePlan
@@ -35,6 +36,7 @@ __all__ = [
     "clip_grad_norm_",
     "doing_recompute",
     "errors",
+    "estimate",
     "get_recompute_data",
     "load_checkpoint",
     "optim",

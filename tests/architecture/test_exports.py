@@ -29,6 +29,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "clip_grad_norm_",
         "doing_recompute",
         "errors",
+        "estimate",
         "get_recompute_data",
         "load_checkpoint",
         "optim",

@@ -36,8 +36,10 @@ ROOMS = [
     "roundpipe.runtime",
     "roundpipe.config",
     "roundpipe.presets",
+    "roundpipe.forecast",
     "roundpipe.engine",
     "roundpipe",  # the public names, in its __init__.py
+    "roundpipe.__main__",
     "roundpipe_hf.errors",
     "roundpipe_hf.processes",
     "roundpipe_hf.arguments",

@@ -573,7 +573,7 @@ def test_a_layer_that_leaves_at_once_is_computed_with_the_copy_that_it_had(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its weights of the version before the device state may lie in the second working copy."""
-    monkeypatch.setattr("roundpipe.step.write_back._SPARED_BYTES", 0)
+    monkeypatch.setattr("roundpipe.step.write_back.SPARED_BYTES", 0)
     expected = run(engines, None, is_async=True, touch=wait, every_step=True)
     Limits(monkeypatch, worth_from=3, none_from=4)
     actual = run(engines, PLENTY, is_async=True, touch=wait, every_step=True)

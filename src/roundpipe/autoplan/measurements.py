@@ -118,7 +118,7 @@ class GraphBytes:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._own = {_place(parameter.untyped_storage()) for parameter in parameters}
         self._kept: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -137,8 +137,8 @@ class GraphBytes:
         ):  # sparse ones have no storage; what they hold is not counted
             return
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._own:
-            self._kept[storage.data_ptr()] = storage
+        if _place(storage) not in self._own:
+            self._kept[_place(storage)] = storage
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts, and lets autograd keep the tensor. Without its node, which may be the one that
@@ -146,6 +146,11 @@ class GraphBytes:
         go."""
         self.count(tensor)
         return tensor.detach()
+
+
+def _place(storage: torch.UntypedStorage) -> int:
+    """Its address, or where there is no memory, on the meta device, that of torch's note of it."""
+    return storage.data_ptr() or storage._cdata
 
 
 class _Changes:

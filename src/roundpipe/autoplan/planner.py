@@ -35,6 +35,7 @@ _CLEARLY_LONGER = 1.1
 # What of that plans may fill after so many times that memory did not suffice, because what layers
 # need inside is not known. With nothing left it is one layer at a time.
 _AFTER_SHORTAGES = (1.0, 0.8, 0.5, 0.25, 0.0)
+MOST_SHORTAGES = len(_AFTER_SHORTAGES) - 1
 # Calls of a plan that are timed: not the first, in which things are compiled and allocated, then
 # some, then few.
 _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16

@@ -159,7 +159,8 @@ class _LinearCrossEntropy(Function):
         labels: Tensor,
         settings: _Settings,
     ) -> Tensor:
-        kind = hidden.device.type
+        # Whoever asks for shapes alone runs this on the meta device, which has no autocast.
+        kind = "cpu" if hidden.is_meta else hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         makes_gradients = settings.makes_gradients
         with torch.autocast(kind, enabled=False):

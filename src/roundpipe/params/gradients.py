@@ -39,7 +39,7 @@ class GradientBuffer:
         self.home = home
         together: dict[object, list[tuple[int, torch.Size, torch.dtype]]] = {}
         for place, shape, dtype in layout:
-            key = dtype if _is_small(shape) else place
+            key = dtype if is_small(shape) else place
             together.setdefault(key, []).append((place, shape, dtype))
         sizes = [sum(s.numel() * d.itemsize for _, s, d in uses) for uses in together.values()]
         *offsets, end = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
@@ -105,7 +105,8 @@ class GradientBuffers:
             self._free.clear()
 
 
-def _is_small(shape: torch.Size) -> bool:
+def is_small(shape: torch.Size) -> bool:
+    """Whether gradients of that shape go down together with others, in a copy of their own."""
     return shape.numel() < _LEAST_ALONE
 
 
@@ -116,7 +117,7 @@ def _unpacked(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Te
 
 def _num_norms(shape: torch.Size) -> int:
     """How many norms are taken of a gradient."""
-    return 1 if _is_small(shape) or len(shape) < 2 else shape[0]
+    return 1 if is_small(shape) or len(shape) < 2 else shape[0]
 
 
 class Accumulator:
@@ -265,7 +266,7 @@ def _all_rounded(
 ) -> list[_Rounded]:
     alone, small = list[_Rounded](), dict[torch.dtype, dict[int, torch.Tensor]]()
     for place, total in sorted(sums.items()):
-        if _is_small(total.shape):
+        if is_small(total.shape):
             small.setdefault(dtypes[place], {})[place] = total
         else:
             gradient, norms = _rounded(total, dtypes[place])

@@ -93,12 +93,18 @@ class ParameterStore:
     Args:
         on_host: parameters that the caller's thread computes with. Each makes up one more layer,
             which is uploaded to no device; one that a staged layer has too is tied.
+        device: where weights have to be. On the meta device they are only planned with.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], memory: HostMemory, on_host: Sequence[nn.Parameter] = ()
+        self,
+        layers: Sequence[nn.Module],
+        memory: HostMemory,
+        on_host: Sequence[nn.Parameter] = (),
+        *,
+        device: str = "cpu",
     ) -> None:
-        staged = tuple(_layout(index, layer) for index, layer in enumerate(layers))
+        staged = tuple(_layout(index, layer, device) for index, layer in enumerate(layers))
         host = (
             ParameterUse(index, 0, parameter, 0)
             for index, parameter in enumerate(on_host, len(staged))
@@ -270,10 +276,10 @@ def _view(image: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return image[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _layout(index: int, module: nn.Module) -> LayerParameters:
+def _layout(index: int, module: nn.Module, device: str) -> LayerParameters:
     named = list(module.named_parameters())
     for name, parameter in named:
-        _check(f"layer {index}: parameter {name!r}", parameter)
+        _check(f"layer {index}: parameter {name!r}", parameter, device)
     end, offsets, parts_at = 0, dict[int, int](), dict[int, tuple[int, ...]]()
 
     def place(tensor: torch.Tensor) -> int:
@@ -298,7 +304,7 @@ def _layout(index: int, module: nn.Module) -> LayerParameters:
     return LayerParameters(index, tuple(uses), end, image_bytes)
 
 
-def _check(what: str, parameter: nn.Parameter) -> None:
+def _check(what: str, parameter: nn.Parameter, device: str) -> None:
     is_quantized = isinstance(parameter, QuantizedWeight)
     if type(parameter) is not nn.Parameter and not is_quantized:
         raise ConfigError(
@@ -310,5 +316,5 @@ def _check(what: str, parameter: nn.Parameter) -> None:
             f"{what} is quantized and trains; freeze it with requires_grad_(False) and train an "
             "adapter, or replace it by its dequantize()"
         )
-    if parameter.device.type != "cpu":
+    if parameter.device.type != device:
         raise ConfigError(f"{what} is on {parameter.device}; keep the model on the CPU")

@@ -136,6 +136,41 @@ def _peak(
     return PeakBytes(slots, *fullest)
 
 
+def held_beside(
+    passes: Passes,
+    stages: StageSums,
+    workload: Workload,
+    spilled: frozenset[int],
+    resident: frozenset[int],
+) -> tuple[list[int], list[int]]:
+    """By stage run, bytes of its device's slots, and of what lies there beside them and beside its
+    own graph and sums: boundaries, and the sums of the device's stage run before, on their way
+    down."""
+    weights, gradients, num_devices = (
+        stages.costs.weight_bytes,
+        stages.gradients,
+        workload.num_devices,
+    )
+    coming = tuple(0 if layer in resident else own for layer, own in enumerate(weights))
+    there = sum(slot_bytes(weights[layer]) for layer in resident if weights[layer])
+    # Where rounds go round the devices evenly, each has the same stage runs in every round.
+    step = num_devices if len(passes) % num_devices == 0 else 1
+    slots = [0] * len(passes)
+    for first in range(step):
+        own = [layers for _, layers in passes[first::step]]
+        held = there + _slot_bytes(own, coming, num_devices // step)
+        slots[first::step] = [held] * len(own)
+    boundaries = _boundaries(passes, stages.costs, workload, saved_layers(passes), spilled)
+    before = [None] * num_devices + list(passes)
+    leaving = [
+        0
+        if run is None or run[0] is Pass.FORWARD
+        else int(gradients[run[1].stop] - gradients[run[1].start])
+        for run in before
+    ]
+    return slots, [held + down for held, down in zip(boundaries, leaving, strict=False)]
+
+
 def least_peak(passes: Passes, stages: StageSums, workload: Workload) -> PeakBytes:
     """With every kept input on the host: if that does not fit, nothing does."""
     saved = saved_layers(passes)

@@ -4,6 +4,7 @@ the dense weight.
 Imports `kernels` and `errors`.
 """
 
+from .choose import quantizable
 from .eight_bits import FP8, INT8
 from .format import Format
 from .four_bits import MXFP4, NF4
@@ -11,4 +12,4 @@ from .weight import QuantizedWeight
 
 FORMATS: dict[str, Format] = {one.name: one for one in (NF4(), FP8(), INT8(), MXFP4())}
 
-__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NF4", "Format", "QuantizedWeight"]
+__all__ = ["FORMATS", "FP8", "INT8", "MXFP4", "NF4", "Format", "QuantizedWeight", "quantizable"]

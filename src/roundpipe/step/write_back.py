@@ -12,12 +12,11 @@ from ..params.placement.device_state import DeviceState, DeviceStates
 from ..params.placement.newest import Copy, PendingUpdates, Whereabouts, value_of
 from ..params.window import GradientWindow
 from ..params.working import LayerParameters, ParameterStore, ParameterUse
-from ..system.host_memory import free_host_bytes
+from ..system.host_memory import SPARED_BYTES, free_host_bytes
 from ..threads.interrupts import SteadyCondition
 from ..trace import spans
 from .jobs import LateError
 
-_SPARED_BYTES = 2 << 30  # left to the system and the caller when memory is taken for speed only
 # Of working copies, which are written in one call: with adapters, those of many layers.
 _TOGETHER_BYTES = 64 << 20
 _written_back = operator.attrgetter("written_back")
@@ -170,7 +169,7 @@ class WriteBack:
         """After an update, when all other memory that a step takes is taken, but for another set of
         gradients."""
         num_bytes = self._store.second_buffer_bytes()
-        if num_bytes and 2 * num_bytes + _SPARED_BYTES < free_host_bytes():
+        if num_bytes and 2 * num_bytes + SPARED_BYTES < free_host_bytes():
             self._store.make_second_buffers()
 
     # What is done to some layers at once, because small updates share their threads.

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from .cgroups import own_groups
 
+# Left to the system and the caller when memory is taken for speed only.
+SPARED_BYTES = 2 << 30
 _SYSTEM = Path("/proc/meminfo")
 
 

@@ -15,12 +15,11 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, NF4, QuantizedWeight
+from roundpipe.quantized import FORMATS, NF4, QuantizedWeight, quantizable
 
 from ..folders import CONFIG, NewFolder
 from .reading import EXPERT, named_nf4
@@ -101,20 +100,7 @@ def quantized_keys(
     stacked experts. Of experts that are a tensor each all weights are."""
     with torch.device("meta"):
         model = model_class(config)
-    if quantization == "mxfp4":
-        wanted = {
-            name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name
-        }
-    else:
-        head = model.get_output_embeddings()
-        wanted = {
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        }
-        wanted |= {
-            name for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name
-        }
+    wanted = set(quantizable(model, quantization))
     return lambda key: key in wanted or (key.endswith(".weight") and bool(EXPERT.search(key)))
 
 

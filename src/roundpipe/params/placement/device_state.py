@@ -189,6 +189,13 @@ class DeviceState:
         )
 
 
+def state_bytes(images: Sequence[int], state: int, gradient_bytes: int) -> list[int]:
+    """What each layer of a group may take of a device, the first with the group's masters and
+    moments, ``state``, and gradients that come while an update still reads others."""
+    first, *others = images
+    return [2 * first + state + gradient_bytes, *(2 * image for image in others)]
+
+
 def _pairs(held: Hold, there: Sequence[torch.Tensor]) -> list[Pair]:
     with torch._C.DisableTorchFunctionSubclass():
         return [Pair(own.data, away) for own, away in zip(held.tensors, there, strict=True)]
@@ -244,8 +251,7 @@ class DeviceStates:
             if not all(update.can_move for update in updates):
                 return None
             state = sum(t.nbytes for update in updates for t in (update.weight, *update.moments))
-        num_bytes = [2 * layer.num_bytes for layer in layers]
-        num_bytes[0] += state + gradient_bytes
+        num_bytes = state_bytes([layer.num_bytes for layer in layers], state, gradient_bytes)
         group = [
             DeviceState(layer, own_bytes, self._link, self._lock)
             for layer, own_bytes in zip(layers, num_bytes, strict=True)

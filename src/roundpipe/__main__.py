@@ -1,0 +1,8 @@
+"""The command line: ``python -m roundpipe plan MODEL``."""
+
+import sys
+
+if __name__ == "__main__":
+    from .forecast.command import run
+
+    sys.exit(run())

@@ -1,0 +1,6 @@
+"""What training would take and how long a step would be, before anything is loaded: the engine's
+own planner over layers that ran on the meta device.
+
+Imports `presets`, `autoplan`, `plan`, `params`, `quantized`, `device` and what these may import;
+Hugging Face libraries when a model is read, and rich when a table is printed.
+"""

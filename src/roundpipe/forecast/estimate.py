@@ -1,0 +1,304 @@
+"""What users ask: which ways to train a model fit a machine, what each takes, and which is best."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..autoplan.planner import MOST_SHORTAGES
+from ..errors import ConfigError, PlanError
+from ..plan.memory import readable
+from .host import host_bytes
+from .machine import CONTEXT_BYTES, Machine
+from .models import ImaginedModel, imagine
+from .planned import PlannedStep
+from .sketch import LayerSketch, sketches
+from .ways import Choice, choices
+
+Bound = Literal["compute", "link", "optimizer", "memory"]
+# What Python, torch and the Hugging Face libraries take of the host before a model is loaded.
+PROCESS_BYTES = 1_000_000_000
+_UNLIMITED = 1 << 59
+# Relative: steps whose predicted times differ by less are as fast.
+_ALIKE = 0.02
+# A share of what devices compute that is more than a few layers run twice.
+_NOTABLE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One way to train, and what it takes.
+
+    Args:
+        choice: what makes it this way.
+        arguments: to train so: those of `RoundPipeTrainingArguments` and ``load_pretrained``, and
+            how to make the optimizer where it is not the Trainer's.
+        device: bytes of tensors at the fullest moment of the fullest device, by what for.
+        host: bytes of host memory, by what for.
+        disk_bytes: of files: the weights, and their quantized copy where one is made.
+        up_bytes, down_bytes: to and from all devices in a step.
+        step_ms: a step, once measurements have settled.
+        compute_ms, link_ms, update_ms: what each would take alone.
+        bound: what a step waits for; "memory" where devices compute again what they could not keep.
+        stages: layers in each stage, forward (the fused one last) and backward.
+        spilled: layers whose kept inputs wait on the host.
+    """
+
+    choice: Choice
+    arguments: dict[str, Any]
+    device: dict[str, int]
+    host: dict[str, int]
+    disk_bytes: int
+    up_bytes: int
+    down_bytes: int
+    step_ms: float
+    compute_ms: float
+    link_ms: float
+    update_ms: float
+    bound: Bound
+    stages: tuple[tuple[int, ...], tuple[int, ...]]
+    spilled: int
+    tokens: int
+
+    @property
+    def device_bytes(self) -> int:
+        """On the fullest device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Beside `PROCESS_BYTES`."""
+        return sum(self.host.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.tokens / self.step_ms
+
+
+def estimate(
+    model: Any,
+    *,
+    lora: int | None = None,
+    seq: int = 2048,
+    batch: int = 8,
+    num_microbatch: int | None = None,
+    quantization: str | None = None,
+    optimizer: str | None = None,
+    async_optimizer: bool | None = None,
+    pin_model: str | None = None,
+    dtype: torch.dtype | None = None,
+    devices: Literal["cuda", "cpu"] = "cuda",
+    **machine: Any,
+) -> list[Estimate]:
+    """Says what training would take, for each way that fits the machine, the fastest first, and of
+    those that are as fast the plainest. Nothing is loaded: layers run on the meta device, and the
+    engine's planner plans with what that shows.
+
+    Args:
+        model: a folder with a config.json, a config of transformers' or a model on the meta device.
+        lora: rank of adapters on all linear layers but the head; None trains all weights.
+        seq: tokens of a row.
+        batch: rows of a step, all devices together.
+        num_microbatch: default: the number of devices + 1, but no more than rows.
+        quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
+            "none", "nf4", "fp8" or "int8"; a name in `OPTIMIZERS`; True or False; "alloc" or "off",
+            which leaves weights in their files.
+        dtype: of the weights; default: that of the config.
+        devices: what devices are; "cpu" for virtual ones.
+        machine: what `Machine` takes: gpus, gpu_memory, ram, link, tflops, host, cores, disk.
+
+    Returns:
+        At least one estimate, times in milliseconds.
+
+    Raises:
+        ConfigError: something that is missing, unknown or does not go together.
+        PlanError: no way fits; it says what would.
+
+    Example:
+        >>> best = roundpipe.estimate("path/to/model", lora=32, gpu_memory="24GB")[0]
+        >>> print(best.step_ms, best.arguments)
+    """
+    on = _machine(machine)
+    for name, value in (("seq", seq), ("batch", batch), ("num_microbatch", num_microbatch or 1)):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
+    imagined = imagine(model, lora=lora, dtype=dtype)
+    count = min(num_microbatch or on.gpus + 1, batch)
+    ids = torch.zeros(-(-batch // count), seq, dtype=torch.long, device="meta")
+    # As the Trainer calls a model whose loss is its own: logits are made part by part.
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "skip_logits": True}
+    known = sketches(imagined.layers, inputs)
+    ways = choices(
+        quantization, async_optimizer, optimizer, pin_model, imagined.quantization, is_full=not lora
+    )
+    asked = _Asked(imagined, known, on, count, batch, seq, devices)
+    found, failures = list[Estimate](), list[_Failure]()
+    for way in ways:
+        try:
+            with imagined.quantized(way.quantization):
+                made = asked.answer(way)
+        except ConfigError as error:  # weights that do not divide into blocks
+            if quantization is not None:
+                raise
+            failures.append(_Failure(way, 0, 0, str(error)))
+            continue
+        (found if isinstance(made, Estimate) else failures).append(made)  # type: ignore[arg-type]
+    if not found:
+        raise PlanError(_what_would_fit(failures, on, devices))
+    # What is as fast as the plainest way that is, within what can be told, is no better.
+    places = {way: place for place, way in enumerate(ways)}
+    return sorted(
+        found, key=lambda each: (round(math.log(each.step_ms) / _ALIKE), places[each.choice])
+    )
+
+
+def _machine(given: dict[str, Any]) -> Machine:
+    try:
+        return Machine(**given)
+    except TypeError as error:
+        known = ", ".join(Machine.__dataclass_fields__)
+        raise ConfigError(f"estimate() takes of a machine: {known}; {error}") from error
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a way needs at least of a device and of the host; ``why`` if it is for other reasons."""
+
+    choice: Choice
+    device_bytes: int
+    host_bytes: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A model, a machine and a batch."""
+
+    model: ImaginedModel
+    sketches: Sequence[LayerSketch]
+    machine: Machine
+    num_microbatches: int
+    rows: int
+    seq: int
+    kind: str
+
+    def answer(self, way: Choice) -> Estimate | _Failure:
+        """With the model's weights as the way has them."""
+        try:
+            step = self._planned(way)
+            host = host_bytes(step, self._free)
+            if self._in_files(step, way) > self._free - sum(host.values()) > 0:
+                # The system drops pages of the files, so that each use reads them again.
+                step = self._planned(way, from_disk=True)
+                host = host_bytes(step, self._free)
+        except PlanError:
+            step = self._planned(way, device_bytes=_UNLIMITED)
+            needed = sum(host_bytes(step, math.inf).values())
+            return _Failure(way, step.least_device_bytes(), needed)
+        device = step.device_bytes()
+        for shortages in range(1, MOST_SHORTAGES + 1):
+            if sum(device.values()) <= self._device_bytes:
+                break
+            # As an engine does that runs out of memory: it plans again, with less.
+            step = self._planned(way, from_disk=step.from_disk, shortages=shortages)
+            device, host = step.device_bytes(), host_bytes(step, self._free)
+        if sum(host.values()) > self._free or sum(device.values()) > self._device_bytes:
+            return _Failure(way, sum(device.values()), sum(host.values()))
+        times, (up, down) = step.times(), step.link_bytes()
+        plan = step.planned.plan
+        return Estimate(
+            choice=way,
+            arguments=way.arguments(),
+            device=device,
+            host=host,
+            disk_bytes=self._disk_bytes(step, way),
+            up_bytes=up,
+            down_bytes=down,
+            step_ms=times.step,
+            compute_ms=times.compute,
+            link_ms=times.link,
+            update_ms=times.update,
+            bound=_bound(times.compute, times.again, times.link, times.update),
+            stages=(tuple(map(len, plan.fwd_plan)), tuple(map(len, plan.bwd_plan))),
+            spilled=len(step.planned.spilled),
+            tokens=self.rows * self.seq,
+        )
+
+    @property
+    def _free(self) -> int:
+        return self.machine.ram_bytes - (PROCESS_BYTES if self.kind != "cpu" else 0)
+
+    @property
+    def _device_bytes(self) -> int:
+        return self.machine.device_bytes(self.kind)
+
+    def _planned(
+        self,
+        way: Choice,
+        *,
+        device_bytes: int | None = None,
+        from_disk: bool = False,
+        shortages: int = 0,
+    ) -> PlannedStep:
+        return PlannedStep(
+            self.model.layers,
+            self.sketches,
+            self.machine,
+            way,
+            self.num_microbatches,
+            -(-self.rows // self.num_microbatches) * self.seq,
+            kind=self.kind,
+            device_bytes=device_bytes or self._device_bytes,
+            from_disk=from_disk,
+            shortages=shortages,
+        )
+
+    def _in_files(self, step: PlannedStep, way: Choice) -> int:
+        if way.pin_model != "off":
+            return 0
+        uses = (layer.uses for layer in step.store.layers)
+        return sum(
+            use.image_bytes for each in uses for use in each if not use.parameter.requires_grad
+        )
+
+    def _disk_bytes(self, step: PlannedStep, way: Choice) -> int:
+        if way.quantization == "none":
+            return self.model.file_bytes
+        base = {
+            id(use.parameter): use.image_bytes
+            for layer in step.store.layers
+            for use in layer.uses
+            if not use.parameter.requires_grad
+        }
+        is_copy = self.model.quantization == "none"
+        return sum(base.values()) + (self.model.file_bytes if is_copy else 0)
+
+
+def _bound(compute: float, again: float, link: float, update: float) -> Bound:
+    most = max(compute, link, update)
+    if most == link:
+        return "link"
+    if most == update:
+        return "optimizer"
+    return "memory" if again > _NOTABLE * compute else "compute"
+
+
+def _what_would_fit(failures: Sequence[_Failure], machine: Machine, kind: str) -> str:
+    could = [each for each in failures if not each.why]
+    if not could:
+        return f"nothing fits: {failures[0].why}"
+    device = min(could, key=lambda each: each.device_bytes)
+    host = min(could, key=lambda each: each.host_bytes)
+    # A plan fills nine tenths of what is free (`autoplan/memory_limit.py`).
+    gpu = (device.device_bytes / 0.9 + CONTEXT_BYTES) / 1e9
+    beside, ram = ((one.host_bytes + PROCESS_BYTES) / 1e9 for one in (device, host))
+    return (
+        f"nothing fits into {machine.gpus} x {machine.gpu_memory} of device memory "
+        f"({readable(machine.device_bytes(kind))} for tensors) and {machine.ram} of host memory. "
+        f"Of {len(could)} ways the smallest on a device ({device.choice}) needs {gpu:.1f} GB there "
+        f"and {beside:.1f} GB of host memory, the smallest on the host ({host.choice}) needs "
+        f"{ram:.1f} GB of that; make seq smaller or num_microbatch larger, or train adapters of a "
+        "quantized model (lora, quantization)"
+    )

@@ -1,0 +1,73 @@
+"""What an engine and its optimizer hold in host memory."""
+
+from ..memory.ring import NUM_SLICES, SLICE_BYTES
+from ..params.working import ParameterStore
+from ..quantized import QuantizedWeight
+from ..system.host_memory import SPARED_BYTES
+from .planned import PlannedStep
+from .ways import OPTIMIZERS
+
+
+def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
+    """Bytes by what they are for, beside what Python and its libraries take.
+
+    ``weights``: working copies, without those that stay in their files; ``gradients``: one set as
+    offloaded, up to two where steps are asynchronous; ``second_buffer``: where updates may write
+    beside calls, and there is room; ``staging``: slices that pageable memory passes through.
+
+    Args:
+        free_bytes: of the machine, for all of it.
+    """
+    store, choice = step.store, step.choice
+    trained = [p for p in store.parameters if p.requires_grad]
+    stays = choice.pin_model != "off"
+    weights = sum(_num_bytes(p) for p in store.parameters if stays or p.requires_grad)
+    elements = sum(p.numel() for p in trained)
+    offloading = [
+        use
+        for layer in store.layers
+        if layer.layer not in step.on_device
+        for use in layer.trainable
+    ]
+    gradients = sum(
+        use.parameter.numel() * step.rules.dtypes(use.parameter).offloaded.itemsize
+        for use in offloading
+    )
+    made = {
+        "weights": weights,
+        "masters": sum(p.numel() * step.rules.master(p).itemsize for p in trained),
+        "moments": int(elements * OPTIMIZERS[choice.optimizer].moment_bytes),
+        "gradients": int(gradients * step.gradient_sets()),
+        # Blocks are kept, those of the first plan too, which was made from guesses.
+        "spilled": max(step.spilled_bytes(), step.spilled_bytes(step.first)),
+        "staging": _staging_bytes(step, store),
+    }
+    second = _second_buffer_bytes(step) if choice.is_async else 0
+    has_room = sum(made.values()) + 2 * second + SPARED_BYTES < free_bytes
+    return {**made, "second_buffer": second if has_room else 0}
+
+
+def _num_bytes(parameter: object) -> int:
+    if isinstance(parameter, QuantizedWeight):
+        return parameter.num_bytes
+    num_bytes: int = getattr(parameter, "nbytes", 0)
+    return num_bytes
+
+
+def _staging_bytes(step: PlannedStep, store: ParameterStore) -> int:
+    rings = step.machine.gpus if step.choice.pin_model == "off" else 0
+    largest = max(layer.image_bytes for layer in store.layers)
+    slices = rings * min(SLICE_BYTES, largest)
+    if step.on_device:
+        most = max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
+        slices += min(SLICE_BYTES, most)
+    return NUM_SLICES * slices
+
+
+def _second_buffer_bytes(step: PlannedStep) -> int:
+    store = step.store
+    store.device_states.update(dict.fromkeys(step.on_device, None))  # type: ignore[arg-type]
+    try:
+        return store.second_buffer_bytes()
+    finally:
+        store.device_states.clear()

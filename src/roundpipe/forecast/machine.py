@@ -1,0 +1,97 @@
+"""The machine that is asked about."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..device import MemoryInUse
+from ..errors import ConfigError
+from ..system.sizes import bytes_of
+from .ways import OPTIMIZERS
+
+# What a process has of a device before its first tensor: CUDA's context and its libraries.
+CONTEXT_BYTES = 600 * 10**6
+# Host memory that is read and written through the ring for each byte that goes up: it reaches a
+# third of a fast link (docs/performance-notes.md).
+_RING_BYTES_PER_MS = 18e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Sizes and rates of a machine. The rates' defaults are modest: a 24 GB card over PCIe 4.
+
+    Args:
+        gpus: how many.
+        gpu_memory: of each, ``"24GB"`` or a number of GB, 10**9 bytes.
+        ram: of the host, likewise.
+        link: GB/s of page-locked memory to and from each device, each way.
+        tflops: what matrix products reach, in 10**12 operations a second; not the data sheet's.
+        host: GB/s that an update reads and writes in host memory.
+        cores: that an update has.
+        disk: GB/s that files are read with.
+
+    Raises:
+        ConfigError: a number that is not positive, or a size that is none.
+    """
+
+    gpus: int = 1
+    gpu_memory: str | float = "24GB"
+    ram: str | float = "64GB"
+    link: float = 25.0
+    tflops: float = 100.0
+    host: float = 50.0
+    cores: int = 16
+    disk: float = 3.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in ("gpu_memory", "ram"):
+                bytes_of(value, each.name)
+            elif not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise ConfigError(f"{each.name} is {value!r}; give a positive number")
+            elif each.name in ("gpus", "cores") and value != int(value):
+                raise ConfigError(f"{each.name} is {value!r}; give a whole number")
+
+    def device_bytes(self, kind: str) -> int:
+        """What is left of a device of that kind for tensors."""
+        num_bytes = bytes_of(self.gpu_memory, "gpu_memory")
+        return num_bytes if kind == "cpu" else max(num_bytes - CONTEXT_BYTES, 1)
+
+    @property
+    def ram_bytes(self) -> int:
+        return bytes_of(self.ram, "ram")
+
+    def up_bytes_per_ms(self, pin_model: str, *, from_disk: bool) -> float:
+        """How fast weights go up to a device."""
+        link = self.link * 1e6
+        if pin_model == "off":
+            link = min(link, _RING_BYTES_PER_MS)
+        return min(link, self.disk * 1e6) if from_disk else link
+
+    def update_ms(self, elements: int, optimizer: str, gradient_bytes: int) -> float:
+        """An update on the host: as long as its bytes take, or its arithmetic.
+
+        Args:
+            gradient_bytes: of an element, as offloaded; written back it is as large.
+        """
+        costs = OPTIMIZERS[optimizer]
+        moved = 2 * (4 + costs.moment_bytes) + 2 * gradient_bytes
+        return elements * max(moved / (self.host * 1e6), 1 / (costs.per_core * self.cores))
+
+
+class ImaginedDevice:
+    """A device that plans are made for and nothing ever runs on."""
+
+    def __init__(self, index: int, num_bytes: int, kind: str) -> None:
+        self.name = f"{kind}:{index}"
+        self.torch_device = torch.device(kind, index) if kind != "cpu" else torch.device("cpu")
+        self.compute: Any = None
+        self._num_bytes = num_bytes
+
+    def limit_bytes(self, held: int = 0) -> int:
+        return self._num_bytes
+
+    def memory_in_use(self) -> MemoryInUse:
+        return MemoryInUse(0, 0)

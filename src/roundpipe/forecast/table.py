@@ -1,0 +1,94 @@
+"""Estimates as people and programs read them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from typing import Any
+
+from .estimate import PROCESS_BYTES, Estimate
+from .machine import CONTEXT_BYTES
+
+COLUMNS = ("way", "ms", "tok/s", "bound", "VRAM", "RAM", "disk", "up", "down")
+
+
+def as_json(estimates: Sequence[Estimate]) -> str:
+    """Returns a list, best first, of everything that is known of each: bytes and milliseconds."""
+    return json.dumps([_whole(each) for each in estimates], indent=2)
+
+
+def _whole(each: Estimate) -> dict[str, Any]:
+    return {
+        **asdict(each),
+        "choice": each.choice._asdict(),
+        "device_bytes": each.device_bytes,
+        "host_bytes": each.host_bytes,
+        "process_bytes": PROCESS_BYTES,
+        "context_bytes": CONTEXT_BYTES,
+        "tokens_per_second": each.tokens_per_second,
+    }
+
+
+def _cells(each: Estimate) -> tuple[str, ...]:
+    in_gb = (
+        each.device_bytes + CONTEXT_BYTES,
+        each.host_bytes + PROCESS_BYTES,
+        each.disk_bytes,
+        each.up_bytes,
+        each.down_bytes,
+    )
+    return (
+        str(each.choice),
+        f"{each.step_ms:.0f}",
+        f"{each.tokens_per_second:.0f}",
+        each.bound,
+        *(f"{num_bytes / 1e9:.1f}" for num_bytes in in_gb),
+    )
+
+
+def show(title: str, estimates: Sequence[Estimate]) -> None:
+    """Prints a table, and how to train the best way; with rich if that is installed."""
+    rows = [_cells(each) for each in estimates]
+    if find_spec("rich") is None:
+        print(title)
+        print(_plain(rows))
+    else:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in COLUMNS:
+            table.add_column(
+                name, no_wrap=True, justify="left" if name in ("way", "bound") else "right"
+            )
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    best = estimates[0]
+    print("Best: " + ", ".join(f"{name}={_said(value)}" for name, value in best.arguments.items()))
+    print(
+        f"  of a step alone: compute {best.compute_ms:.0f} ms, link {best.link_ms:.0f} ms, "
+        f"update {best.update_ms:.0f} ms; stages forward {_joined(best.stages[0])}, "
+        f"backward {_joined(best.stages[1])} layers"
+    )
+    for what, parts in (("device", best.device), ("host", best.host)):
+        said = ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in parts.items() if value)
+        print(f"  {what}: {said}")
+
+
+def _plain(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (COLUMNS, *rows)
+    )
+    return "\n".join(lines)
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) and "." in value else repr(value)
+
+
+def _joined(counts: Sequence[int]) -> str:
+    return "+".join(map(str, counts)) or "none"

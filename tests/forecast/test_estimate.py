@@ -1,0 +1,167 @@
+"""What is said of ways to train, and of what is missing, unknown or too large."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, ViTConfig
+
+import roundpipe
+from roundpipe.errors import ConfigError, PlanError
+from roundpipe.forecast import table
+from roundpipe.forecast.command import run
+
+from .runs import small_config
+
+SMALL: dict[str, Any] = {"seq": 16, "batch": 4, "devices": "cpu", "gpu_memory": "1GB", "ram": "8GB"}
+
+
+def estimates(**options: Any) -> list[roundpipe.forecast.estimate.Estimate]:
+    return roundpipe.estimate(small_config(), **{**SMALL, **options})
+
+
+def folder_of(tmp_path: Path, **settings: Any) -> str:
+    config = small_config()
+    config.update(settings)
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_every_way_is_tried_and_the_fastest_comes_first() -> None:
+    full, adapters = estimates(), estimates(lora=4)
+    assert len(full) == 2 * 3 * 2
+    assert {each.choice.quantization for each in adapters} == {"none", "nf4", "fp8", "int8"}
+    for found in (full, adapters):
+        fastest = min(each.step_ms for each in found)
+        assert found[0].step_ms <= fastest * 1.02
+        assert all(each.device_bytes <= 1e9 for each in found)
+
+
+def test_of_equally_fast_ways_the_plainest_comes_first() -> None:
+    (first, *_) = estimates(lora=4, tflops=1e-4)  # so slow that nothing else matters
+    assert first.choice == ("none", False, "adamw", "alloc")
+    assert first.bound == "compute"
+    assert first.arguments == {"async_optimizer": False, "pin_model": "alloc"}
+
+
+def test_the_bound_follows_the_rates() -> None:
+    slow_host = {"optimizer": "adamw", "async_optimizer": False, "pin_model": "alloc"}
+    assert estimates(host=1e-3, gpu_memory="60MB", **slow_host)[0].bound == "optimizer"
+    assert estimates(link=1e-3, gpu_memory="60MB", **slow_host)[0].bound == "link"
+    tight = estimates(tflops=1e-4, gpu_memory="40MB", batch=8, seq=64, **slow_host)[0]
+    assert tight.bound == "memory"
+
+
+def test_bytes_of_the_host_are_those_of_the_parameters() -> None:
+    (sync,) = estimates(optimizer="adamw_8bit", async_optimizer=False, pin_model="alloc")
+    with torch.device("meta"):
+        from transformers import LlamaForCausalLM
+
+        elements = sum(p.numel() for p in LlamaForCausalLM(small_config()).parameters())
+    assert sync.host["weights"] == sync.host["masters"] == 4 * elements
+    assert sync.host["moments"] == int(elements * (2 + 8 / 256))
+
+
+def test_weights_in_their_files_take_no_memory() -> None:
+    options = {"lora": 4, "quantization": "nf4", "async_optimizer": False}
+    (stored,) = estimates(**options, pin_model="alloc")
+    (mapped,) = estimates(**options, pin_model="off")
+    assert mapped.host["weights"] < stored.host["weights"] / 4
+    assert mapped.host["staging"] > 0
+    assert mapped.disk_bytes == stored.disk_bytes
+
+
+def test_nothing_that_fits_says_what_would() -> None:
+    with pytest.raises(PlanError, match=r"nothing fits into 1 x 2MB .* needs \d+\.\d GB there"):
+        estimates(gpu_memory="2MB")
+    with pytest.raises(PlanError, match=r"10MB of host memory.*needs \d+\.\d GB of that"):
+        estimates(ram="10MB")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seq": 0}, "seq is 0; give a whole number"),
+        ({"batch": 2.5}, "batch is 2.5"),
+        ({"lora": 0}, "lora is 0; give a rank"),
+        ({"quantization": "nf4"}, "quantized weights do not train; plan for adapters"),
+        ({"quantization": "int3", "lora": 4}, "quantization is 'int3'; use one of 'none', 'nf4'"),
+        ({"optimizer": "adam2"}, "optimizer is 'adam2'; use one of 'adamw'"),
+        ({"pin_model": "yes"}, "pin_model is 'yes'; use one of 'alloc', 'off'"),
+        ({"gpu_memory": "24QB"}, "gpu_memory is '24QB'"),
+        ({"link": 0}, "link is 0; give a positive number"),
+        ({"gpus": 1.5}, "gpus is 1.5; give a whole number"),
+        ({"speed": 3}, "takes of a machine: gpus, gpu_memory"),
+    ],
+)
+def test_wrong_inputs_are_named_with_a_remedy(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        estimates(**options)
+
+
+def test_models_that_cannot_be_planned_for_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config.json; name a folder"):
+        roundpipe.estimate(tmp_path, **SMALL)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
+    with pytest.raises(ConfigError, match="is no config that this transformers reads"):
+        roundpipe.estimate(tmp_path, **SMALL)
+    with pytest.raises(ConfigError, match="no causal language model can be made of a ViTConfig"):
+        roundpipe.estimate(ViTConfig(), **SMALL)
+    with pytest.raises(ConfigError, match="the model is a int; give a folder"):
+        roundpipe.estimate(3, **SMALL)
+    with pytest.raises(ConfigError, match="the model is on cpu; make it within"):
+        roundpipe.estimate(torch.nn.Linear(2, 2), **SMALL)
+
+
+def test_a_quantized_checkpoint_is_planned_as_it_is(tmp_path: Path) -> None:
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    folder = folder_of(tmp_path, quantization_config=said)
+    found = roundpipe.estimate(folder, lora=4, **SMALL)
+    assert {each.choice.quantization for each in found} == {"nf4"}
+    with pytest.raises(ConfigError, match=r"quantized .nf4., and quantized weights do not train"):
+        roundpipe.estimate(folder, **SMALL)
+    with pytest.raises(ConfigError, match="the checkpoint is quantized already, as nf4"):
+        roundpipe.estimate(folder, lora=4, quantization="int8", **SMALL)
+
+
+def test_the_caller_keeps_his_config() -> None:
+    config = LlamaConfig(**small_config().to_dict())
+    config.quantization_config = {"quant_method": "bitsandbytes"}
+    roundpipe.estimate(config, lora=4, **SMALL)
+    assert config.quantization_config == {"quant_method": "bitsandbytes"}
+
+
+def test_the_command_prints_a_table_or_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", folder_of(tmp_path), "--seq", "16", "--lora", "4", "--no-async"]
+    assert run(arguments) == 0
+    with_rich = capsys.readouterr().out
+    monkeypatch.setattr(table, "find_spec", lambda _: None)
+    assert run(arguments) == 0
+    plain = capsys.readouterr().out
+    for text in (with_rich, plain):
+        assert "dense sync adamw alloc" in text
+        assert "Best: async_optimizer=False, pin_model='alloc'" in text
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 4 * 2
+    assert all(sum(each["device"].values()) == each["device_bytes"] for each in found)
+
+
+def test_the_command_says_what_is_wrong_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(tmp_path / "nowhere")]) == 2
+    assert "has no config.json" in capsys.readouterr().err
+
+
+def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for flag, default in (("--tflops", "100.0"), ("--link", "25.0"), ("--host", "50.0")):
+        assert flag in said
+        assert f"({default})" in said

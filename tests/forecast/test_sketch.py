@@ -1,0 +1,58 @@
+"""What the meta device shows is what a run with values shows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe.errors import ConfigError
+from roundpipe.forecast.models import imagine
+from roundpipe.forecast.sketch import sketches
+from roundpipe.presets.preset import cut
+
+from .runs import Setup, small_config, small_model
+
+ROWS, TOKENS = 2, 24
+
+
+def batch(device: str) -> dict[str, Any]:
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long, device=device)
+    return {"input_ids": ids, "labels": ids, "skip_logits": True}
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
+def test_layers_hold_on_the_meta_device_what_they_hold_on_the_cpu(lora: int | None) -> None:
+    made = cut(small_model(Setup(memory="1GB", lora=lora)).train())
+    assert made is not None
+    imagined = imagine(small_config(), lora=lora)
+    assert sketches(imagined.layers, batch("meta")) == sketches(list(made.sequential), batch("cpu"))
+
+
+def test_operations_are_those_of_products_and_half_the_scores() -> None:
+    """Forward 2 operations a weight and token, backward twice that; of scores two products."""
+    config = small_config()
+    block = sketches(imagine(config, lora=None).layers, batch("meta"))[2]
+    width, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    key_width = width * config.num_key_value_heads // heads
+    weights = 2 * width * width + 2 * width * key_width + 3 * width * inner
+    scores = 2 * ROWS * heads * TOKENS * TOKENS * (width // heads)
+    # The rotary embedding's and norms' operations are no products.
+    assert block.forward == 2 * ROWS * TOKENS * weights + scores
+    assert block.backward == 4 * ROWS * TOKENS * weights + scores * 5 // 2
+
+
+def test_a_frozen_first_layer_has_no_backward() -> None:
+    first, *blocks, _ = sketches(imagine(small_config(), lora=4).layers, batch("meta"))
+    assert first.backward == first.backward_peak == 0
+    assert all(block.backward > 0 for block in blocks)
+
+
+class LooksAtValues(nn.Module):
+    def forward(self, **inputs: Any) -> Any:
+        return inputs["input_ids"].nonzero()
+
+
+def test_a_layer_that_looks_at_values_is_named() -> None:
+    with pytest.raises(ConfigError, match="layer 0 .LooksAtValues. does not run without values"):
+        sketches([LooksAtValues()], batch("meta"))
