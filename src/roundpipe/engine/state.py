@@ -130,7 +130,9 @@ class Host:
     @property
     def workers(self) -> list[Worker]:
         """All threads."""
-        return [*self.worker_pool.workers, self._worker]
+        read_ahead = self.worker_pool.read_ahead
+        readers = [] if read_ahead is None else read_ahead.workers
+        return [*self.worker_pool.workers, self._worker, *readers]
 
     def device_bytes(self) -> dict[str, int] | None:
         """What is held on each device that a plan need not count; None while something is under
