@@ -18,18 +18,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
 from host_memory import Peak, resident_bytes
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PrinterCallback, TrainerCallback, set_seed
 
+from roundpipe.engine import state
 from roundpipe.memory.page_cache import PageCache
-from roundpipe.runtime import worker_pool
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, load_pretrained
 
-COLUMNS = ["what", "value", "unit", "setting"]
 VOCABULARY = 1024
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -107,33 +105,28 @@ def bytes_read() -> int:
 class Watch(TrainerCallback):
     """Prints each step as it ends."""
 
-    def __init__(self) -> None:
-        self.rows: list[measure.Record] = []
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._at, self._read = time.perf_counter(), bytes_read()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in (logs or {}):
-            self.rows.append(
-                {
-                    "step": state.global_step,
-                    "loss": logs["loss"],
-                    "grad_norm": logs["grad_norm"],
-                    "seconds": round(time.perf_counter() - self._at, 2),
-                    "read_gb": round((bytes_read() - self._read) / 1e9, 3),
-                    "anonymous_gb": round(resident_bytes() / 1e9, 3),
-                }
-            )
-            print(json.dumps(self.rows[-1]), flush=True)
+            row = {
+                "step": state.global_step,
+                "loss": logs["loss"],
+                "grad_norm": logs["grad_norm"],
+                "seconds": round(time.perf_counter() - self._at, 2),
+                "read_gb": round((bytes_read() - self._read) / 1e9, 3),
+                "anonymous_gb": round(resident_bytes() / 1e9, 3),
+            }
+            print(json.dumps(row), flush=True)
 
 
-def train(folder: Path, options: argparse.Namespace) -> tuple[Watch, measure.Record]:
-    """What each step took, and what was kept."""
+def train(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Prints what each step took; returns the rest."""
     if options.room_gb is not None:
         PageCache.room = lambda _: int(options.room_gb * 1e9)
     if options.without:
-        worker_pool.make_read_ahead = lambda *_: None
+        state.make_read_ahead = lambda *_: None
     peak = Peak()
     peak.start()
     before = resident_bytes()
@@ -147,7 +140,6 @@ def train(folder: Path, options: argparse.Namespace) -> tuple[Watch, measure.Rec
     base = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     generator = torch.Generator().manual_seed(options.seed)
     drawn = torch.randint(VOCABULARY, (8, options.tokens), generator=generator).tolist()
-    watch = Watch()
     trainer = RoundPipeTrainer(
         model,
         RoundPipeTrainingArguments(
@@ -167,31 +159,33 @@ def train(folder: Path, options: argparse.Namespace) -> tuple[Watch, measure.Rec
             seed=options.seed,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in drawn],
-        callbacks=[watch],
+        callbacks=[Watch()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     read_ahead = options.made[0] if options.made else None
     kept = sum(stretch.num_bytes for stretch in read_ahead._kept) if read_ahead else 0
-    return watch, {
+    room = min(base, read_ahead._room) if read_ahead else base
+    return {
         "base_gb": base / 1e9,
         "kept_gb": kept / 1e9,
         "loading_s": loaded,
         "anonymous_peak_gb": (peak.stop() - before) / 1e9,
-        "least_read_gb": 2 * (base - kept) / 1e9 if read_ahead else 0,
+        "room_gb": room / 1e9,
+        "least_read_gb": 2 * (base - room) / 1e9,
     }
 
 
 def noting_read_aheads() -> list[Any]:
     """Those that engines make from here on."""
     made: list[Any] = []
-    make = worker_pool.make_read_ahead
+    make = state.make_read_ahead
 
     def noted(*args: Any) -> Any:
         made.append(make(*args))
         return made[-1]
 
-    worker_pool.make_read_ahead = noted
+    state.make_read_ahead = noted
     return made
 
 
@@ -223,15 +217,14 @@ def main() -> None:
     config = config_of(options)
     try:
         write_checkpoint(config, options.folder, is_one_file=options.shards == "1")
-        watch, found = train(options.folder, options)
+        found = train(options.folder, options)
     finally:
         if not options.keep:
             shutil.rmtree(options.folder)
     setting = f"{config.num_hidden_layers} x {options.hidden}, {options.rows} x {options.tokens}"
-    units = {"s": "s", "gb": "GB"}
     for what, value in found.items():
-        unit = units[what.rsplit("_", 1)[1]]
-        print(json.dumps({"what": what, "value": round(value, 3), "unit": unit, "setting": setting}))
+        record = {"what": what, "value": round(value, 3), "setting": setting}
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from ..system.cores import leave_cores_for
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
+from ..transfer.read_ahead import make_read_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class Host:
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
         self.store = store = ParameterStore(layers, self.memory, on_host)
+        # Before threads are started, because it refuses files that were cut.
+        read_ahead = make_read_ahead(store, self.memory)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
         self.device_states = DeviceStates(
@@ -122,7 +125,11 @@ class Host:
         )
         self.steps.name = name
         self.worker_pool = WorkerPool(
-            devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
+            devices,
+            store,
+            self.memory,
+            BlockCompiler(layers if settings.compile else (), devices),
+            read_ahead,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         self._working = WorkingWeights(store.parameters)

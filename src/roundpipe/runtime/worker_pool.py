@@ -18,7 +18,7 @@ from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
-from ..transfer.read_ahead import make_read_ahead
+from ..transfer.read_ahead import ReadAhead
 from ..transfer.sender import make_sender
 from ..transfer.spill import Spills
 from .call import Call
@@ -43,6 +43,7 @@ class WorkerPool:
         store: ParameterStore,
         memory: HostMemory,
         compiler: BlockCompiler,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self.devices = list(devices)
         self.compiler = compiler  # one, because like layers may be in many parts
@@ -53,7 +54,7 @@ class WorkerPool:
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
         self.spills = [Spills(device, self.blocks) for device in devices]
-        self.read_ahead = make_read_ahead(store, memory)
+        self.read_ahead = read_ahead
         self.senders = [make_sender(device, store, memory, self.read_ahead) for device in devices]
         self.workers = [
             Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)
