@@ -12,6 +12,7 @@ equal losses, whatever the rest.
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -48,49 +49,59 @@ def config_of(options: argparse.Namespace) -> LlamaConfig:
     )
 
 
-def tensors(config: LlamaConfig) -> Iterator[dict[str, torch.Tensor]]:
-    """Of one layer after the other. Drawn from one pool of noise, because drawing takes longer than
-    writing."""
+def shapes(config: LlamaConfig) -> Iterator[dict[str, tuple[int, ...]]]:
+    """One layer after the other."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    noise = torch.randn(hidden * inner, generator=torch.Generator().manual_seed(0))
-    pool = noise.mul_(0.02).to(config.dtype)
-    drawn = 0
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        nonlocal drawn
-        drawn += 7919
-        return pool.roll(drawn)[: rows * columns].view(rows, columns).clone()
-
-    ones = torch.ones(hidden, dtype=config.dtype)
-    yield {"model.embed_tokens.weight": matrix(VOCABULARY, hidden)}
+    yield {"model.embed_tokens.weight": (VOCABULARY, hidden)}
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
         yield {
-            **{f"{layer}.self_attn.{n}_proj.weight": matrix(hidden, hidden) for n in "qkvo"},
-            f"{layer}.mlp.gate_proj.weight": matrix(inner, hidden),
-            f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
-            f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
-            f"{layer}.input_layernorm.weight": ones.clone(),
-            f"{layer}.post_attention_layernorm.weight": ones.clone(),
+            **{f"{layer}.self_attn.{name}_proj.weight": (hidden, hidden) for name in "qkvo"},
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
         }
-    yield {"model.norm.weight": ones, "lm_head.weight": matrix(VOCABULARY, hidden)}
+    yield {"model.norm.weight": (hidden,), "lm_head.weight": (VOCABULARY, hidden)}
+
+
+class Noise:
+    """Draws weights from one pool, because drawing each takes longer than writing it."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(config.hidden_size * config.intermediate_size, generator=generator)
+        self._pool = noise.mul_(0.02).to(config.dtype)
+
+    def draw(self, number: int, shape: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """The tensors of the layer of that number."""
+        return {
+            name: self._pool.roll(7919 * (20 * number + place))[: math.prod(size)]
+            .view(size)
+            .clone()
+            if len(size) > 1
+            else torch.ones(size, dtype=self._pool.dtype)
+            for place, (name, size) in enumerate(shape.items())
+        }
 
 
 def write_checkpoint(config: LlamaConfig, folder: Path, *, is_one_file: bool) -> None:
     """Goes on where an earlier run has stopped."""
     folder.mkdir(parents=True, exist_ok=True)
+    noise = Noise(config)
     if is_one_file:
         everything: dict[str, torch.Tensor] = {}
-        for part in tensors(config):
-            everything |= part
+        for number, shape in enumerate(shapes(config)):
+            everything |= noise.draw(number, shape)
         save_file(everything, folder / "model.safetensors", {"format": "pt"})
     else:
         weight_map = {}
-        for number, part in enumerate(tensors(config)):
+        for number, shape in enumerate(shapes(config)):
             name = f"model-{number:05}.safetensors"
-            weight_map |= dict.fromkeys(part, name)
+            weight_map |= dict.fromkeys(shape, name)
             if not (folder / name).exists():
-                save_file(part, folder / "unfinished", {"format": "pt"})
+                save_file(noise.draw(number, shape), folder / "unfinished", {"format": "pt"})
                 (folder / "unfinished").rename(folder / name)
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
