@@ -30,6 +30,7 @@ from ..system.cores import leave_cores_for
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
+from ..transfer.read_ahead import make_read_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class Host:
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
         self.store = store = ParameterStore(layers, self.memory, on_host)
+        # Before threads are started, because it refuses files that were cut.
+        read_ahead = make_read_ahead(store, self.memory)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
         self.device_states = DeviceStates(
@@ -122,7 +125,11 @@ class Host:
         )
         self.steps.name = name
         self.worker_pool = WorkerPool(
-            devices, store, self.memory, BlockCompiler(layers if settings.compile else (), devices)
+            devices,
+            store,
+            self.memory,
+            BlockCompiler(layers if settings.compile else (), devices),
+            read_ahead,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         self._working = WorkingWeights(store.parameters)
@@ -130,7 +137,9 @@ class Host:
     @property
     def workers(self) -> list[Worker]:
         """All threads."""
-        return [*self.worker_pool.workers, self._worker]
+        read_ahead = self.worker_pool.read_ahead
+        readers = [] if read_ahead is None else read_ahead.workers
+        return [*self.worker_pool.workers, self._worker, *readers]
 
     def device_bytes(self) -> dict[str, int] | None:
         """What is held on each device that a plan need not count; None while something is under

@@ -76,6 +76,7 @@ class HostMemory:
         self._locks_in_place = mode == "register" and accelerated
         self._locks_buffers = mode != "off" and accelerated
         self.needs_staging = mode == "off"
+        self.leaves_weights = mode == "off" or not accelerated  # where they are, and pageable
         self._locked: list[_Pages] = []
         # An engine that is never closed must not leave pages locked: CUDA would take what lies
         # there later for them.

@@ -90,8 +90,13 @@ class Executor:
         rest drains."""
         try:
             self._parked.drop(self._let_go)
-            stage_runs = [action.stage_run.layers for action in actions if action.op is Op.UPLOAD]
-            self._loader.begin_call(stage_runs, call.memory.resident_layers, call.memory.slot_limit)
+            stage_runs = [action.stage_run for action in actions if action.op is Op.UPLOAD]
+            self._loader.begin_call(
+                [run.layers for run in stage_runs],
+                [run.layers for run in stage_runs if _is_parked(call, run)],
+                call.memory.resident_layers,
+                call.memory.slot_limit,
+            )
             self._replicas.begin_call()
             for action in actions:
                 call.check()
@@ -154,7 +159,7 @@ class Executor:
 
     def _upload(self, call: Call, action: Action) -> None:
         run, memory = action.stage_run, call.memory
-        if run.pass_ is Pass.BACKWARD and run.layers.start in memory.kept_graphs:
+        if _is_parked(call, run):
             self._stages[run] = self._parked.take(call.kept, run)
             return
         timer = timer_of(
@@ -367,6 +372,11 @@ class Executor:
             run.call.input_gradients[run.microbatch] = posted
         elif layer > run.call.model.first_trained:
             run.call.post_gradient(layer, run.microbatch, posted)
+
+
+def _is_parked(call: Call, run: StageRun) -> bool:
+    """Whether the stage has stayed on its device since its forward."""
+    return run.pass_ is Pass.BACKWARD and run.layers.start in call.memory.kept_graphs
 
 
 def _gradients_of(leaves: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:

@@ -2,8 +2,9 @@
 not its business."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import chain
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from ..memory.slots import Slot, SlotPool
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import StageRun
 from ..plan.memory import slot_counts
+from ..transfer.read_ahead import ReadAhead
 from ..transfer.residency import FROZEN, Residency, Stamp
 from ..transfer.sender import Dequantized, Queued, Sender
 from .call import Call, ModelThen
@@ -30,17 +32,25 @@ class StageLoader:
         store: ParameterStore,
         sender: Sender,
         slots: SlotPool,
+        read_ahead: ReadAhead | None,
     ) -> None:
         self._device = device
+        self._read_ahead = read_ahead
         self._layers = layers
         self._store = store
         self._sender = sender
         self.slots = slots
         self.residency = Residency(slots)
 
-    def begin_call(self, stage_runs: Sequence[range], wanted: frozenset[int], room: float) -> None:
+    def begin_call(
+        self,
+        stage_runs: Sequence[range],
+        parked: Sequence[range],
+        wanted: frozenset[int],
+        room: float,
+    ) -> None:
         """``wanted`` are the layers that are to stay after these stage runs; those with a device
-        state stay in any case.
+        state stay in any case. The ``parked`` ones of the stage runs find theirs.
 
         Where slots take more than ``room``, those that neither the stage runs nor wanted layers
         will use are given back: earlier plans, and engines of other parts of the model, have left
@@ -48,6 +58,9 @@ class StageLoader:
         """
         wanted -= self._store.device_states.keys()
         self.residency.want(wanted)
+        if self._read_ahead is not None:
+            to_come = [layers for layers in stage_runs if layers not in parked]
+            self._read_ahead.begin(self._device.name, [*self._to_send(to_come, wanted)])
         if self.slots.num_bytes <= room:
             return
         # At least 1, because a layer without weights has a slot too.
@@ -59,6 +72,17 @@ class StageLoader:
         most = Counter(slot_counts(stage_runs, tuple(passing), num_devices=1))
         most.update(slot_bytes(sizes[index]) for index in self.residency.missing())
         self.slots.keep_only(most)
+
+    def _to_send(
+        self, stage_runs: Sequence[range], wanted: frozenset[int]
+    ) -> Iterator[LayerParameters]:
+        """The layers that will go up in these stage runs, in their order."""
+        here = (wanted - self.residency.missing()) | self._store.device_states.keys()
+        for index in chain(*stage_runs):
+            if index not in here:
+                yield self._store.layers[index]
+            if index in wanted:
+                here |= {index}
 
     def begin(
         self, stage_run: StageRun, model: ModelThen, timer: Timer, *, keeps_graphs: bool
@@ -156,6 +180,8 @@ class StageLoader:
     def forget(self) -> None:
         """Nothing is known of what slots hold any more. No stage run may be under way."""
         self.residency.clear()
+        if self._read_ahead is not None:
+            self._read_ahead.drop(self._device.name)
 
     def close(self) -> None:
         """Frees what it holds on the device."""

@@ -18,6 +18,7 @@ from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
+from ..transfer.read_ahead import ReadAhead
 from ..transfer.sender import make_sender
 from ..transfer.spill import Spills
 from .call import Call
@@ -42,6 +43,7 @@ class WorkerPool:
         store: ParameterStore,
         memory: HostMemory,
         compiler: BlockCompiler,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self.devices = list(devices)
         self.compiler = compiler  # one, because like layers may be in many parts
@@ -52,7 +54,8 @@ class WorkerPool:
         self.slots = [SlotPool(device) for device in devices]
         self.blocks = HostBlocks(memory)
         self.spills = [Spills(device, self.blocks) for device in devices]
-        self.senders = [make_sender(device, store, memory) for device in devices]
+        self.read_ahead = read_ahead
+        self.senders = [make_sender(device, store, memory, self.read_ahead) for device in devices]
         self.workers = [
             Worker(f"roundpipe-worker-{device.name}", helper=sender.helper)
             for device, sender in zip(devices, self.senders, strict=True)
@@ -77,7 +80,7 @@ class WorkerPool:
         for device, sender, slots, spills in zip(
             self.devices, self.senders, self.slots, self.spills, strict=True
         ):
-            loader = StageLoader(device, layers, store, sender, slots)
+            loader = StageLoader(device, layers, store, sender, slots, self.read_ahead)
             copies = BufferCache(device, known_buffers)
             replicas = ReplicaCache(
                 device, layers, rules, self.compiler, copies, writers, loader.residency
@@ -135,6 +138,10 @@ class WorkerPool:
             worker.stop()
         for worker in self.workers:
             worker.join()
+        if self.read_ahead is not None:
+            self.read_ahead.stop()
+            for worker in self.read_ahead.workers:
+                worker.join()
         self.blocks.clear()
 
     def statistics(self) -> dict[str, int]:

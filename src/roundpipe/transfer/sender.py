@@ -7,7 +7,7 @@ before it queues the first computation that reads the slot it waits until the la
 and the compute lane then waits for that copy's event.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -21,6 +21,7 @@ from ..memory.ring import Piece, PinnedRing
 from ..params.working import LayerParameters, ParameterStore, ParameterUse, parts_of, view_of
 from ..quantized import QuantizedWeight
 from ..threads.worker import Job, Worker
+from .read_ahead import ReadAhead
 
 _MOST_THREADS = 4
 
@@ -104,9 +105,17 @@ class DirectSender:
     """Queues copies on the up lane itself: one for a layer that lies in one block, else some per
     parameter."""
 
-    def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        device: Device,
+        store: ParameterStore,
+        memory: HostMemory,
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
         self.helper: Worker | None = None
         self._lane = device.up
+        self._device_name = device.name
+        self._read_ahead = read_ahead
         self._store = store
         self._memory = memory
 
@@ -117,6 +126,8 @@ class DirectSender:
         slot: torch.Tensor,
         version: int = 0,
     ) -> Sent:
+        if self._read_ahead is not None:
+            self._read_ahead.check()
         second = self._store.second_of(layer, version)
         image = self._store.image_of(layer)
         others = uses
@@ -133,6 +144,8 @@ class DirectSender:
             for use in others:
                 for target, source in self._copies(slot, use, version):
                     self._lane.copy_(target, source)
+        if self._read_ahead is not None:
+            self._read_ahead.passed(self._device_name, layer)
         return Queued(self._lane.record())
 
     def _copies(
@@ -151,7 +164,15 @@ class DirectSender:
 class RingSender:
     """Has a helper thread pass unpinned weights through a ring. See [Note: staging]."""
 
-    def __init__(self, device: Device, store: ParameterStore, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        device: Device,
+        store: ParameterStore,
+        memory: HostMemory,
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
+        self._device_name = device.name
+        self._read_ahead = read_ahead
         self._ring = PinnedRing(device.up, memory, max(layer.image_bytes for layer in store.layers))
         self._sender = Worker(f"roundpipe-sender-{device.name}")
         self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
@@ -165,7 +186,12 @@ class RingSender:
         version: int = 0,
     ) -> Sent:
         shipment = _Shipment(self._ring, slot, uses)
-        self._sender.submit(shipment.run)
+        read_ahead = self._read_ahead
+        if read_ahead is None:
+            self._sender.submit(shipment.run)
+        else:
+            self._sender.submit(lambda: shipment.run(read_ahead.check))
+            self._sender.submit(lambda: read_ahead.passed(self._device_name, layer))
         return shipment
 
     def close(self) -> None:
@@ -182,9 +208,10 @@ class _Shipment:
         self._is_wanted = True
         self._queued: Future[Event] = Future()
 
-    def run(self) -> None:
+    def run(self, check: Callable[[], None] = lambda: None) -> None:
         """Never raises: what goes wrong is the worker's to tell."""
         try:
+            check()
             pieces = [_piece(*source) for use in self._uses for source in use.sources]
             ready = self._ring.send(self._slot, pieces, lambda: self._is_wanted)
             if not self._is_wanted:
@@ -203,13 +230,12 @@ class _Shipment:
         wait([self._queued])
 
 
-def make_sender(device: Device, store: ParameterStore, memory: HostMemory) -> Sender:
+def make_sender(
+    device: Device, store: ParameterStore, memory: HostMemory, read_ahead: ReadAhead | None = None
+) -> Sender:
     """What suits how the working copies lie in host memory."""
-    return (
-        RingSender(device, store, memory)
-        if memory.needs_staging
-        else DirectSender(device, store, memory)
-    )
+    kind = RingSender if memory.needs_staging else DirectSender
+    return kind(device, store, memory, read_ahead)
 
 
 def _runs(layer: LayerParameters, uses: Sequence[ParameterUse]) -> Iterator[tuple[int, int]]:
