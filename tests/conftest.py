@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_grids(items: list[pytest.Item]) -> None:
-    """Of a test with more than `GRID` cases a quarter stays, at least `GRID`; the others are slow.
+    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`; the others are slow.
 
     They are drawn, by the test's name, because every fourth would be those of one device count.
     """
@@ -62,7 +62,7 @@ def _mark_grids(items: list[pytest.Item]) -> None:
         if is_left and "[" in item.name and item.path.parent.name not in WHOLE_FOLDERS:
             grids[item.nodeid.partition("[")[0]].append(item)
     for name, cases in grids.items():
-        staying = max(GRID, len(cases) // 4)
+        staying = max(GRID, len(cases) // 6)
         if len(cases) > staying:
             for item in random.Random(name).sample(cases, len(cases) - staying):
                 item.add_marker(pytest.mark.slow)
