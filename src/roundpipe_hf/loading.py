@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -26,7 +27,7 @@ from roundpipe.memory.mmap import FileMappings, can_tell_mappings
 from .arguments import pipeline_of
 from .compat import add_variant, model_class_of
 from .quantization.packing import default_folder, quantize_checkpoint, quantized_keys
-from .quantization.reading import method_of, read_quantized
+from .quantization.reading import method_of, read_quantized, refuse_damaged
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def load_pretrained_mmap(
             one copies every weight.
 
     Raises:
-        ConfigError: an option that would move or change every weight.
+        ConfigError: an option that would move or change every weight; a file that was cut.
 
     Warns, once, naming every parameter that did not stay in a file, with the reason.
 
@@ -81,9 +82,12 @@ def load_pretrained_mmap(
     _refuse_copies(kwargs)
     wants_info = kwargs.pop("output_loading_info", False)
     model_class = model_class or class_of(name_or_path, kwargs)
-    loaded = model_class.from_pretrained(
-        name_or_path, output_loading_info=True, **{"dtype": "auto", **kwargs}
-    )
+    how = {"output_loading_info": True, "dtype": "auto", **kwargs}
+    try:
+        loaded = model_class.from_pretrained(name_or_path, **how)
+    except SafetensorError:
+        refuse_damaged(Checkpoint(name_or_path, kwargs).files)
+        raise
     model: PreTrainedModel = loaded[0]
     if can_tell_mappings():
         _warn_of_copies(model, Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
@@ -219,12 +223,8 @@ class Checkpoint:
         files = self.files = self._files(kwargs.get("variant"))
         # The Hub's cache gives files their names by links, which mappings do not show.
         self._paths = {str(file.resolve()) for file in files}
-        self.dtypes = {
-            key: entry["dtype"]
-            for file in files
-            for key, entry in _header(file).items()
-            if "dtype" in entry
-        }
+        headers = (entry for file in files for entry in _header(file).items())
+        self.dtypes = {key: entry["dtype"] for key, entry in headers if "dtype" in entry}
 
     @property
     def folder(self) -> Path:
@@ -267,7 +267,10 @@ def _header(file: Path) -> dict[str, Any]:
     """A safetensors file begins with the length of a JSON header and the header."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header: dict[str, Any] = json.loads(opened.read(length))
+        text = opened.read(length)
+    if len(text) < length:
+        refuse_damaged([file])
+    header: dict[str, Any] = json.loads(text)
     return header
 
 

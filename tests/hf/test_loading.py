@@ -5,6 +5,7 @@ The judge of where a weight lies is the kernel (/proc/self/smaps), of numbers pl
 `from_pretrained` and `Trainer`.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_a_pickled_checkpoint_is_told(saved: Path, caplog: pytest.LogCaptureFixt
     (saved / "model.safetensors").unlink()
     load_pretrained_mmap(saved)
     assert "the checkpoint has no safetensors files" in warnings_in(caplog)
+
+
+@pytest.mark.parametrize("size", [20, -1])
+def test_a_file_that_was_cut_is_named(size: int, saved: Path) -> None:
+    """A download that was interrupted, in the header or behind it."""
+    file = saved / "model.safetensors"
+    os.truncate(file, size if size > 0 else file.stat().st_size + size)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .* get it again"):
+        load_pretrained_mmap(saved)
 
 
 def test_options_that_change_every_weight_are_refused(saved: Path) -> None:

@@ -4,6 +4,7 @@ read, and numbers are those of weights in memory.
 `Disk` stands for the system: it counts what is read into memory and what memory holds.
 """
 
+import gc
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.engine import state
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMappings
@@ -26,6 +27,7 @@ from roundpipe.transfer import read_ahead as read_ahead_module
 from roundpipe.transfer.read_ahead import ReadAhead, kept_of
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines
+from tests.support.optimizers import PATIENCE_S
 from tests.support.reference import weights_of
 
 NUM_LAYERS, WIDTH = 12, 32
@@ -120,7 +122,7 @@ class Run:
         for worker in [self.read_ahead.workers[0], *self.read_ahead.workers]:
             done = threading.Event()
             worker.submit(done.set)
-            assert done.wait(10)
+            assert done.wait(PATIENCE_S)
 
     def layers_in_memory(self) -> list[float]:
         """The share of each layer that is in memory."""
@@ -375,6 +377,19 @@ def test_weights_in_memory_need_no_threads(
     made = note_read_aheads(monkeypatch, room=0)
     losses(engines, adapted(), ONE, is_async=False, pin_model="off")
     assert made == [None]
+
+
+def test_a_forgotten_engine_ends_its_threads(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    engine = RoundPipe(adapted(tmp_path / "shard.safetensors"), devices=ONE.argument)
+    engine.forward_backward((torch.ones(2, WIDTH),), loss_fn=lambda outputs, _: outputs.sum())
+    started = set(threading.enumerate()) - before
+    assert sum("pages" in thread.name for thread in started) == 1 + read_ahead_module.NUM_READERS
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_file_cut_before_training_is_refused(engines: Engines, tmp_path: Path) -> None:

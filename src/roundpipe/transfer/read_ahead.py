@@ -45,7 +45,8 @@ class ReadAhead:
         self._mappings = mappings
         self._cache = cache or PageCache()
         self._stretches = self._found(refuses_cut=True)
-        self.num_bytes = _bytes_of(self._stretches)
+        self._everything = frozenset(chain(*self._stretches))
+        self.num_bytes = _bytes_in(self._everything)
         self._damaged: str | None = None
         self._is_resting = False
         # The decider's, all of the below.
@@ -113,13 +114,15 @@ class ReadAhead:
         self._orders[device] = order
         available = self._cache.room() * 7 // 8
         if sum(other.num_bytes for other in _everyone) <= available:
-            self._now[device] = deque(i for i in order if not self._cached >= set(self._of(i)))
+            new = () if self._cached >= self._everything else order
+            self._now[device] = deque(i for i in new if not self._cached >= set(self._of(i)))
             self._expected[device] = ()
             self._room = available
-            self._kept = set(chain(*self._stretches))
+            self._kept = self._everything
         else:
             self._stretches = self._found()
-            self.num_bytes = _bytes_of(self._stretches)
+            self._everything = frozenset(chain(*self._stretches))
+            self.num_bytes = _bytes_in(self._everything)
             self._now[device] = deque(order)
             self._expected[device] = self._following.get((device, order), order)
             self._room = available * self.num_bytes // sum(o.num_bytes for o in _everyone)
@@ -249,7 +252,3 @@ def kept_of(
 
 def _bytes_in(stretches: Collection[Stretch]) -> int:
     return sum(stretch.num_bytes for stretch in stretches)
-
-
-def _bytes_of(layers: Sequence[Sequence[Stretch]]) -> int:
-    return _bytes_in(set(chain(*layers)))

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,12 +59,9 @@ def read_quantized(
     del config.quantization_config
     tensors: Tensors = {}
     for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                keys = opened.keys()
-                tensors |= {key: opened.get_tensor(key) for key in keys}
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is damaged ({error}); get it again") from error
+        with _opened(file) as opened:
+            keys = opened.keys()
+            tensors |= {key: opened.get_tensor(key) for key in keys}
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     dtype = kwargs.pop("dtype", "auto")
@@ -83,6 +80,22 @@ def read_quantized(
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
     return model
+
+
+def refuse_damaged(files: Iterable[Path]) -> None:
+    """Raises ConfigError if one is shorter than it says."""
+    for file in files:
+        with _opened(file):
+            pass
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise ConfigError(f"{file} is damaged ({error}); get it again") from error
 
 
 def _freeze(model: PreTrainedModel, names: set[str]) -> None:
