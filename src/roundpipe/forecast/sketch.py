@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -102,6 +103,7 @@ class _Run:
                 self._lane.work(),
                 torch.enable_grad(),
                 _FusedAttention(),
+                patch.object(torch, "autocast", _Autocast),
                 self._flops if self._counts else nullcontext(),
             ):
                 contexts.enter_context(context)
@@ -173,6 +175,13 @@ class _Run:
         sketch.backward_peak = self._memory.peak - before
         sketch.backward_change = self._memory.used - before
         self._begin()
+
+
+class _Autocast(torch.autocast):
+    """The meta device has none, and adapters of experts switch that of their device off."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 class _FusedAttention(TorchFunctionMode):
