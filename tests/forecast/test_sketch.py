@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3MoeConfig
 
 from roundpipe.errors import ConfigError
 from roundpipe.forecast.models import imagine
@@ -56,3 +57,26 @@ class LooksAtValues(nn.Module):
 def test_a_layer_that_looks_at_values_is_named() -> None:
     with pytest.raises(ConfigError, match="layer 0 .LooksAtValues. does not run without values"):
         sketches([LooksAtValues()], batch("meta"))
+
+
+@pytest.mark.parametrize("lora", [None, 4], ids=["full", "lora"])
+def test_experts_count_for_the_tokens_that_reach_them(lora: int | None) -> None:
+    """Each token passes through two of four experts, whose weights are three matrices."""
+    width, inner = 64, 32
+    config = Qwen3MoeConfig(
+        vocab_size=100,
+        hidden_size=width,
+        moe_intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    block = sketches(imagine(config, lora=lora).layers, batch("meta"))[2]
+    experts = 2 * ROWS * TOKENS * 2 * 3 * width * inner
+    attention = 2 * ROWS * TOKENS * (4 * width * width + 4 * width)
+    assert experts + attention <= block.forward <= 1.5 * (experts + attention)
+    assert block.saved > 0

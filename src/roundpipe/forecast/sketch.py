@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -87,7 +88,11 @@ class _Run:
         self._lane, self._memory = device.compute, device.capacity
         self._flops = FlopCounterMode(
             display=False,
-            custom_mapping={_FUSED: _attention_flops, _FUSED_BACKWARD: _attention_backward_flops},
+            custom_mapping={
+                _FUSED: _attention_flops,
+                _FUSED_BACKWARD: _attention_backward_flops,
+                torch.ops.aten._grouped_mm: _grouped_flops,
+            },
         )
         self._before = (0, 0.0)
         self._lowest: LayerSketch | None = None  # of those with a backward
@@ -98,6 +103,7 @@ class _Run:
                 self._lane.work(),
                 torch.enable_grad(),
                 _FusedAttention(),
+                patch.object(torch, "autocast", _Autocast),
                 self._flops if self._counts else nullcontext(),
             ):
                 contexts.enter_context(context)
@@ -108,7 +114,8 @@ class _Run:
                 except (RuntimeError, NotImplementedError) as error:
                     raise ConfigError(
                         f"layer {position} ({type(layer).__name__}) does not run without values "
-                        f"({error}); what it holds is only known once it is loaded"
+                        f"in this dtype ({error}); plan with dtype=torch.bfloat16, which experts "
+                        "need, or load it to know what it holds"
                     ) from error
                 self._watch(output, position)
             loss = output.loss
@@ -170,6 +177,13 @@ class _Run:
         self._begin()
 
 
+class _Autocast(torch.autocast):
+    """The meta device has none, and adapters of experts switch that of their device off."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "meta" else device_type, *args, **kwargs)
+
+
 class _FusedAttention(TorchFunctionMode):
     """On the meta device torch takes attention apart, scores and all."""
 
@@ -202,3 +216,10 @@ def _attention_flops(query: Any, key: Any, *_: Any, **__: Any) -> int:
 def _attention_backward_flops(gradient: Any, query: Any, key: Any, *_: Any, **__: Any) -> int:
     """Five products, the scores' once more among them."""
     return _attention_flops(query, key) * 5 // 2
+
+
+def _grouped_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    """One product for each group of rows, as experts make them; with both in three dimensions all
+    groups are as large."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
