@@ -63,7 +63,10 @@ MODELS = {
     ),
     "gpt-oss-20b": Shapes(
         title="gpt-oss-20b shapes", config_class="GptOssConfig", lora_rank=16,
-        config={"vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24},
+        config={
+            "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24,
+            "num_local_experts": 32,
+        },
     ),
     "qwen3-1.7b": Shapes(
         title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
