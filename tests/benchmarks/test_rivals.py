@@ -224,7 +224,7 @@ def test_a_row_says_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(rivals.STEPS, "fsdp2", make)
     options = Namespace(
         cap_gb=None, warmup=1, steps=2, model="qwen3-1.7b", methods=["full"], rows=8, length=32,
-        num_microbatch=4, tiny=True, layers=None,
+        num_microbatch=4, tiny=True, layers=None, quantization=None,
     )  # fmt: skip
     record = rivals.run("fsdp2", options)
     assert (record["loss_last"], record["gradient_norm_last"], record["steps"]) == (2.0, 1.5, 2)
