@@ -8,7 +8,7 @@ they do lives in the other files.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -317,7 +317,9 @@ class RoundPipeTrainerMixin(SavingMixin):
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """Returns what Trainer's does, which is proportional to the elements of the main input. It
         is asked only once per engine, because it counts parameters, which takes milliseconds."""
-        given = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        # A list where the trainer makes batches of its own of what it gets.
+        given = inputs.get(name) if isinstance(inputs, Mapping) else None
         compute = super().floating_point_ops
         if self._slot.current is None or not isinstance(given, torch.Tensor) or not given.numel():
             return compute(inputs)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +24,8 @@ from transformers import (
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import export_gguf, folders, load_pretrained
-from roundpipe_hf.export.vocabulary import _CUTS, _WORDS
+from roundpipe_hf.export.vocabulary import _CUTS
+from tests.support.byte_tokenizers import TEXT, tokenizer_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -44,7 +45,6 @@ MODELS: dict[str, Any] = {
     # transformers reads no size of heads of Qwen3, and takes its default.
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 128}),
 }
-TEXT = "Numbers such as 1234, and words that aren't; a tab\tand new\n\nlines."
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float16, **settings: Any) -> PreTrainedModel:
@@ -55,30 +55,6 @@ def model_of(name: str, dtype: torch.dtype = torch.float16, **settings: Any) -> 
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model
-
-
-def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
-    own = Tokenizer(models.BPE(ignore_merges=cut == "llama-bpe"))
-    over_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    without = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    words = {"qwen2": "", "llama-bpe": "{1,3}"}
-    if cut == "gpt-2":
-        own.pre_tokenizer = over_bytes
-    elif cut == "smollm":
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        own.pre_tokenizer = pre_tokenizers.Sequence([digits, over_bytes])
-    else:
-        split = pre_tokenizers.Split(Regex(_WORDS % words[cut]), "isolated")
-        own.pre_tokenizer = pre_tokenizers.Sequence([split, without])
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    own.train_from_iterator([TEXT] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=own, bos_token="<|im_start|>", eos_token="<|im_end|>"
-    )
 
 
 def saved(

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import folders, merge_and_save
-from tests.hf.export.test_gguf import tokenizer_of
 from tests.hf.export.test_merging import ATTENTION, adapter_of, base
+from tests.support.byte_tokenizers import tokenizer_of
 
 
 @pytest.fixture(scope="module")
