@@ -167,9 +167,15 @@ def test_a_file_that_was_cut_is_named(size: int, saved: Path) -> None:
 
 
 def test_options_that_change_every_weight_are_refused(saved: Path) -> None:
-    for option in ({"device_map": "auto"}, {"quantization_config": {}}, {"disable_mmap": True}):
-        with pytest.raises(ConfigError, match=next(iter(option))):
-            load_pretrained_mmap(saved, **option)
+    options: dict[str, Any] = {
+        "device_map": "auto",
+        "quantization_config": {},
+        "disable_mmap": True,
+        "use_safetensors": False,
+    }
+    for name, value in options.items():
+        with pytest.raises(ConfigError, match=name):
+            load_pretrained_mmap(saved, **{name: value})
 
 
 def test_a_mapping_holds_a_tensor_only_as_a_whole() -> None:
