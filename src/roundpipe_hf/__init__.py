@@ -4,6 +4,7 @@ nothing."""
 from .arguments import PipelineArguments, RoundPipeTrainingArguments
 from .export.gguf import export_gguf
 from .export.merging import merge_and_save
+from .export.stacking import stack_experts
 from .loading import load_pretrained, load_pretrained_mmap
 from .loss.reduction import loss_reduction
 from .trainer.base import RoundPipeTrainer
@@ -22,4 +23,5 @@ __all__ = [
     "load_pretrained_mmap",
     "loss_reduction",
     "merge_and_save",
+    "stack_experts",
 ]

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
 
 CONFIG = "config.json"
+_MARK = "made_from"  # in the files' metadata, so that a finished folder is known again
 _SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -39,6 +40,18 @@ class NewFolder:
 
     def __init__(self, path: Path, note: str, begun: Mapping[str, Any]) -> None:
         self.path, self._note, self._begun = path, path / note, dict(begun)
+
+    @staticmethod
+    def metadata(identity: str) -> dict[str, str]:
+        """What safetensors files in it say of themselves: that they are of that work."""
+        return {"format": "pt", _MARK: identity}
+
+    def is_finished(self, identity: str) -> bool:
+        """Whether it is complete, and its files are of that work."""
+        for file in sorted(self.path.glob("*.safetensors"))[:1] if self.has(CONFIG) else []:
+            with safe_open(file, "pt") as opened:
+                return bool((opened.metadata() or {}).get(_MARK) == identity)
+        return False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -106,6 +119,13 @@ class NewFolder:
     def tidy(self) -> None:
         """Takes the note away from a folder that is complete."""
         self._note.unlink(missing_ok=True)
+
+
+def identity_of(said: str, files: Iterable[Path]) -> str:
+    """Tells work on these files from any other, by what they are called and how large and old they
+    are. ``said``: what else it depends on."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((said, stats)).encode()).hexdigest()[:16]
 
 
 def check_room(path: Path, num_bytes: float) -> None:

@@ -303,8 +303,8 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, missing: se
     if dtype is None:
         return (
             "stacked, cast or otherwise made from other tensors of the checkpoint; save_pretrained "
-            "does not undo that, "
-            "so it happens at every load"
+            "does not undo that, so it happens at every load. Experts are stacked once by "
+            "roundpipe_hf.stack_experts(base, out)"
         )
     if SAFETENSORS_NAMES.get(str(parameter.dtype).removeprefix("torch.")) != dtype:
         return (

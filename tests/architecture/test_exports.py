@@ -63,6 +63,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "load_pretrained_mmap",
         "loss_reduction",
         "merge_and_save",
+        "stack_experts",
     },
     roundpipe_hf.trl: {
         "RoundPipeDPOConfig",

@@ -1,6 +1,5 @@
 """Merges an adapter into the files of its base, tensor by tensor."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -8,19 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from tqdm.auto import tqdm
 
 from roundpipe.errors import ConfigError
 
 from ..compat import model_class_of
-from ..folders import CONFIG, NewFolder, write_tensors
+from ..folders import CONFIG, NewFolder, identity_of, write_tensors
 from ..loading import SAFETENSORS_NAMES, Checkpoint, class_of, config_of
 from .adapter import Adapter, model_of_stand_ins
 from .layout import Source, Tensors, sources
 from .weights import Weights, dense
-
-_MARK = "merged_from"  # in the files' metadata, so that a finished folder is known again
 
 
 def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> None:
@@ -55,11 +51,13 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
     """
     files = Checkpoint(base, {})
     adapter = Path(adapter).resolve() if Path(adapter).is_dir() else adapter
-    identity = _identity(Path(adapter), files.folder, files.files)
+    own = sorted(Path(adapter).iterdir()) if Path(adapter).is_dir() else []
+    said = f"{adapter}, {files.folder.resolve()}"
+    identity = identity_of(said, [*own, *files.files])
     begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
     folder = NewFolder(Path(out), "merging.json", begun)
     with folder.locked():
-        if folder.has(CONFIG) and _is_finished(folder.path, identity):
+        if folder.is_finished(identity):
             folder.tidy()
             return
         folder.check()
@@ -105,7 +103,7 @@ class _Merge:
         if not self._adapter.keeps_ties:
             self._part_ties(tied, found)
         self._groups = _groups(self._adapter, found, set(tied))
-        self._metadata = {"format": "pt", _MARK: identity}
+        self._metadata = NewFolder.metadata(identity)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -209,18 +207,3 @@ def _groups(adapter: Adapter, found: Mapping[str, Source], tied: set[str]) -> li
         if own:
             groups.append(_Group([*units, unit], list(own.values())))
     return groups
-
-
-def _identity(adapter: Path, base: Path, files: list[Path]) -> str:
-    """Tells this merge from others: which files there are, how large and how old they are."""
-    own = sorted(adapter.iterdir()) if adapter.is_dir() else []
-    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in (*own, *files)]
-    said = repr((str(adapter), str(base.resolve()), stats))
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-def _is_finished(out: Path, identity: str) -> bool:
-    for file in sorted(out.glob("*.safetensors"))[:1]:
-        with safe_open(file, "pt") as opened:
-            return bool((opened.metadata() or {}).get(_MARK) == identity)
-    return False
