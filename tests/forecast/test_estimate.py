@@ -128,9 +128,13 @@ def test_a_quantized_checkpoint_is_planned_as_it_is(tmp_path: Path) -> None:
 
 def test_the_caller_keeps_his_config() -> None:
     config = LlamaConfig(**small_config().to_dict())
-    config.quantization_config = {"quant_method": "bitsandbytes"}
+    said = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config.quantization_config = dict(said)
     roundpipe.estimate(config, lora=4, **SMALL)
-    assert config.quantization_config == {"quant_method": "bitsandbytes"}
+    assert config.quantization_config == said
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    with pytest.raises(ConfigError, match="bitsandbytes in 8 bits or fp4"):
+        roundpipe.estimate(config, lora=4, **SMALL)
 
 
 def test_the_command_prints_a_table_or_json(

@@ -384,22 +384,40 @@ def test_the_callers_zero_grad_does_not_reach_into_a_step_under_way() -> None:
     assert not torch.equal(model[0].weight, start[0].weight)
 
 
+def state_of(make: Any, width: int) -> dict[str, Any]:
+    """After a step over a linear layer from that width to 3."""
+    with RoundPipe(nn.Sequential(nn.Linear(width, 3)), devices=1) as engine:
+        optimizer = make(engine.optim_parameters(), lr=0.1)
+        engine.forward_backward((torch.ones(2, width),), loss_fn=lambda out, _: out.sum())
+        engine.step(optimizer.step)
+        engine.synchronize()
+        return copy.deepcopy(optimizer.state_dict())
+
+
+def test_codes_of_eight_bits_are_not_taken_for_moments() -> None:
+    """AdamW began with a second moment of 255 and hardly moved for thousands of steps."""
+    codes = state_of(partial(roundpipe.optim.LeanAdamW, moments="8bit"), 2)
+    with RoundPipe(nn.Sequential(nn.Linear(2, 3)), devices=1) as engine:
+        optimizer = AdamW(engine.optim_parameters(), lr=0.1)
+        with pytest.raises(roundpipe.ConfigError, match="moments in 8 bits"):
+            optimizer.load_state_dict(codes)
+        assert not optimizer.state
+
+
 @pytest.mark.parametrize(
-    "make", [AdamW, partial(SGD, momentum=0.9), roundpipe.optim.Lion], ids=["AdamW", "SGD", "Lion"]
+    "make",
+    [
+        AdamW,
+        partial(SGD, momentum=0.9),
+        roundpipe.optim.Lion,
+        partial(roundpipe.optim.LeanAdamW, moments=torch.float32),
+    ],
+    ids=["AdamW", "SGD", "Lion", "LeanAdamW"],
 )
 def test_state_of_another_model_is_refused(make: Any) -> None:
     """The kernel read and wrote beyond the end of it, which crashed or spoilt memory."""
 
-    def state_of(width: int) -> dict[str, Any]:
-        engine = RoundPipe(nn.Sequential(nn.Linear(width, 3)), devices=1)
-        with engine:
-            optimizer = make(engine.optim_parameters(), lr=0.1)
-            engine.forward_backward((torch.ones(2, width),), loss_fn=lambda out, _: out.sum())
-            engine.step(optimizer.step)
-            engine.synchronize()
-            return copy.deepcopy(optimizer.state_dict())
-
-    small = state_of(2)
+    small = state_of(make, 2)
     with RoundPipe(nn.Sequential(nn.Linear(64, 3)), devices=1) as engine:
         optimizer = make(engine.optim_parameters(), lr=0.1)
         optimizer.load_state_dict(small)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import RoundPipeError
+from ..errors import ConfigError, RoundPipeError
 from .estimate import estimate
 from .machine import Machine
 from .table import as_json, show
@@ -35,6 +35,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     options.pop("command")
     options["lora"] = None if is_full else options["lora"]
     try:
+        if rows < 1:
+            raise ConfigError(f"--rows is {rows}; give at least 1")
         found = estimate(model, **options)
     except RoundPipeError as error:
         print(f"roundpipe plan: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ import torch
 from ..autoplan.planner import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
 from ..plan.memory import readable
+from ..transfer.read_ahead import KEPT_OF_FREE
 from .host import host_bytes
 from .machine import CONTEXT_BYTES, Machine
 from .models import ImaginedModel, imagine
@@ -133,7 +134,8 @@ def estimate(
     ways = choices(
         quantization, async_optimizer, optimizer, pin_model, imagined.quantization, is_full=not lora
     )
-    asked = _Asked(imagined, known, on, count, batch, seq, devices)
+    said = {} if num_microbatch is None else {"num_microbatch": count}
+    asked = _Asked(imagined, known, on, count, batch, seq, devices, said)
     found, failures = list[Estimate](), list[_Failure]()
     for way in ways:
         try:
@@ -183,18 +185,23 @@ class _Asked:
     rows: int
     seq: int
     kind: str
+    said: dict[str, Any]  # of the arguments, what was asked for
 
     def answer(self, way: Choice) -> Estimate | _Failure:
         """With the model's weights as the way has them."""
         try:
             step = self._planned(way)
             host = host_bytes(step, self._free)
-            if self._in_files(step, way) > self._free - sum(host.values()) > 0:
-                # The system drops pages of the files, so that each use reads them again.
-                step = self._planned(way, from_disk=True)
+            kept, in_files = (
+                KEPT_OF_FREE * (self._free - sum(host.values())),
+                self._in_files(step, way),
+            )
+            if in_files > kept > 0:
+                # The rest is read again in each sweep.
+                step = self._planned(way, from_disk=1 - kept / in_files)
                 host = host_bytes(step, self._free)
         except PlanError:
-            step = self._planned(way, device_bytes=_UNLIMITED)
+            step = self._planned(way, device_bytes=_UNLIMITED, has_states=False)
             needed = sum(host_bytes(step, math.inf).values())
             return _Failure(way, step.least_device_bytes(), needed)
         device = step.device_bytes()
@@ -210,7 +217,7 @@ class _Asked:
         plan = step.planned.plan
         return Estimate(
             choice=way,
-            arguments=way.arguments(),
+            arguments=way.arguments() | self.said,
             device=device,
             host=host,
             disk_bytes=self._disk_bytes(step, way),
@@ -239,8 +246,9 @@ class _Asked:
         way: Choice,
         *,
         device_bytes: int | None = None,
-        from_disk: bool = False,
+        from_disk: float = 0.0,
         shortages: int = 0,
+        has_states: bool = True,
     ) -> PlannedStep:
         return PlannedStep(
             self.model.layers,
@@ -253,27 +261,30 @@ class _Asked:
             device_bytes=device_bytes or self._device_bytes,
             from_disk=from_disk,
             shortages=shortages,
+            has_states=has_states,
         )
 
     def _in_files(self, step: PlannedStep, way: Choice) -> int:
         if way.pin_model != "off":
             return 0
-        uses = (layer.uses for layer in step.store.layers)
-        return sum(
-            use.image_bytes for each in uses for use in each if not use.parameter.requires_grad
-        )
+        return _frozen_bytes(step)
 
     def _disk_bytes(self, step: PlannedStep, way: Choice) -> int:
         if way.quantization == "none":
             return self.model.file_bytes
-        base = {
-            id(use.parameter): use.image_bytes
-            for layer in step.store.layers
-            for use in layer.uses
-            if not use.parameter.requires_grad
-        }
         is_copy = self.model.quantization == "none"
-        return sum(base.values()) + (self.model.file_bytes if is_copy else 0)
+        return _frozen_bytes(step) + (self.model.file_bytes if is_copy else 0)
+
+
+def _frozen_bytes(step: PlannedStep) -> int:
+    """As they lie in files, tied ones once."""
+    frozen = {
+        id(use.parameter): use.image_bytes
+        for layer in step.store.layers
+        for use in layer.uses
+        if not use.parameter.requires_grad
+    }
+    return sum(frozen.values())
 
 
 def _bound(compute: float, again: float, link: float, update: float) -> Bound:

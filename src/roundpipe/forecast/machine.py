@@ -63,12 +63,12 @@ class Machine:
     def ram_bytes(self) -> int:
         return bytes_of(self.ram, "ram")
 
-    def up_bytes_per_ms(self, pin_model: str, *, from_disk: bool) -> float:
-        """How fast weights go up to a device."""
+    def up_bytes_per_ms(self, pin_model: str, *, from_disk: float) -> float:
+        """How fast weights go up to a device. ``from_disk``: the share that is read again."""
         link = self.link * 1e6
         if pin_model == "off":
             link = min(link, _RING_BYTES_PER_MS)
-        return min(link, self.disk * 1e6) if from_disk else link
+        return min(link, self.disk * 1e6 / from_disk) if from_disk else link
 
     def update_ms(self, elements: int, optimizer: str, gradient_bytes: int) -> float:
         """An update on the host: as long as its bytes take, or its arithmetic.

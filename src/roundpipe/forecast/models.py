@@ -171,10 +171,13 @@ def _quantization_of(config: Any) -> str:
     said = said if isinstance(said, dict) else said.to_dict()
     method = str(said.get("quant_method"))
     del config.quantization_config
-    name = "nf4" if method == "bitsandbytes" else method
+    name = method
+    if method == "bitsandbytes":
+        is_nf4 = said.get("load_in_4bit") and said.get("bnb_4bit_quant_type", "fp4") == "nf4"
+        name = "nf4" if is_nf4 else "bitsandbytes in 8 bits or fp4"
     if name not in FORMATS:
         raise ConfigError(
-            f"the checkpoint is quantized by {method!r}; {', '.join(map(repr, FORMATS))} are read"
+            f"the checkpoint is quantized by {name!r}; {', '.join(map(repr, FORMATS))} are read"
         )
     return name
 

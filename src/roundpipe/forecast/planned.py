@@ -66,11 +66,13 @@ class PlannedStep:
         *,
         kind: str,
         device_bytes: int,
-        from_disk: bool = False,
+        from_disk: float = 0.0,
         shortages: int = 0,
+        has_states: bool = True,
     ) -> None:
         self.choice, self.machine, self._sketches = choice, machine, sketches
         self.from_disk = from_disk
+        self._has_states = has_states
         self.rules = GradientRules(torch.float32, None)
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
         self.store = ParameterStore(layers, memory, device="meta")
@@ -144,7 +146,8 @@ class PlannedStep:
         self._free.let_device_states(self.planned)
         states, left = dict[int, int](), self._free.left_bytes(self.planned)
         is_async = self.choice.is_async
-        moves = self.choice.optimizer in ("adamw", "sgd") and self.machine.gpus == 1
+        is_known = self.choice.optimizer in ("adamw", "sgd")
+        moves = self._has_states and is_known and self.machine.gpus == 1
         if not moves or self._planner.hides_update(self.planned):
             return states
         for layer in self.store.layers:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..autoplan.measurements import GraphBytes
 from ..device import VirtualDevice
@@ -86,6 +85,9 @@ class _Run:
         device = VirtualDevice(0, _ENDLESS)
         assert device.capacity is not None
         self._lane, self._memory = device.compute, device.capacity
+        # Only now, because it imports Triton.
+        from torch.utils.flop_counter import FlopCounterMode
+
         self._flops = FlopCounterMode(
             display=False,
             custom_mapping={

@@ -17,9 +17,9 @@ class OptimizerCosts(NamedTuple):
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerCosts(8, 900e3, "roundpipe.optim.AdamW"),
-    "adamw_bf16": OptimizerCosts(4, 450e3, "roundpipe.optim.LeanAdamW(moments=torch.bfloat16)"),
-    "adamw_8bit": OptimizerCosts(2 + 8 / 256, 80e3, "roundpipe.optim.LeanAdamW(moments='8bit')"),
+    "adamw": OptimizerCosts(8, 1050e3, "roundpipe.optim.AdamW"),
+    "adamw_bf16": OptimizerCosts(4, 770e3, "roundpipe.optim.LeanAdamW(moments=torch.bfloat16)"),
+    "adamw_8bit": OptimizerCosts(2 + 8 / 256, 555e3, "roundpipe.optim.LeanAdamW(moments='8bit')"),
     "lion": OptimizerCosts(4, 450e3, "roundpipe.optim.Lion"),
     "sgd": OptimizerCosts(0, 900e3, "roundpipe.optim.SGD"),
 }

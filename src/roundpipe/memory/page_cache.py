@@ -1,7 +1,7 @@
 """Advice about pages of mapped files: read them before somebody needs them, let them go behind.
 
 No advice changes a value, also not of pages that this process has written: those are its own, and
-stay. Advice that the system does not know is ignored.
+go to swap at most. Advice that the system does not know is ignored.
 """
 
 import ctypes

@@ -18,7 +18,7 @@ from ..kernels.updates import BLOCK, Formula, Rule, RuleUpdate, Tensors
 from ..memory.scratch import scratch
 from ..params.window import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, root_, round_to_bf16
-from .optimizers import AdamFamily, AdamRule, update_of
+from .optimizers import AdamFamily, AdamRule, update_of, whole_update_of
 
 MomentFormat = torch.dtype | Literal["8bit"]
 
@@ -178,7 +178,9 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         formats, updates = FORMATS[group["moments"]], []
         for master, state, rule in self.decided(masters, group, amsgrad=False, is_decoupled=True):
             moments = tuple(state[name] for names in _NAMES for name in names if name in state)
-            updates.append(update_of(master, moments, self._rule(master, rule, formats)))
+            chosen = self._rule(master, rule, formats)
+            made = whole_update_of if chosen is rule else update_of
+            updates.append(made(master, moments, chosen))
         return updates
 
     def _rule(self, master: Master, rule: AdamRule, formats: tuple[Format, Format]) -> Rule:
@@ -227,7 +229,10 @@ def _adopted(
     for number, (form, names) in enumerate(zip(formats, _NAMES, strict=True)):
         empty = form.zeros(master.detach())
         if saved[names[0]].dtype == empty[0].dtype:
-            state |= {name: saved[name].clone() for name, _ in zip(names, empty, strict=False)}
+            state |= {
+                name: saved[name].contiguous().clone()
+                for name, _ in zip(names, empty, strict=False)
+            }
             continue
         state |= dict(zip(names, empty, strict=False))
         values, stored = saved[names[0]].reshape(-1), [tensor.view(-1) for tensor in empty]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..step import context
 
 # In param groups, yet no state.
@@ -22,7 +23,15 @@ class SteadyState(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict``, also of torch's optimizer of the same name, whose choice of a
-        kernel stays behind."""
+        kernel stays behind.
+
+        Raises:
+            ConfigError: it has moments in 8 bits, whose codes would be taken for values.
+        """
+        if any("exp_avg_scale" in state for state in state_dict["state"].values()):
+            raise ConfigError(
+                "the state dict has moments in 8 bits; load it into LeanAdamW(moments='8bit')"
+            )
         own = [
             {key: group[key] for key in KERNEL_CHOICES if key in group}
             for group in self.param_groups

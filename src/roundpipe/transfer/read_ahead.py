@@ -22,6 +22,7 @@ from ..threads.worker import Worker
 NUM_READERS = 4
 CHUNK_BYTES = 16 * 2**20
 _LEAST_AHEAD = 256 * 2**20
+KEPT_OF_FREE = 7 / 8  # of available memory, for weights from files
 _MOST_ORDERS = 64
 
 Order = tuple[int, ...]  # layers as one device needs them, numbered as in the whole store
@@ -112,7 +113,7 @@ class ReadAhead:
                 self._following.clear()
             self._following[device, before] = order
         self._orders[device] = order
-        available = self._cache.room() * 7 // 8
+        available = int(self._cache.room() * KEPT_OF_FREE)
         if sum(other.num_bytes for other in _everyone) <= available:
             new = () if self._cached >= self._everything else order
             self._now[device] = deque(i for i in new if not self._cached >= set(self._of(i)))
@@ -125,7 +126,8 @@ class ReadAhead:
             self.num_bytes = _bytes_in(self._everything)
             self._now[device] = deque(order)
             self._expected[device] = self._following.get((device, order), order)
-            self._room = available * self.num_bytes // sum(o.num_bytes for o in _everyone)
+            everything = sum(other.num_bytes for other in _everyone)
+            self._room = available * self.num_bytes // max(everything, 1)
             self._kept = kept_of(self._stretches, self._visits(), self._room - self._passing())
         self._go_on()
 
@@ -205,7 +207,8 @@ class ReadAhead:
             for use in frozen if layer.num_bytes else ():
                 for _, source in use.sources:
                     mapping = self._mappings.mapping_of(source)
-                    if mapping is not None:
+                    # What lies in /dev is memory by a name: there is nothing to read.
+                    if mapping is not None and not mapping.path.startswith("/dev/"):
                         if refuses_cut:
                             refuse_cut(mapping, source)
                         found[-1].append(Stretch.of(source, mapping))
