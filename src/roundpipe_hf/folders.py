@@ -109,7 +109,8 @@ class NewFolder:
             also: endings of names of other files that are copied.
         """
         for other in source.iterdir():
-            is_copied = other.suffix in (".json", ".txt", ".model", ".jinja", *also)
+            is_kind = other.suffix in (".json", ".txt", ".model", ".jinja", *also)
+            is_copied = is_kind and other.is_file()
             if is_copied and other.name not in (CONFIG, SAFE_WEIGHTS_INDEX_NAME):
                 shutil.copyfile(other, self.path / other.name)
         # Last, because a folder with a config is taken for complete.
@@ -140,13 +141,14 @@ def check_room(path: Path, num_bytes: float) -> None:
         )
 
 
-def save_whole(target: Path, write: Callable[[Path], Any]) -> None:
-    """Has ``write`` make a file beside ``target``, which gets that name once it is on the disk.
+def save_whole(target: Path, write: Callable[[Path], Any], *, beside: Path | None = None) -> None:
+    """Has ``write`` make a file ``beside`` the ``target``, which gets that name once it is on the
+    disk. Default: in a folder that is locked, one that is nobody else's.
 
     Raises:
         OSError: the disk is full. What was written of the file is gone.
     """
-    beside = target.with_suffix(".part")
+    beside = beside or target.with_suffix(".part")
     try:
         write(beside)
         _keep(beside, target)

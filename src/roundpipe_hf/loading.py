@@ -18,14 +18,13 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
 
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMappings, can_tell_mappings
 
 from .arguments import pipeline_of
-from .compat import add_variant, model_class_of
+from .compat import model_class_of
+from .files import OF_THE_FILES, Checkpoint
 from .quantization.packing import default_folder, quantize_checkpoint, quantized_keys
 from .quantization.reading import method_of, read_quantized, refuse_damaged
 
@@ -40,15 +39,6 @@ _COPIES_ALL = (
     "device_mesh",
     "distributed_config",
     "gguf_file",
-)
-# What says which files are meant, of all that from_pretrained takes.
-_OF_THE_FILES = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
 )
 
 
@@ -144,7 +134,7 @@ def load_pretrained(
         quantize_checkpoint(
             source.folder, out, quantization, quantized_keys(cls, config, quantization)
         )
-        name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in _OF_THE_FILES}
+        name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in OF_THE_FILES}
         config, method = config_of(out, {}), quantization
     elif quantization not in (None, method):
         raise ConfigError(
@@ -159,7 +149,7 @@ def load_pretrained(
         return plain
     files = Checkpoint(name_or_path, kwargs).files
     cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
-    others = {key: value for key, value in kwargs.items() if key not in (*_OF_THE_FILES, "config")}
+    others = {key: value for key, value in kwargs.items() if key not in (*OF_THE_FILES, "config")}
     return read_quantized(files, cls, config, mmap=mmap, **others)
 
 
@@ -209,69 +199,9 @@ def class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
 
 def config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     of_config = {
-        name: kwargs[name] for name in (*_OF_THE_FILES, "trust_remote_code") if name in kwargs
+        name: kwargs[name] for name in (*OF_THE_FILES, "trust_remote_code") if name in kwargs
     }
     return AutoConfig.from_pretrained(name_or_path, **of_config)
-
-
-class Checkpoint:
-    """What the files say about their tensors, without reading one."""
-
-    def __init__(self, name_or_path: str | Path, kwargs: Mapping[str, Any]) -> None:
-        self._name_or_path = name_or_path
-        self._of_files = {name: kwargs[name] for name in _OF_THE_FILES if kwargs.get(name)}
-        files = self.files = self._files(kwargs.get("variant"))
-        # The Hub's cache gives files their names by links, which mappings do not show.
-        self._paths = {str(file.resolve()) for file in files}
-        headers = (entry for file in files for entry in _header(file).items())
-        self.dtypes = {key: entry["dtype"] for key, entry in headers if "dtype" in entry}
-
-    @property
-    def folder(self) -> Path:
-        """Where the files are, and config.json."""
-        if not self.files:
-            raise ConfigError(
-                f"{self._name_or_path} has no safetensors files; save it with save_pretrained first"
-            )
-        return self.files[0].parent
-
-    def has(self, file: str | None) -> bool:
-        """Whether it is one of the files that were looked for, or of their kind."""
-        return file is not None and (file in self._paths or file.endswith(".safetensors"))
-
-    def _files(self, variant: str | None) -> list[Path]:
-        single = self._find(add_variant(SAFE_WEIGHTS_NAME, variant))
-        if single is not None:
-            return [single]
-        index = self._find(add_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
-        names = (
-            set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
-        )
-        files = {name: self._find(name) for name in sorted(names)}
-        for name in (name for name, file in files.items() if file is None):
-            raise ConfigError(
-                f"{self._name_or_path}: {name} is missing, which {index} names; get it again"
-            )
-        return [file for file in files.values() if file is not None]
-
-    def _find(self, name: str) -> Path | None:
-        # The model was loaded from it a moment ago, so it is here.
-        how = {"_raise_exceptions_for_missing_entries": False, "local_files_only": True}
-        found = cached_file(
-            self._name_or_path, name, **{**self._of_files, **how, "force_download": False}
-        )
-        return None if found is None else Path(found)
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """A safetensors file begins with the length of a JSON header and the header."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        text = opened.read(length)
-    if len(text) < length:
-        refuse_damaged([file])
-    header: dict[str, Any] = json.loads(text)
-    return header
 
 
 def _warn_of_copies(model: PreTrainedModel, checkpoint: Checkpoint, missing: set[str]) -> None:

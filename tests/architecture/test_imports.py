@@ -46,6 +46,7 @@ ROOMS = [
     "roundpipe_hf.compat",
     "roundpipe_hf.folders",
     "roundpipe_hf.quantization",
+    "roundpipe_hf.files",
     "roundpipe_hf.loading",
     "roundpipe_hf.export",
     "roundpipe_hf.generation",

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, T
 
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMapping, FileMappings
-from roundpipe_hf import RoundPipeTrainer, load_pretrained_mmap
+from roundpipe_hf import RoundPipeTrainer, files, load_pretrained_mmap
 from tests.support.mapped import private_bytes
 from tests.support.models import make_llama
 from tests.support.reference import weights_of
@@ -155,6 +155,31 @@ def test_a_pickled_checkpoint_is_told(saved: Path, caplog: pytest.LogCaptureFixt
     (saved / "model.safetensors").unlink()
     load_pretrained_mmap(saved)
     assert "the checkpoint has no safetensors files" in warnings_in(caplog)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\noid 1\n"])
+def test_what_is_no_such_file_is_named(content: bytes, saved: Path) -> None:
+    """A download that brought nothing, or a pointer: its first bytes are no length."""
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .* get it again"):
+        load_pretrained_mmap(saved)
+
+
+def test_a_model_that_is_not_in_the_cache_is_fetched(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read from the files itself was only looked for in the cache, and said to be none."""
+    asked: list[bool] = []
+
+    def fetch(name: str, file: str, **options: Any) -> str | None:
+        asked.append(bool(options.get("local_files_only")))
+        there = saved / file
+        return str(there) if there.exists() and not asked[-1] else None
+
+    monkeypatch.setattr(files, "cached_file", fetch)
+    assert files.Checkpoint("somebody/model", {}).files == [saved / "model.safetensors"]
+    assert asked[0]
+    assert not asked[-1]
 
 
 @pytest.mark.parametrize("size", [20, -1])

@@ -20,6 +20,7 @@ from peft import (
 )
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from roundpipe.errors import ConfigError
 
@@ -42,11 +43,24 @@ def model_of_stand_ins(model_class: Any, config: Any) -> PreTrainedModel:
     return model
 
 
+def folder_of(adapter: str | Path) -> Path:
+    """Where an adapter is, if need be in the Hub's cache, where the folder's name tells its
+    revision. Raises ConfigError if there is none."""
+    config = Path(adapter) / "adapter_config.json"
+    try:
+        found = config if Path(adapter).is_dir() else cached_file(str(adapter), config.name)
+    except OSError as error:
+        raise ConfigError(f"{adapter} is no adapter's folder, nor on the Hub: {error}") from error
+    if found is None or not Path(found).is_file():
+        raise ConfigError(f"{adapter} has no adapter_config.json; name an adapter's folder")
+    return Path(found).parent.resolve()
+
+
 class Adapter:
     """What an adapter makes of the parameters of its base.
 
     Args:
-        path: its folder, or its name on the Hub.
+        path: its folder.
         model: its base, a model of stand-ins. It is changed.
 
     Raises:
@@ -55,8 +69,6 @@ class Adapter:
 
     def __init__(self, path: str | Path, model: PreTrainedModel) -> None:
         self._path = path
-        if Path(path).is_dir() and not (Path(path) / "adapter_config.json").is_file():
-            raise ConfigError(f"{path} has no adapter_config.json; name an adapter's folder")
         config = PeftConfig.from_pretrained(str(path))
         self._refuse(config)
         config.inference_mode = True

@@ -1,6 +1,7 @@
 """Writes a checkpoint as a GGUF file, as llama.cpp and what is built on it read it."""
 
 import errno
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roundpipe.errors import ConfigError
 
+from ..files import Checkpoint
 from ..folders import check_room, save_whole
-from ..loading import Checkpoint, config_of
+from ..loading import config_of
 from .vocabulary import Vocabulary
 from .weights import Weights, dense
 
@@ -66,7 +68,9 @@ def export_gguf(model: str | Path, out: str | Path, dtype: str = "f16") -> None:
     file = _File(gguf, checkpoint, config, architecture, dtype)
     check_room(target, file.num_bytes)
     target.parent.mkdir(parents=True, exist_ok=True)
-    save_whole(target, file.write)
+    # Because others may write here, and have files of any name.
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    save_whole(target, file.write, beside=beside)
 
 
 def _architecture(config: Any) -> str:

@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
 
 from ..compat import model_class_of
+from ..files import Checkpoint
 from ..folders import CONFIG, NewFolder, identity_of, write_tensors
-from ..loading import SAFETENSORS_NAMES, Checkpoint, class_of, config_of
-from .adapter import Adapter, model_of_stand_ins
+from ..loading import SAFETENSORS_NAMES, class_of, config_of
+from .adapter import Adapter, folder_of, model_of_stand_ins
 from .layout import Source, Tensors, sources
 from .weights import Weights, dense
 
@@ -50,8 +52,8 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
         >>> model = AutoModelForCausalLM.from_pretrained("outputs/merged")
     """
     files = Checkpoint(base, {})
-    adapter = Path(adapter).resolve() if Path(adapter).is_dir() else adapter
-    own = sorted(Path(adapter).iterdir()) if Path(adapter).is_dir() else []
+    adapter = folder_of(adapter)
+    own = sorted(adapter.glob("adapter_*"))
     said = f"{adapter}, {files.folder.resolve()}"
     identity = identity_of(said, [*own, *files.files])
     begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
@@ -73,7 +75,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
                     folder.save(file, partial(merge.write, file, bar=bar))
                 else:
                     bar.update(size)
-        if len(merge.sizes) > 1:
+        if list(merge.sizes) != [SAFE_WEIGHTS_NAME]:
             folder.write_index(merge.weight_map, sum(merge.sizes.values()))
         folder.finish(files.folder, merge.config, ".py")
 
@@ -161,15 +163,16 @@ class _Merge:
         either."""
         touched = {name for names in self._adapter.units.values() for name in names}
         for name, other in tied.items():
-            if not touched & {name, other} or other not in found:
+            there = next((one for one in (other, name) if one in found), None)
+            if not touched & {name, other} or there is None:
                 continue
             for config in (self.config, *filter(_says_tied, self.config.values())):
                 config["tie_word_embeddings"] = False
-            if name not in found:
-                (key,) = found[other].keys
-                self._weights[name] = self._weights[key]
-                self.weight_map[name] = self.weight_map[key]
-                found[name] = Source.of_one(name)
+            (key,) = found[there].keys
+            for missing in {name, other} - found.keys():
+                self._weights[missing] = self._weights[key]
+                self.weight_map[missing] = self.weight_map[key]
+                found[missing] = Source.of_one(missing)
 
 
 def _says_tied(value: Any) -> bool:

@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 from roundpipe.errors import ConfigError
 
 from ..compat import model_class_of
+from ..files import Checkpoint
 from ..folders import CONFIG, NewFolder, identity_of, write_tensors
-from ..loading import SAFETENSORS_NAMES, Checkpoint, class_of, config_of
+from ..loading import SAFETENSORS_NAMES, class_of, config_of
 from ..quantization.reading import EXPERT, method_of
 from .adapter import model_of_stand_ins
 from .layout import Source, sources

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
 
+from ..loading import SAFETENSORS_NAMES
 from ..quantization.reading import as_dict, dense_dtype, quantized_weights
 
 
@@ -24,7 +25,7 @@ class Weights:
         in_file: the name of the file that each is in, a quantized one with its first part.
 
     Raises:
-        ConfigError: a file is damaged, or quantized in a way that is not read.
+        ConfigError: a file is damaged, or holds what is not read or not written again.
     """
 
     def __init__(self, files: list[Path], config: Any) -> None:
@@ -38,6 +39,9 @@ class Weights:
                     in_file |= dict.fromkeys(keys, file.name)
             except SafetensorError as error:
                 raise ConfigError(f"{file} is damaged ({error}); get it again") from error
+        for name, tensor in self.tensors.items():
+            if str(tensor.dtype).removeprefix("torch.") not in SAFETENSORS_NAMES:
+                raise ConfigError(f"{name} is {tensor.dtype}, which is not written again")
         said = getattr(config, "quantization_config", None)
         if said is not None:
             del config.quantization_config

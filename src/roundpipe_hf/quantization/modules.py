@@ -32,7 +32,8 @@ class QuantizedLinear(nn.Linear):
         and whoever loads a file by that config looks for the parts of its weights."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = destination.get(f"{prefix}weight")
-        if isinstance(weight, QuantizedWeight):
+        # Who keeps variables asks for parameters.
+        if isinstance(weight, QuantizedWeight) and not keep_vars:
             destination.update(named_nf4(f"{prefix}weight", weight))
 
 

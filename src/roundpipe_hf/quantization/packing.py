@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, NF4, QuantizedWeight, quantizable
@@ -86,7 +87,7 @@ def _quantize(
             folder.save(file.name, partial(save_file, tensors, metadata={"format": "pt"}))
         with safe_open(target, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), file.name)
-    if len(files) > 1:
+    if [file.name for file in files] != [SAFE_WEIGHTS_NAME]:
         folder.write_index(index, sum((folder.path / file.name).stat().st_size for file in files))
     config = json.loads((source / CONFIG).read_text())
     config["quantization_config"] = _CONFIGS[quantization]

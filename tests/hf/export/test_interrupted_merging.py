@@ -129,6 +129,19 @@ def test_a_finished_folder_is_known_again(source: tuple[Path, Path], tmp_path: P
         merge_and_save(other, path, out)
 
 
+def test_what_lies_beside_an_adapter_does_not_matter(
+    source: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A result in the adapter's own folder changed what the folder was known by."""
+    adapter, path = tmp_path / "adapter", source[1]
+    shutil.copytree(source[0], adapter)
+    merge_and_save(adapter, path, adapter / "merged")
+    (adapter / "runs").mkdir()
+    before = content(adapter / "merged")
+    merge_and_save(adapter, path, adapter / "merged")
+    assert content(adapter / "merged") == before
+
+
 def test_a_merge_of_another_adapter_is_not_gone_on_with(
     source: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

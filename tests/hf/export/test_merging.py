@@ -212,13 +212,20 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("held", ["model.embed_tokens.weight", "lm_head.weight"])
 @pytest.mark.parametrize("case", TIED)
-def test_an_adapter_of_one_of_two_tied_weights_unties_them(tmp_path: Path, case: str) -> None:
+def test_an_adapter_of_one_of_two_tied_weights_unties_them(
+    tmp_path: Path, case: str, held: str
+) -> None:
     """PEFT adds to the memory that both share, so its merged model is not the one that was trained.
-    That one has two weights."""
+    That one has two weights. Files may hold either name; a head's changes became the embedding's
+    where they held that of the head."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    tensors[held] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
     adapter = adapter_of(tmp_path / "base", tmp_path / "adapter", **TIED[case])
     merge_and_save(adapter, tmp_path / "base", tmp_path / "out")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -339,8 +346,23 @@ def test_another_models_adapter(tmp_path: Path) -> None:
     refused("name the base that it was", adapter, tmp_path / "other", tmp_path / "out")
 
 
+def test_one_file_of_another_name(tmp_path: Path) -> None:
+    """It has an index, and so has what is made of it: nothing found the file without one."""
+    path = base("llama", tmp_path)
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    keys = layout(path)["model-00001-of-00001.safetensors"]
+    index = {"metadata": {}, "weight_map": dict.fromkeys(keys, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
+    merge_and_save(adapter, path, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(merged, peft_merges(path, adapter))
+    load_pretrained(path, quantization="int8", quantized_dir=tmp_path / "int8")
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
     adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
     refused("has no adapter_config.json", path, path, tmp_path / "out")
+    refused("is no adapter's folder", tmp_path / "mistyped", path, tmp_path / "out")
     refused("has no safetensors files", adapter, adapter.parent, tmp_path / "out")

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
@@ -157,6 +158,23 @@ def test_fp4_is_refused_before_anything_changes(dense: Path, tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"q_proj.* is quantized as 'fp4'"):
         RoundPipeTrainer(model, args, train_dataset=[])
     assert not any(isinstance(p, QuantizedWeight) for p in model.parameters())
+
+
+def test_an_engines_checkpoint_can_be_loaded(dense: Path, tmp_path: Path) -> None:
+    """Its weights were written packed, as a file of the model's has them, and then did not fit."""
+    model = adapted(load(dense), prepared=False)
+    trainer, _ = trained(RoundPipeTrainer, RoundPipeTrainingArguments, model, tmp_path)
+    engine, optimizer = trainer.model_wrapped, trainer.optimizer.optimizer.inner
+    expected = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    save_checkpoint(tmp_path / "all.safetensors", engine, optimizer)
+    with torch.no_grad():
+        for parameter in (one for one in model.parameters() if one.requires_grad):
+            parameter.zero_()
+    engine.reload_parameters()
+    load_checkpoint(tmp_path / "all.safetensors", engine, optimizer)
+    engine.synchronize()
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("how", HOW)
