@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # inherit it.
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A shell has what it runs in the background ignore interrupts, which tests send.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Recurrent layers would compute in TF32 by default, far from what fp32 promises.
     torch.backends.cudnn.allow_tf32 = False
 
