@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe.device import VirtualDevice
 from roundpipe.engine import out_of_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
@@ -79,13 +80,16 @@ class RunsShort(TrainerCallback):
 
 
 def hooked_engine(*, has_hooked_lanes: bool = False) -> RoundPipe:
-    """Reports to INJECTION. Layer 1 is in a stage that is recomputed, the head in the fused one."""
+    """Reports to INJECTION. Layer 1 is in a stage that is recomputed, the head in the fused one.
+
+    Lanes of one device alone are hooked, because two could run short in one and the same try.
+    """
     model: Any = MODELS["full"]()
     reach_in(model)
     return wrap_model_to_roundpipe(
         model,
         optim_dtype=torch.float32,
-        devices=[HookedDevice(0), HookedDevice(1)] if has_hooked_lanes else 2,
+        devices=[HookedDevice(0), VirtualDevice(1)] if has_hooked_lanes else 2,
         model_run_config=RoundPipeRunConfig(execute_plan=PLAN),
     )
 
