@@ -54,7 +54,7 @@ def test_a_window_has_what_its_devices_want(
     wins, for each batch.
 
     Each batch was cut into as many as devices wanted: with one GPU and four batches to a window
-    those were eight, and a step took an eighth longer.
+    those were eight, and a step took 7 to 15 % longer.
     """
     seen = forwards_of(monkeypatch)
     pair = train_both(MODELS["full"], ROWS, gradient_accumulation_steps=2, **settings)
