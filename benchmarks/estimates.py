@@ -1,4 +1,4 @@
-"""What `roundpipe.estimate` says of a run from its config, and what the run then takes: device
+"""Compares what `roundpipe.estimate` says of a run with what the run then takes: device
 memory, host memory, time of a step.
 
     python benchmarks/estimates.py --tflops 400 --link 50 --host 120   # on a GPU, minutes

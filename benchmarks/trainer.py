@@ -103,7 +103,7 @@ class Clock:
         return (self._begun[last] - self._begun[self._first]) / steps
 
     def first_steps_s(self) -> list[float]:
-        """Of the first steps, each from where it begins to where the next one does."""
+        """Times the first steps, each from where it begins to where the next one does."""
         begun = self._begun[1 : 5 * self._accumulated : self._accumulated]
         return [after - before for before, after in itertools.pairwise(begun)]
 

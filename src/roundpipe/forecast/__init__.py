@@ -1,4 +1,4 @@
-"""What training would take and how long a step would be, before anything is loaded: the engine's
+"""Says what training takes and how long a step is before anything is loaded: the engine's
 own planner over layers that ran on the meta device.
 
 Imports `presets`, `autoplan`, `plan`, `params`, `quantized`, `device` and what these may import;

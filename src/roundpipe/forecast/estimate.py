@@ -1,4 +1,4 @@
-"""What users ask: which ways to train a model fit a machine, what each takes, and which is best."""
+"""Answers which ways to train a model fit a machine, what each takes, and which is best."""
 
 import math
 from collections.abc import Sequence
@@ -166,7 +166,7 @@ def _machine(given: dict[str, Any]) -> Machine:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a way needs at least of a device and of the host; ``why`` if it is for other reasons."""
+    """A failed way needs this much of a device and of the host; ``why`` if it fails otherwise."""
 
     choice: Choice
     device_bytes: int
@@ -277,7 +277,7 @@ class _Asked:
 
 
 def _frozen_bytes(step: PlannedStep) -> int:
-    """As they lie in files, tied ones once."""
+    """Counts frozen weights as they lie in files, tied ones once."""
     frozen = {
         id(use.parameter): use.image_bytes
         for layer in step.store.layers

@@ -140,7 +140,11 @@ class QuantizedWeight(torch.Tensor):
 
     @property
     def quant_state(self) -> Any:
-        """Bitsandbytes' weights have one, which PEFT's layers over them merge with."""
+        """Bitsandbytes' weights have one, which PEFT's layers over them merge with.
+
+        Raises:
+            ConfigError: always; it names what merges instead.
+        """
         raise _NotBitsAndBytes(
             "a QuantizedWeight has no quant_state: PEFT's layers over four bits cannot merge into "
             "a model that a RoundPipe trainer has trained. Save the adapter, and merge it with "
