@@ -1,7 +1,7 @@
 """Reference: the same step with all weights, masters and moments resident on one GPU. Of RoundPipe
 only the loss.
 
-Three systems: plain Hugging Face with checkpointing, and compiled blocks with chunked
+Four systems: plain Hugging Face, without and with checkpointing, and compiled blocks with chunked
 cross-entropy, with and without recompute. The last two are the ceilings that
 benchmarks/throughput.py is compared with.
 """
@@ -30,6 +30,7 @@ from workload import (
 )
 
 SYSTEMS = {
+    "plain": "resident: Hugging Face, no checkpointing",
     "hf": "resident: Hugging Face, checkpointing",
     "recompute": "resident: compiled, chunked CE, recompute",
     "ceiling": "resident: compiled, chunked CE, no recompute",
@@ -94,9 +95,10 @@ def run(system: str, workload: Workload, options: argparse.Namespace) -> measure
     measure.cap_gpu_memory(options.cap_gb)
     device = measure.compute_device()
     model = make_model(workload, device)
-    if system != "ceiling":
+    recomputes = system in ("hf", "recompute")
+    if recomputes:
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    make_loss = hugging_face_loss if system == "hf" else compiled_loss
+    make_loss = hugging_face_loss if system in ("plain", "hf") else compiled_loss
     loss_of = make_loss(model, workload.predictions_per_step)
     optimizer = MasterOptimizer(model)
     microbatches = make_tokens(workload).to(device).chunk(workload.num_microbatch)
@@ -116,7 +118,7 @@ def run(system: str, workload: Workload, options: argparse.Namespace) -> measure
     return {
         "bench": "resident",
         "system": SYSTEMS[system],
-        "recompute": system != "ceiling",
+        "recompute": recomputes,
         "cap_gb": options.cap_gb,
         "tokens_per_s": workload.tokens_per_step / timed["step_s"],
         **describe(workload, model),

@@ -68,6 +68,16 @@ MODELS = {
             "num_local_experts": 32,
         },
     ),
+    "smollm2-135m": Shapes(
+        title="SmolLM2-135M shapes", config_class="LlamaConfig", lora_rank=8,
+        config={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-5, "vocab_size": 49152,
+            "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+            "num_attention_heads": 9, "num_key_value_heads": 3,
+            "head_dim": 64, "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        },
+    ),
     "qwen3-1.7b": Shapes(
         title="Qwen3-1.7B shapes", config_class="Qwen3Config", lora_rank=16,
         config={
