@@ -82,6 +82,8 @@ def training(
     model = make_model(workload, measure.compute_device()).cpu()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    # Not before, because a model larger than the limit is made on the GPU as well.
+    measure.cap_gpu_memory(options.cap_gb)
     engine: Any = wrap_model_to_roundpipe(
         model,
         use_sequential_preset=True,

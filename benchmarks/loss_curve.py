@@ -73,7 +73,6 @@ def ours(
 
 
 def run(options: argparse.Namespace) -> list[measure.Record]:
-    measure.cap_gpu_memory(options.cap_gb)
     workload = workload_of(options)
     data = make_batches(workload, options.steps, seed=1), make_batches(workload, EVALUATED, seed=2)
     expected = list(plain(workload, *data, options.learning_rate))

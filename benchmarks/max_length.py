@@ -109,7 +109,6 @@ class Attempts:
 
 
 def run(options: argparse.Namespace) -> measure.Record:
-    measure.cap_gpu_memory(options.cap_gb)
     torch._dynamo.config.recompile_limit = 64  # because each length is compiled anew
     workload = workload_of(options)
     with training(workload, "sync", options) as trained:

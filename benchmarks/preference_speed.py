@@ -218,13 +218,13 @@ def main() -> int:
     )
     parser.add_argument("--cap-gb", type=float, help="what torch may take of the GPU, in 10^9")
     options = parser.parse_args()
-    measure.cap_gpu_memory(options.cap_gb)
     workload = workload_of(options)
     model = make_model(workload, measure.compute_device()).cpu()
     if isinstance(model, PeftModel):
         model.base_model.model.name_or_path = "random"
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    measure.cap_gpu_memory(options.cap_gb)  # not before, because the model is made on the GPU
     run = {"dpo": run_dpo, "grpo": run_grpo}[options.method]
     with tempfile.TemporaryDirectory() as folder:
         described = describe(workload, model)

@@ -56,7 +56,6 @@ def _host_bytes() -> int:
 
 def run(options: argparse.Namespace) -> list[measure.Record]:
     (mode,) = options.modes
-    measure.cap_gpu_memory(options.cap_gb)
     workload = workload_of(options)
     tokens = make_tokens(workload)
     with training(workload, mode, options) as trained:

@@ -18,7 +18,6 @@ COLUMNS = [
 
 def run(options: argparse.Namespace) -> measure.Record:
     (mode,) = options.modes
-    measure.cap_gpu_memory(options.cap_gb)
     workload = workload_of(options)
     tokens = make_tokens(workload)
     with training(workload, mode, options) as trained:
