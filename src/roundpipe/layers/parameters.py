@@ -64,8 +64,7 @@ class ReplicaParameters:
         return written
 
     def _sum_up(self) -> torch.Tensor:
-        sums = [_as_integers(own.detach()).sum(dtype=torch.int64) for own in self._all]
-        return torch.stack(sums)
+        return torch.stack([_sum_of_bytes(own.detach()) for own in self._all])
 
     def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:
         """Whether others, made now, would be the same."""
@@ -82,12 +81,15 @@ class ReplicaParameters:
         )
 
 
-def _as_integers(weight: torch.Tensor) -> torch.Tensor:
-    """The same bytes."""
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-    if weight.is_complex():
-        weight = torch.view_as_real(weight)
-    return weight.view(kinds[weight.itemsize])
+def _sum_of_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """In words of 64 bits, because a sum of narrower ones first makes a wide copy of them all: of a
+    head in bf16 four times its size."""
+    flat = (torch.view_as_real(weight) if weight.is_complex() else weight).contiguous()
+    held = flat.view(-1).view(torch.uint8)
+    if held.storage_offset() % 8:  # where the layer's code has put other memory there
+        held = held.clone()
+    whole = held.numel() // 8 * 8
+    return held[:whole].view(torch.int64).sum() + held[whole:].sum()
 
 
 def _form(parameter: nn.Parameter) -> tuple[object, ...]:
