@@ -10,6 +10,7 @@ from torch import nn
 
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.memory import huge_pages
+from roundpipe.memory.pinning import HostMemory
 from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
 from roundpipe.params.placement.held import Held
 from tests.support.device_sets import ONE
@@ -55,6 +56,16 @@ def test_it_is_memory_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -
     torch.testing.assert_close(tensor, torch.zeros(shape, dtype=dtype), rtol=0, atol=0)
     assert type(tensor) is torch.Tensor
     assert tensor.untyped_storage().nbytes() == tensor.nbytes, "else saving it would save more"
+
+
+@pytest.mark.usefixtures("needs_linux")
+@pytest.mark.parametrize("kind", ["buffer", "staging"])
+def test_so_does_what_only_the_engine_looks_at(kind: str) -> None:
+    """Gradients, and what waits on the host: in small pages, locking them took most of a first
+    backward. Weights do not, because a data loader's process may read them."""
+    memory = HostMemory("alloc", accelerated=False)
+    assert advice_for(getattr(memory, kind)(8 << 20).bytes) == {"hg", "dc"}
+    assert advice_for(memory.arena(8 << 20).bytes) == set()
 
 
 @pytest.mark.usefixtures("needs_linux")

@@ -160,3 +160,31 @@ def test_a_refusal_is_said_once_and_is_the_last_thing_asked(
     assert len(caplog.records) == 1
     assert "refused to page-lock" in caplog.text
     assert not cuda.errors_left
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE, 3 << 20, (5 << 20) + 24])
+@pytest.mark.parametrize("kind", ["arena", "buffer", "staging"])
+def test_new_memory_is_locked_as_a_whole_until_nobody_holds_it(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, kind: str, num_bytes: int
+) -> None:
+    """Its pages are made before, by several threads: locking would make them one by one."""
+    monkeypatch.setattr(pinning, "_PIECE", 1 << 20)
+    monkeypatch.setattr(pinning, "usable_cores", lambda: 3)
+    arena = getattr(HostMemory("alloc", accelerated=True), kind)(num_bytes)
+    assert cuda.locked == {arena.bytes.data_ptr(): num_bytes}
+    last = arena.tensor(num_bytes - 1, (1,), torch.uint8)
+    assert last.untyped_storage().nbytes() == 1
+    arena.bytes.copy_(torch.arange(num_bytes) % 251)
+    assert last.item() == (num_bytes - 1) % 251
+    del arena
+    assert cuda.is_locked(last.data_ptr()), "somebody holds it"
+    del last
+    assert not cuda.locked
+
+
+def test_what_the_system_refuses_to_lock_is_memory_all_the_same(cuda: Cuda) -> None:
+    cuda.answer = REFUSED
+    memory = HostMemory("alloc", accelerated=True)
+    for _ in range(2):
+        memory.buffer(3 << 20).bytes.fill_(1)
+    assert (cuda.num_asked, cuda.locked) == (1, {})

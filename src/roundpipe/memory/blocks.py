@@ -53,7 +53,7 @@ class HostBlocks:
             if free := self._free.get(size):
                 return HostBlock(*free.pop(), self)
             self.num_bytes += size
-        return HostBlock(self._memory.arena(size), None, self)
+        return HostBlock(self._memory.buffer(size), None, self)
 
     def _take_back(self, arena: HostArena, free: Event | None) -> None:
         with self._lock:

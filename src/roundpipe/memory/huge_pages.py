@@ -11,10 +11,12 @@ import contextlib
 import math
 import mmap
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 _PAGE = 2 << 20
+Mapping = TypeVar("Mapping", bound=mmap.mmap)
 _IS_LINUX = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_DONTFORK")
 
 
@@ -23,19 +25,28 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     system is not Linux."""
     count = math.prod(shape)
     num_bytes = count * dtype.itemsize
-    if num_bytes < _PAGE or not _IS_LINUX:
+    if not are_worth_it(num_bytes):
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    # Of its own, because advice outlives what malloc is given back, and a page longer, so that it
-    # can begin at one.
-    memory = mmap.mmap(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory, offset = mapping(num_bytes, mmap.mmap)
+    # `data`, because a view would keep the flat tensor, and with it a second way to the memory.
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape)).data
+
+
+def are_worth_it(num_bytes: int) -> bool:
+    return num_bytes >= _PAGE and _IS_LINUX
+
+
+def mapping(num_bytes: int, kind: type[Mapping]) -> tuple[Mapping, int]:
+    """Returns a mapping of its own, because advice outlives what malloc is given back, and the
+    offset of ``num_bytes`` in it that begin at a page: it is a page longer for that."""
+    memory = kind(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     memory.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a system without large pages
         memory.madvise(
             mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE
         )  # whole ones: it takes no byte more
-    # `data`, because a view would keep the flat tensor, and with it a second way to the memory.
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape)).data
+    return memory, offset
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,31 +1,32 @@
 """Page-locked host memory of exactly the size asked for. Knows nothing of parameters."""
 
 import contextlib
+import ctypes
 import logging
 import math
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import torch
 
 from ..errors import ConfigError
+from ..system.cores import usable_cores
+from . import huge_pages
 
 PinMode = Literal["alloc", "register", "off"]
 _PAGE = mmap.PAGESIZE
 _LEAST_BYTES = (
     64 << 10
 )  # CUDA sends what is smaller along with the command, so locking it gains nothing
+_PIECE = 64 << 20  # that a thread makes the pages of
 _log = logging.getLogger("roundpipe")
 
 
 class _Memory(mmap.mmap):
-    """Anonymous memory that unlocks its pages before the system takes it back.
-
-    Shared with forked processes, which is mmap's default: of private pages whoever writes first
-    after a fork (a data loader makes some) gets a copy, and devices would go on with the old ones.
-    """
+    """Anonymous memory that unlocks its pages before the system takes it back."""
 
     locked_at: int = 0
 
@@ -37,26 +38,47 @@ class _Memory(mmap.mmap):
 class HostArena:
     """One block of host memory, handed out as tensors that each have a storage of their own.
 
-    The memory lives as long as any of those tensors.
+    The memory lives as long as any of those tensors. Forked processes (data loaders make some)
+    share it: of pages that are both's until one writes, whoever writes first gets a copy, and
+    devices would go on with the old ones. With ``is_ours``, because nobody else reads it, they do
+    not get it at all, and it lies in large pages.
     """
 
-    def __init__(self, num_bytes: int, *, lock: bool) -> None:
+    def __init__(self, num_bytes: int, *, lock: bool, is_ours: bool = False) -> None:
         self.num_bytes = num_bytes
-        self._memory = _Memory(-1, max(num_bytes, 1))
-        self.bytes = torch.frombuffer(self._memory, dtype=torch.uint8, count=max(num_bytes, 1))[
-            :num_bytes
-        ]
-        if lock and num_bytes and _lock_pages(self.bytes.data_ptr(), num_bytes):
-            self._memory.locked_at = self.bytes.data_ptr()
+        self._begin = 0
+        if is_ours and huge_pages.are_worth_it(num_bytes):
+            self._memory, self._begin = huge_pages.mapping(num_bytes, _Memory)
+        else:
+            self._memory = _Memory(-1, max(num_bytes, 1))
+        self.bytes = torch.frombuffer(
+            self._memory, dtype=torch.uint8, count=max(num_bytes, 1), offset=self._begin
+        )[:num_bytes]
+        if lock and num_bytes and not _refused:
+            _make_pages(self.bytes.data_ptr(), num_bytes)
+            if _lock_pages(self.bytes.data_ptr(), num_bytes):
+                self._memory.locked_at = self.bytes.data_ptr()
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of ``shape`` at byte ``offset``, over exactly its own storage."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset).view(
+        begin = self._begin + offset
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=begin).view(
             tuple(shape)
         )
+
+
+def _make_pages(address: int, num_bytes: int) -> None:
+    """By several threads, because locking makes them one by one: 2.1 GB/s, and 4.3 after this; in
+    large pages 4.1 and 17."""
+    pieces = [(at, min(_PIECE, num_bytes - at)) for at in range(0, num_bytes, _PIECE)]
+    num_threads = min(len(pieces), usable_cores())
+    if num_threads > 1:
+        with ThreadPoolExecutor(num_threads) as threads:
+            for at, size in pieces:
+                threads.submit(ctypes.memset, address + at, 0, size)
 
 
 class HostMemory:
@@ -83,13 +105,18 @@ class HostMemory:
         weakref.finalize(self, _unlock, self._locked).atexit = False
 
     def arena(self, num_bytes: int) -> HostArena:
-        """New memory, page-locked unless pinning is off, useless or refused by the system."""
+        """New memory for weights that users hold, page-locked unless pinning is off, useless or
+        refused by the system."""
         return HostArena(num_bytes, lock=self._locks_buffers)
 
+    def buffer(self, num_bytes: int) -> HostArena:
+        """As `arena`, for what only the engine looks at."""
+        return HostArena(num_bytes, lock=self._locks_buffers, is_ours=True)
+
     def staging(self, num_bytes: int) -> HostArena:
-        """New memory of the engine's own that weights and optimizer state pass through, page-locked
-        whatever becomes of the model's."""
-        return HostArena(num_bytes, lock=self.is_accelerated)
+        """As `buffer`, for what weights and optimizer state pass through: page-locked whatever
+        becomes of the model's."""
+        return HostArena(num_bytes, lock=self.is_accelerated, is_ours=True)
 
     def lock_in_place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Page-locks the memory under ``tensors``, but for edges that they may share with others.

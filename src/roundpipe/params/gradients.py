@@ -43,7 +43,7 @@ class GradientBuffer:
             together.setdefault(key, []).append((place, shape, dtype))
         sizes = [sum(s.numel() * d.itemsize for _, s, d in uses) for uses in together.values()]
         *offsets, end = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
-        arena = memory.arena(end + num_norms * torch.float64.itemsize)
+        arena = memory.buffer(end + num_norms * torch.float64.itemsize)
         self.norms = arena.tensor(end, (num_norms,), torch.float64)
         self.tensors: dict[int, torch.Tensor] = {}
         self.blocks: dict[tuple[int, ...], torch.Tensor] = {}
