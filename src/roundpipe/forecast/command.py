@@ -1,14 +1,16 @@
-"""``python -m roundpipe plan``."""
+"""``python -m roundpipe plan``, ``doctor``, ``bench`` and ``timeline``."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ConfigError, RoundPipeError
+from ..trace import summary, table
+from .doctor import COLUMNS, examine
 from .estimate import estimate
 from .machine import Machine
-from .table import as_json, show
+from .table import as_json, show_estimates
 from .ways import MADE_FROM_DENSE, OPTIMIZERS
 
 _ABOUT = """\
@@ -24,32 +26,63 @@ CUDA takes of a device and 1 GB that Python and its libraries take of the host. 
 operations and bytes at the rates that --tflops, --link, --host, --cores and --disk state: measure
 yours for better ones. Checkpoints take disk on top.
 """
+_DOCTOR = """Looks at devices, drivers, links (measured), page-locking, the compiler, cores, host
+memory and its limits, and says what will be slow and why. Exit status 1 if there is something."""
+_TIMELINE = """Says of an exported profile how busy each lane of each device and each thread was,
+how long at most it was idle, and what bounds the step."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 after an error, which is said on stderr."""
-    given = _parser().parse_args(arguments)
-    options = vars(given)
-    model, wants_json = options.pop("model"), options.pop("json")
-    is_full, rows = options.pop("full"), options.pop("rows")
-    options.pop("command")
-    options["lora"] = None if is_full else options["lora"]
+    """Returns the exit status: 2 after an error, which is said on stderr in one line; 1 where the
+    doctor has found something."""
+    options = vars(_parser().parse_args(arguments))
+    name = options.pop("command")
+    commands: dict[str, Callable[..., int]] = {
+        "plan": _plan,
+        "doctor": _doctor,
+        "timeline": _timeline,
+    }
     try:
-        if rows < 1:
-            raise ConfigError(f"--rows is {rows}; give at least 1")
-        found = estimate(model, **options)
-    except RoundPipeError as error:
-        print(f"roundpipe plan: {error}", file=sys.stderr)
-        return 2
-    if wants_json:
+        return commands[name](**options)
+    except (RoundPipeError, OSError) as error:
+        said = " ".join(str(error).split())
+    except KeyboardInterrupt:
+        said = "interrupted"
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}; please report it"
+    print(f"roundpipe {name}: {said}", file=sys.stderr)
+    return 2
+
+
+def _plan(*, model: str, full: bool, rows: int, json: bool, **options: Any) -> int:
+    options["lora"] = None if full else options["lora"]
+    if rows < 1:
+        raise ConfigError(f"--rows is {rows}; give at least 1")
+    found = estimate(model, **options)
+    if json:
         print(as_json(found))
-    else:
-        how = "all weights" if is_full else f"LoRA of rank {options['lora']}"
-        title = (
-            f"{model}, {how}, {options['batch']} x {options['seq']} tokens on "
-            f"{options['gpus']} x {options['gpu_memory']}, {options['ram']} of RAM"
-        )
-        show(title, found[:rows])
+        return 0
+    how = "all weights" if full else f"LoRA of rank {options['lora']}"
+    title = (
+        f"{model}, {how}, {options['batch']} x {options['seq']} tokens on "
+        f"{options['gpus']} x {options['gpu_memory']}, {options['ram']} of RAM"
+    )
+    show_estimates(title, found[:rows])
+    return 0
+
+
+def _doctor() -> int:
+    found = examine()
+    table.show("This machine", COLUMNS, [each.cells for each in found])
+    slow = [each.what for each in found if each.slow]
+    print(f"To look at: {', '.join(slow)}" if slow else "Nothing to look at")
+    return 1 if slow else 0
+
+
+def _timeline(*, trace: str) -> int:
+    found = summary.summarize(summary.read(trace))
+    table.show(f"{trace}: {found.title}", summary.COLUMNS, found.rows)
+    print(found.verdict())
     return 0
 
 
@@ -96,6 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     said = plan.add_argument_group("what is printed")
     said.add_argument("--rows", type=int, default=8, metavar="N", help="so many ways (%(default)s)")
     said.add_argument("--json", action="store_true", help="everything about all ways, as JSON")
+    commands.add_parser("doctor", help="what of this machine is slow, and why", description=_DOCTOR)
+    timeline = commands.add_parser(
+        "timeline", help="what a step waited for, by an exported profile", description=_TIMELINE
+    )
+    timeline.add_argument("trace", help="a file that roundpipe.profile() has exported")
     return parser
 
 
