@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.forecast import doctor
+from roundpipe.forecast import doctor, measure
 from roundpipe.forecast.command import run
 from roundpipe.forecast.doctor import Finding
 from roundpipe.trace import table
@@ -30,6 +30,11 @@ def typed(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[s
         timeout=110,
         env={**os.environ, "PYTHONPATH": path, **environment},
     )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of nobody"))
 
 
 @pytest.fixture
@@ -80,6 +85,34 @@ def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[s
     for flag, default in (("--tflops", "100.0"), ("--link", "25.0"), ("--host", "50.0")):
         assert flag in said
         assert f"({default})" in said
+
+
+def test_bench_is_kept_and_plans_use_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> str:
+        assert run(["plan", folder, "--seq", "16", "--no-async", "--rows", "1", *options]) == 0
+        return capsys.readouterr().out
+
+    hint = "Rates are assumed where none is given: python -m roundpipe bench measures yours\n"
+    before, made = planned(), typed("bench")
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "64GB of RAM" in before
+    assert before.endswith(hint)
+    found = json.loads(measure.measured_file().read_text())
+    assert str(measure.measured_file()) in made.stdout
+    after = planned()
+    assert f"{found['machine']['ram']} of RAM" in after
+    assert hint not in after
+    assert "8GB of RAM" in planned("--ram", "8GB")
+    assert planned("--assumed") + hint == before
+
+
+def test_bench_without_a_place_to_keep_it_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(measure, "matmul_tflops", lambda *_: pytest.fail("measured"))
+    check_one_line(["bench"], "cannot be written to, so plans would not find", capsys)
 
 
 def test_timeline_says_of_a_file_what_the_profile_said(trace: Path) -> None:

@@ -92,6 +92,25 @@ def measure() -> dict[str, Any]:
     }
 
 
+def cells(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of a table of what `measure` has returned."""
+    update = f"{found['parameters_per_second'] / 1e9:.2f}", found["machine"]["host"]
+    locking = found["page_locking"]
+    return [
+        ("devices", ", ".join(found["devices"])),
+        ("matrix products", f"{found['tflops']:.3g} * 10^12 operations/s in {found['dtype']}"),
+        ("to each device", f"{found['link_up']:.1f} GB/s"),
+        ("from each device", f"{found['link_down']:.1f} GB/s"),
+        ("page-locking", "not needed" if locking is None else f"{locking:.1f} GB/s"),
+        (
+            "updates",
+            f"{update[0]} * 10^9 parameters/s, {update[1]:.1f} GB/s, by "
+            f"{found['machine']['cores']} threads",
+        ),
+        ("host memory", found["machine"]["ram"]),
+    ]
+
+
 def matmul_tflops(devices: Sequence[Device], dtype: torch.dtype) -> float:
     """What products of large matrices reach on the slowest device, in 10**12 operations a second,
     all of them at work."""
@@ -113,7 +132,7 @@ def matmul_tflops(devices: Sequence[Device], dtype: torch.dtype) -> float:
     return per_second * 2 * size**3 / 1e12
 
 
-def link_of(devices: Sequence[Device], *, seconds: float = _SECONDS) -> Link:
+def link_of(devices: Sequence[Device], *, seconds: float | None = None) -> Link:
     """Measures copies of page-locked memory; memory that the system does not lock is copied as it
     is."""
     is_accelerated = devices[0].torch_device.type != "cpu"
@@ -169,7 +188,7 @@ def _weight() -> UpdateInto:
     return UpdateInto(update, torch.zeros(_ELEMENTS, dtype=torch.bfloat16))
 
 
-def _rate(works: Sequence[tuple[Lane, Callable[[], None]]], seconds: float = _SECONDS) -> float:
+def _rate(works: Sequence[tuple[Lane, Callable[[], None]]], seconds: float | None = None) -> float:
     """How often a second the slowest lane does its work, while the others do theirs."""
 
     def take(count: int) -> float:
@@ -186,9 +205,10 @@ def _rate(works: Sequence[tuple[Lane, Callable[[], None]]], seconds: float = _SE
     return _settled(take, seconds)
 
 
-def _settled(take: Callable[[int], float], seconds: float = _SECONDS) -> float:
+def _settled(take: Callable[[int], float], seconds: float | None = None) -> float:
     """Times a second, in the middle of several rounds. ``take``: how long so many times take."""
-    count, rates, until = 1, list[float](), time.perf_counter() + seconds
+    take(1)  # what is made once for the first
+    count, rates, until = 1, list[float](), time.perf_counter() + (seconds or _SECONDS)
     while not rates or time.perf_counter() < until:
         elapsed = take(count)
         if elapsed < _ROUND_SECONDS:
