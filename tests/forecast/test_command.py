@@ -123,6 +123,19 @@ def test_timeline_says_of_a_file_what_the_profile_said(trace: Path) -> None:
     assert said == (trace.parent / "summary").read_text().splitlines()
 
 
+def test_timeline_draws_what_it_is_told_to(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "drawn.png"
+    assert run(["timeline", str(trace), "--plot", str(drawn)]) == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    check_one_line(["timeline", str(trace), "--plot", "a.xyz"], "a.xyz cannot be drawn", capsys)
+    nowhere = str(tmp_path / "nowhere" / "a.png")
+    check_one_line(["timeline", str(trace), "--plot", nowhere], "No such file or", capsys)
+
+
 CONFIGS = {
     "none": None,
     "no JSON": '{"model_type": "llama"',

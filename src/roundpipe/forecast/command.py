@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError, RoundPipeError
 from ..trace import summary, table
+from ..trace.plot import figure_of, save
 from .doctor import COLUMNS, examine
 from .estimate import estimate
 from .machine import Machine
@@ -52,8 +53,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         return commands[name](**options)
-    except (RoundPipeError, OSError) as error:
+    except RoundPipeError as error:
         said = " ".join(str(error).split())
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     except KeyboardInterrupt:
         said = "interrupted"
     except Exception as error:
@@ -104,8 +107,11 @@ def _bench() -> int:
     return 0
 
 
-def _timeline(*, trace: str) -> int:
-    found = summary.summarize(summary.read(trace))
+def _timeline(*, trace: str, plot: str | None) -> int:
+    blocks = summary.read(trace)
+    if plot is not None:
+        save(figure_of(blocks), plot)
+    found = summary.summarize(blocks)
     table.show(f"{trace}: {found.title}", summary.COLUMNS, found.rows)
     print(found.verdict())
     return 0
@@ -121,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "timeline", help="what a step waited for, by an exported profile", description=_TIMELINE
     )
     timeline.add_argument("trace", help="a file that roundpipe.profile() has exported")
+    timeline.add_argument("--plot", metavar="FILE", help="draw it, for example into a .png")
     return parser
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..trace.table import show
+from ..trace.table import as_html, show
 from .estimate import PROCESS_BYTES, Estimate
 from .machine import CONTEXT_BYTES
 
@@ -44,6 +44,10 @@ def _cells(each: Estimate) -> tuple[str, ...]:
         each.bound,
         *(f"{num_bytes / 1e9:.1f}" for num_bytes in in_gb),
     )
+
+
+def as_table(estimates: Sequence[Estimate]) -> str:
+    return as_html("Ways to train, best first", COLUMNS, [_cells(each) for each in estimates])
 
 
 def show_estimates(title: str, estimates: Sequence[Estimate]) -> None:

@@ -5,8 +5,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from . import spans
+from .plot import figure_of, save
 from .summary import COLUMNS, COMPUTE, DOWN, UP, Block, rows_of, summarize
 from .table import as_html, as_text
 
@@ -44,8 +46,31 @@ class Profile:
         found = summarize(self.blocks)
         return "\n".join([as_text(COLUMNS, found.rows), found.verdict()])
 
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws a row for each lane of each device and each thread, over time: each stage in its
+        colour, a device's compute hatched where it has nothing to do.
+
+        Args:
+            path: where to write the drawing, in the format its name ends with; None writes none.
+
+        Returns:
+            The ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+            ConfigError: matplotlib (extra ``plot``) is not installed, or has no such format.
+        """
+        drawn = figure_of(self.blocks)
+        if path is not None:
+            save(drawn, path)
+        return drawn
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace to ``path`` that `python -m roundpipe timeline`, ``chrome://tracing`` and
+        ui.perfetto.dev open, its times in microseconds."""
+        self.save(path)
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a trace that ``chrome://tracing`` and ui.perfetto.dev open."""
+        """The name of `export` before there was one."""
         blocks = self.blocks
         rows = {row: number for number, row in enumerate(rows_of(blocks))}
         names = [
@@ -104,7 +129,8 @@ def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
             ``synchronize()`` before it to have all of it. None writes none.
 
     Yields:
-        The `Profile`, with ``blocks``, ``save(path)`` and ``plot_timeline(width)``.
+        The `Profile`, with ``plot()``, ``summary()``, ``export(path)``, ``plot_timeline(width)``,
+        which draws in text, and ``blocks``.
 
     Example:
         >>> with roundpipe.profile("step.json") as profiled:

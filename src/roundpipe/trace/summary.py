@@ -13,7 +13,7 @@ LANES = (COMPUTE, UP, DOWN)
 COLUMNS = ("where", "busy", "busy ms", "idle ms", "longest idle", "blocks")
 # Of a thread: the rest of what it does is waiting.
 _OPTIMIZER = ("step_fn", "update", "write_back", "commit")
-_WAITING = "wait_offloaded"
+WAITING = "wait_offloaded"
 _ADVICE = {
     "compute": "nothing is as busy as what devices compute",
     "upload": "weights on their way up; more tokens in a step, or quantized weights, hide them",
@@ -69,7 +69,7 @@ def summarize(blocks: Sequence[Block]) -> Summary:
     seconds = max(last - first, 1e-9)
     rows, lanes = [], dict[str, list[float]]()
     for row in rows_of(blocks):
-        mine = [block for block in blocks if block.row == row and block.label != _WAITING]
+        mine = [block for block in blocks if block.row == row and block.label != WAITING]
         busy = merged((block.start, block.end) for block in mine)
         idle = gaps(busy, first, last)
         taken = _length(busy)

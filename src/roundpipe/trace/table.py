@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
+from typing import Any
 
 Row = Sequence[str]
 _NUMBER = re.compile(r"[-\d.,]+( ?%)?|-|")
@@ -38,6 +39,18 @@ def as_html(title: str, columns: Row, rows: Sequence[Row]) -> str:
     )
     caption = f'<caption style="text-align:left">{escape(title)}</caption>'
     return f"<table>{caption}<thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+class Statistics(dict[str, Any]):
+    """Numbers by name: a dictionary, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        rows = [(name, _said(value)) for name, value in self.items()]
+        return as_html("statistics", ("what", "now"), rows)
+
+
+def _said(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
