@@ -249,11 +249,18 @@ def check_writable() -> Path:
     return measured_file()
 
 
-def measured_machine() -> dict[str, Any]:
+def measured_machine(*, is_virtual: bool = False) -> dict[str, Any]:
     """What `bench` has found here, for `Machine`; nothing where it has not run, or where what it
-    has left is no longer understood."""
+    has left is no longer understood. ``is_virtual``: the rates of virtual devices, if it has run
+    on those."""
     try:
-        machine: dict[str, Any] = json.loads(measured_file().read_text())["machine"]
+        found = json.loads(measured_file().read_text())
+        machine: dict[str, Any] = found["machine"]
+        if is_virtual:
+            on_gpu = "gpus" in machine
+            machine = {name: machine[name] for name in ("ram", "host", "cores")}
+            if not on_gpu:
+                machine |= {"tflops": found["tflops"], "link": found["link_up"]}
         Machine(**machine)
     except (OSError, ValueError, LookupError, TypeError):  # ConfigError is a ValueError
         return {}

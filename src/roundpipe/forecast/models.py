@@ -143,7 +143,7 @@ def _described(source: Any, dtype: torch.dtype | None) -> Described:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # of the model's own code, which a config led astray
         raise ConfigError(
-            f"{source}: no causal language model can be made of a {type(config).__name__} "
+            f"no causal language model can be made of a {type(config).__name__} "
             f"({' '.join(str(error).split())[:_SAID]}); plans are for those"
         ) from error
     return Described(model, quantization)

@@ -11,7 +11,12 @@ from .summary import COMPUTE, LANES, WAITING, Block, gaps, lane_of, merged, rows
 _STAGE = re.compile(r"[UGL]?(([FXB])(\d+))")
 _PASSES = {"F": "forward", "X": "fused", "B": "backward"}
 _UPDATES = {"step_fn": "0.25", "update": "0.45", "write_back": "0.65", "commit": "0.85"}
-_BUBBLE = {"facecolor": "mistyrose", "edgecolor": "lightcoral", "hatch": "////", "linewidth": 0}
+_BUBBLE: Any = {
+    "facecolor": "mistyrose",
+    "edgecolor": "lightcoral",
+    "hatch": "////",
+    "linewidth": 0,
+}
 _MOST_NAMED = 24  # in the legend
 
 

@@ -12,7 +12,7 @@ COMPUTE, UP, DOWN = "compute", "weights up", "gradients down"
 LANES = (COMPUTE, UP, DOWN)
 COLUMNS = ("where", "busy", "busy ms", "idle ms", "longest idle", "blocks")
 # Of a thread: the rest of what it does is waiting.
-_OPTIMIZER = ("step_fn", "update", "write_back", "commit")
+OPTIMIZER = ("step_fn", "update", "write_back", "commit")
 WAITING = "wait_offloaded"
 _ADVICE = {
     "compute": "nothing is as busy as what devices compute",
@@ -77,7 +77,7 @@ def summarize(blocks: Sequence[Block]) -> Summary:
         numbers = (f"{1e3 * each:.1f}" for each in (taken, seconds - taken, longest))
         rows.append((row, f"{taken / seconds:.0%}", *numbers, str(len(mine))))
         lanes.setdefault(lane_of(row) or "", []).append(taken / seconds)
-    updates = merged((block.start, block.end) for block in blocks if block.label in _OPTIMIZER)
+    updates = merged((block.start, block.end) for block in blocks if block.label in OPTIMIZER)
     on_lanes = ((b.start, b.end) for b in blocks if lane_of(b.row))
     shares = {
         name: sum(busy_shares) / len(busy_shares)
