@@ -1,4 +1,4 @@
-"""The command line: ``python -m roundpipe plan MODEL``."""
+"""The command line: ``python -m roundpipe plan MODEL``, ``doctor`` and others."""
 
 import sys
 

@@ -1,6 +1,5 @@
 """What is said of ways to train, and of what is missing, unknown or too large."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ from transformers import LlamaConfig, ViTConfig
 
 import roundpipe
 from roundpipe.errors import ConfigError, PlanError
-from roundpipe.forecast import table
-from roundpipe.forecast.command import run
 
 from .runs import small_config
 
@@ -135,37 +132,3 @@ def test_the_caller_keeps_his_config() -> None:
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     with pytest.raises(ConfigError, match="bitsandbytes in 8 bits or fp4"):
         roundpipe.estimate(config, lora=4, **SMALL)
-
-
-def test_the_command_prints_a_table_or_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["plan", folder_of(tmp_path), "--seq", "16", "--lora", "4", "--no-async"]
-    assert run(arguments) == 0
-    with_rich = capsys.readouterr().out
-    monkeypatch.setattr(table, "find_spec", lambda _: None)
-    assert run(arguments) == 0
-    plain = capsys.readouterr().out
-    for text in (with_rich, plain):
-        assert "dense sync adamw alloc" in text
-        assert "Best: async_optimizer=False, pin_model='alloc'" in text
-    assert run([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found) == 4 * 2
-    assert all(sum(each["device"].values()) == each["device_bytes"] for each in found)
-
-
-def test_the_command_says_what_is_wrong_on_stderr(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["plan", str(tmp_path / "nowhere")]) == 2
-    assert "has no config.json" in capsys.readouterr().err
-
-
-def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(["plan", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for flag, default in (("--tflops", "100.0"), ("--link", "25.0"), ("--host", "50.0")):
-        assert flag in said
-        assert f"({default})" in said

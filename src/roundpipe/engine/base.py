@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from html import escape
 from typing import Any, Self, TypeVar
 
 from torch import nn
@@ -16,6 +17,7 @@ from ..step.handle import StepHandle
 from ..step.hyperparameters import know_master
 from ..step.thread import StepThread
 from ..threads.worker import Worker
+from ..trace.table import Statistics
 from .forwarding import ForwardingModule
 from .generation import through_copy
 from .runner import BatchRunner
@@ -366,6 +368,10 @@ class Engine(ForwardingModule):
         make at least the number of devices + 1."""
         return self._config.num_microbatch or -(-(len(self.devices) + 1) // batches)
 
+    def _repr_html_(self) -> str:
+        counted = "" if self.is_closed else Statistics(self.statistics())._repr_html_()
+        return f"<pre>{escape(repr(self))}</pre>{counted}"
+
     def statistics(self) -> dict[str, Any]:
         """Says what the engine does and holds at this moment, without waiting for anything.
 
@@ -376,15 +382,15 @@ class Engine(ForwardingModule):
         working copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.
         """
-        return {
-            "is_idle": self._steps.is_idle,
-            "steps": self._steps.num_steps,
-            "version": self._steps.version,
-            "working_bytes": sum(parameter.nbytes for parameter in self._store.parameters),
-            "slot_bytes": self._host.worker_pool.statistics(),
-            "spill_bytes": self._host.worker_pool.blocks.num_bytes,
+        return Statistics(
+            is_idle=self._steps.is_idle,
+            steps=self._steps.num_steps,
+            version=self._steps.version,
+            working_bytes=sum(parameter.nbytes for parameter in self._store.parameters),
+            slot_bytes=self._host.worker_pool.statistics(),
+            spill_bytes=self._host.worker_pool.blocks.num_bytes,
             **self._masters.statistics(),
-        }
+        )
 
     def free_devices(self) -> None:
         """Frees what stays on the devices between calls: weights, and buffers for those that pass.

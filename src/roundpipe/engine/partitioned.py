@@ -32,6 +32,7 @@ from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
 from ..params.gradients import GradientBuffers
 from ..presets.adapters import base_of
+from ..trace.table import Statistics
 from .base import Engine
 from .device_memory import KeptInputs, SharedMemory
 from .forwarding import SignedByModel
@@ -261,13 +262,13 @@ class AutoRoundPipe(Engine):
         inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         outside = [parameter for parameter in self._store.parameters if id(parameter) not in inside]
         staged = self._store.layers[: -len(self._store.on_host)]
-        return {
+        return Statistics(
             **super().statistics(),
-            "engines": {path: len(runner.layers) for path, runner in self._parts.items()},
-            "layers": len(staged),
-            "cpu_bytes": sum(parameter.nbytes for parameter in outside),
-            "layer_bytes": [layer.num_bytes for layer in staged],
-        }
+            engines={path: len(runner.layers) for path, runner in self._parts.items()},
+            layers=len(staged),
+            cpu_bytes=sum(parameter.nbytes for parameter in outside),
+            layer_bytes=[layer.num_bytes for layer in staged],
+        )
 
 
 def _refuse_what_is_for_one_engine(config: RoundPipeRunConfig, whose: str) -> None:

@@ -15,6 +15,7 @@ from ..plan.costs import LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from ..runtime.autograd import when_pass_ends
 from ..runtime.call import LossFn
+from ..trace.table import Statistics
 from .base import Engine, call_site, check_model
 from .batches import Batch, CutMicrobatches, GivenMicrobatches, outputs_as_loss
 from .device_memory import OwnMemory
@@ -265,8 +266,8 @@ class RoundPipe(Engine):
     def statistics(self) -> dict[str, Any]:
         """Gives `Engine.statistics`, and the number of ``layers`` with the ``layer_bytes`` of each
         on a device."""
-        return {
+        return Statistics(
             **super().statistics(),
-            "layers": len(self._store.layers),
-            "layer_bytes": [layer.num_bytes for layer in self._store.layers],
-        }
+            layers=len(self._store.layers),
+            layer_bytes=[layer.num_bytes for layer in self._store.layers],
+        )

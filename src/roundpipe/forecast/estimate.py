@@ -78,6 +78,15 @@ class Estimate:
         return 1e3 * self.tokens / self.step_ms
 
 
+class Estimates(list[Estimate]):
+    """A list, the best first, which a notebook shows as the table of `python -m roundpipe plan`."""
+
+    def _repr_html_(self) -> str:
+        from .table import as_table
+
+        return as_table(self)
+
+
 def estimate(
     model: Any,
     *,
@@ -151,9 +160,8 @@ def estimate(
         raise PlanError(_what_would_fit(failures, on, devices))
     # What is as fast as the plainest way that is, within what can be told, is no better.
     places = {way: place for place, way in enumerate(ways)}
-    return sorted(
-        found, key=lambda each: (round(math.log(each.step_ms) / _ALIKE), places[each.choice])
-    )
+    found.sort(key=lambda each: (round(math.log(each.step_ms) / _ALIKE), places[each.choice]))
+    return Estimates(found)
 
 
 def _machine(given: dict[str, Any]) -> Machine:

@@ -1,6 +1,7 @@
 """A model on the meta device, from its config alone: nothing is loaded, and nothing downloaded."""
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from ..errors import ConfigError
 from ..presets.preset import cut
 from ..quantized import FORMATS, QuantizedWeight, quantizable
 
+_SIZES = ("hidden_size", "num_hidden_layers")  # without which a config is not one of a model
+_SAID = 200  # characters of another library's error
 Owner = tuple[nn.Module, str]
 
 
@@ -138,10 +141,10 @@ def _described(source: Any, dtype: torch.dtype | None) -> Described:
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except (ValueError, ImportError) as error:
+    except Exception as error:  # of the model's own code, which a config led astray
         raise ConfigError(
-            f"{source}: no causal language model can be made of a {type(config).__name__} "
-            f"({error}); plans are for those"
+            f"no causal language model can be made of a {type(config).__name__} "
+            f"({' '.join(str(error).split())[:_SAID]}); plans are for those"
         ) from error
     return Described(model, quantization)
 
@@ -156,12 +159,20 @@ def _config_of(folder: str | Path) -> Any:
         )
     from transformers import AutoConfig
 
+    path = folder / "config.json"
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        said = json.loads(path.read_text())
+    except Exception as error:  # what a config's own checks raise is theirs
+        raise ConfigError(f"{path} is no config that this transformers reads: {error}") from error
+    names = {name: config.attribute_map.get(name, name) for name in _SIZES if hasattr(config, name)}
+    missing = [name for name, own in names.items() if not {name, own} & said.keys()]
+    if missing and "text_config" not in said:
         raise ConfigError(
-            f"{folder / 'config.json'} is no config that this transformers reads: {error}"
-        ) from error
+            f"{path} does not say {' and '.join(missing)}, which would be guessed; name the folder "
+            "of a whole checkpoint"
+        )
+    return config
 
 
 def _quantization_of(config: Any) -> str:

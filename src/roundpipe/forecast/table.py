@@ -3,9 +3,9 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from typing import Any
 
+from ..trace.table import as_html, show
 from .estimate import PROCESS_BYTES, Estimate
 from .machine import CONTEXT_BYTES
 
@@ -46,25 +46,13 @@ def _cells(each: Estimate) -> tuple[str, ...]:
     )
 
 
-def show(title: str, estimates: Sequence[Estimate]) -> None:
-    """Prints a table, and how to train the best way; with rich if that is installed."""
-    rows = [_cells(each) for each in estimates]
-    if find_spec("rich") is None:
-        print(title)
-        print(_plain(rows))
-    else:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
+def as_table(estimates: Sequence[Estimate]) -> str:
+    return as_html("Ways to train, best first", COLUMNS, [_cells(each) for each in estimates])
 
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in COLUMNS:
-            table.add_column(
-                name, no_wrap=True, justify="left" if name in ("way", "bound") else "right"
-            )
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+
+def show_estimates(title: str, estimates: Sequence[Estimate]) -> None:
+    """Prints a table, and how to train the best way."""
+    show(title, COLUMNS, [_cells(each) for each in estimates])
     best = estimates[0]
     print("Best: " + ", ".join(f"{name}={_said(value)}" for name, value in best.arguments.items()))
     print(
@@ -75,15 +63,6 @@ def show(title: str, estimates: Sequence[Estimate]) -> None:
     for what, parts in (("device", best.device), ("host", best.host)):
         said = ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in parts.items() if value)
         print(f"  {what}: {said}")
-
-
-def _plain(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (COLUMNS, *rows)
-    )
-    return "\n".join(lines)
 
 
 def _said(value: Any) -> str:

@@ -34,7 +34,8 @@ _FLAGS = (
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, said once, if this machine cannot make it."""
     try:
-        kernel = ctypes.CDLL(str(_compiled(_cache_folder())))
+        folder = cache_folder() or Path(tempfile.mkdtemp(prefix="roundpipe-"))
+        kernel = ctypes.CDLL(str(_compiled(folder)))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning(
@@ -50,10 +51,10 @@ def library() -> ctypes.CDLL | None:
 def _compiled(folder: Path) -> Path:
     """Its path in ``folder``. Processes that compile at the same time each put a whole file in
     place."""
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    compiler = compiler_path()
     if compiler is None:
         raise FileNotFoundError("no cc, gcc or clang on the path")
-    identity = "\n".join((*map(Path.read_text, _SOURCES), *_FLAGS, compiler, _processor()))
+    identity = "\n".join((*map(Path.read_text, _SOURCES), *_FLAGS, compiler, processor()))
     target = folder / f"update-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as building:
@@ -64,20 +65,27 @@ def _compiled(folder: Path) -> Path:
     return target
 
 
-def _cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+def compiler_path() -> str | None:
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+
+
+def wanted_folder() -> Path:
+    """Where the user's cache keeps what RoundPipe has made once for this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+
+
+def cache_folder() -> Path | None:
+    """The same, made if need be; None in a home that cannot be written to, in which each process
+    compiles for itself."""
+    folder = wanted_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
     except OSError:
-        pass
-    return Path(
-        tempfile.mkdtemp(prefix="roundpipe-")
-    )  # a home that cannot be written to: compiled in every process
+        return None
+    return folder if os.access(folder, os.W_OK) else None
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on: a home may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -99,6 +99,9 @@ class ModelExecutePlan:
             for n, name, layers, share in rows
         )
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
+
     def _stage_runs(self) -> Passes:
         """In order. The first backward stage is fused if the forward stages end where it begins."""
         fused = bool(self.bwd_plan) and not (

@@ -12,21 +12,34 @@ _SYSTEM = Path("/proc/meminfo")
 
 def free_host_bytes() -> int:
     """Bytes that can be taken without swapping; 0 where the system does not tell."""
+    free = system_bytes("MemAvailable")
+    groups = (_free_in(folder) for folder in own_groups("memory"))
+    return min([free, *(group for group in groups if group is not None)]) if free else 0
+
+
+def all_host_bytes() -> int:
+    """Bytes that this process could have if it were alone; 0 where the system does not tell."""
+    limits = (_limit_of(folder) for folder in own_groups("memory"))
+    return min([system_bytes("MemTotal"), *(limit for limit in limits if limit is not None)])
+
+
+def system_bytes(name: str) -> int:
+    """What the system says of its memory by that name; 0 if it says nothing."""
     try:
         lines = dict(line.split(":", 1) for line in _SYSTEM.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+        return int(lines[name].split()[0]) * 1024
+    except (OSError, LookupError, ValueError):
         return 0
-    return min(
-        [
-            free,
-            *(
-                group_free
-                for folder in own_groups("memory")
-                if (group_free := _free_in(folder)) is not None
-            ),
-        ]
-    )
+
+
+def _limit_of(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            most = (folder / name).read_text().strip()
+        except OSError:
+            continue
+        return None if most == "max" else int(most)
+    return None
 
 
 def _free_in(folder: Path) -> int | None:

@@ -5,28 +5,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import spans
+from .plot import figure_of, save
+from .summary import COLUMNS, COMPUTE, DOWN, UP, Block, rows_of, summarize
+from .table import as_html, as_text
 
-_LANES = {
-    "upload": "weights up",
-    "fetch": "weights up",
-    "offload": "gradients down",
-    "compute": "compute",
-}
+_LANES = {"upload": UP, "fetch": UP, "offload": DOWN, "compute": COMPUTE}
 _LETTERS = {"step_fn": "S", "update": "S", "write_back": "P", "commit": "C"}
-
-
-class Block(NamedTuple):
-    """Something that ran in one row of the drawing: a lane of a device, or a thread. Times in
-    seconds."""
-
-    row: str
-    label: str
-    start: float
-    end: float
-    fields: dict[str, Any]
 
 
 class Profile:
@@ -49,10 +36,43 @@ class Profile:
             (block for block in found if block is not None), key=lambda block: block.start
         )
 
+    def _repr_html_(self) -> str:
+        found = summarize(self.blocks)
+        return as_html(found.title, COLUMNS, found.rows)
+
+    def summary(self) -> str:
+        """How busy each lane and thread was, how long at most it was not, and what bounds the
+        steps: as `python -m roundpipe timeline` prints it of an exported trace."""
+        found = summarize(self.blocks)
+        return "\n".join([as_text(COLUMNS, found.rows), found.verdict()])
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws a row for each lane of each device and each thread, over time: each stage in its
+        colour, a device's compute hatched where it has nothing to do.
+
+        Args:
+            path: where to write the drawing, in the format its name ends with; None writes none.
+
+        Returns:
+            The ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+            ConfigError: matplotlib (extra ``plot``) is not installed, or has no such format.
+        """
+        drawn = figure_of(self.blocks)
+        if path is not None:
+            save(drawn, path)
+        return drawn
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Writes a trace to ``path`` that `python -m roundpipe timeline`, ``chrome://tracing`` and
+        ui.perfetto.dev open, its times in microseconds."""
+        self.save(path)
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a trace that ``chrome://tracing`` and ui.perfetto.dev open."""
+        """The name of `export` before there was one."""
         blocks = self.blocks
-        rows = {row: number for number, row in enumerate(_rows(blocks))}
+        rows = {row: number for number, row in enumerate(rows_of(blocks))}
         names = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": row}}
             for row, number in rows.items()
@@ -85,7 +105,7 @@ class Profile:
             return "nothing ran"
         first, last = blocks[0].start, max(block.end for block in blocks)
         scale = width / max(last - first, 1e-9)
-        rows = _rows(blocks)
+        rows = rows_of(blocks)
         margin = max(map(len, rows))
         lines = [f"{'':{margin}} {1e3 * (last - first):.1f} ms"]
         for row in rows:
@@ -109,7 +129,8 @@ def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
             ``synchronize()`` before it to have all of it. None writes none.
 
     Yields:
-        The `Profile`, with ``blocks``, ``save(path)`` and ``plot_timeline(width)``.
+        The `Profile`, with ``plot()``, ``summary()``, ``export(path)``, ``plot_timeline(width)``,
+        which draws in text, and ``blocks``.
 
     Example:
         >>> with roundpipe.profile("step.json") as profiled:
@@ -135,10 +156,6 @@ def _block(span: spans.Span) -> Block | None:
         return None
     row = f"{span.fields['device']} {_LANES[span.name]}"
     return Block(row, repr(span.fields["action"]), *times, span.fields)
-
-
-def _rows(blocks: list[Block]) -> list[str]:
-    return sorted({block.row for block in blocks})
 
 
 def _letter_at(column: int, busy: list[tuple[float, float, Block]]) -> str:

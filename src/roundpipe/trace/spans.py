@@ -24,17 +24,24 @@ class Lane(Protocol):
 
 class LaneTimes(NamedTuple):
     """When a lane passed the beginning and the end of a block. ``origin`` is a mark and the host's
-    time at it."""
+    time at it; None where nobody had asked for that."""
 
     begin: Any
     end: Any
-    origin: tuple[Any, float]
+    origin: tuple[Any, float] | None
 
     def seconds(self) -> tuple[float, float] | None:
         """On the scale of ``time.perf_counter``; None while the lane has not come that far."""
+        if self.origin is None:
+            return None
         mark, at = self.origin
         times = [moment.seconds_since(mark) for moment in (self.begin, self.end)]
         return None if None in times else (at + times[0], at + times[1])
+
+    def duration(self) -> float | None:
+        """Seconds; None while the lane has not come that far."""
+        taken: float | None = self.end.seconds_since(self.begin)
+        return taken
 
 
 class Span(NamedTuple):
@@ -51,6 +58,7 @@ class Span(NamedTuple):
 
 Listener = Callable[[Span], None]
 _listeners: list[Listener] = []
+_placing: list[Listener] = []  # those of them that want to know when lanes passed, not how long
 _origins: "WeakKeyDictionary[Lane, tuple[Any, float]]" = WeakKeyDictionary()
 
 
@@ -63,13 +71,13 @@ def span(name: str, *, lane: Lane | None = None, **fields: Any) -> Iterator[None
     if not _listeners and not torch.autograd.profiler._is_profiler_enabled:
         yield
         return
-    origin = _origin_of(lane) if lane is not None and _listeners else None
+    origin = _origin_of(lane) if lane is not None and _placing else None
     start = time.perf_counter()
-    begin = lane.mark() if lane is not None and origin is not None else None
+    begin = lane.mark() if lane is not None and _listeners else None
     with torch.profiler.record_function(f"roundpipe::{name} {fields}"):
         yield
     on_lane = (
-        LaneTimes(begin, lane.mark(), origin) if lane is not None and origin is not None else None
+        LaneTimes(begin, lane.mark(), origin) if lane is not None and begin is not None else None
     )
     _tell(Span(name, threading.current_thread().name, start, time.perf_counter(), fields, on_lane))
 
@@ -91,14 +99,21 @@ def _tell(finished: Span) -> None:
 
 
 def _forget(listener: Listener) -> None:
-    if listener in _listeners:
-        _listeners.remove(listener)
+    for them in (_listeners, _placing):
+        if listener in them:
+            them.remove(listener)
 
 
 @contextmanager
-def listen(listener: Listener) -> Iterator[None]:
-    """Calls ``listener`` with every span that ends inside the block, on the thread that ran it."""
+def listen(listener: Listener, *, places: bool = True) -> Iterator[None]:
+    """Calls ``listener`` with every span that ends inside the block, on the thread that ran it.
+
+    ``places``: whether it asks when lanes passed; for that each lane is once waited for. How long
+    they took is known without.
+    """
     _listeners.append(listener)
+    if places:
+        _placing.append(listener)
     try:
         yield
     finally:

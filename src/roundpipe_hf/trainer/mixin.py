@@ -27,6 +27,7 @@ from ..loss.round import StashedBatch
 from ..processes import Processes
 from ..quantization.modules import adopt_bitsandbytes
 from .evaluation import on_host
+from .figures import StepFigures
 from .saving import SavingMixin
 from .user_functions import takes_num_items, with_loss_on, without_num_items
 from .window import AccumulationWindow
@@ -56,6 +57,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         engine: Any = model if isinstance(model, RoundPipe | AutoRoundPipe) else None
         self._slot = EngineSlot(engine)
         self._window = AccumulationWindow(self)
+        self._figures = StepFigures(self)
         self.is_in_loop = False
         super().__init__(model if engine is None else engine.model, *args, **kwargs)
 
@@ -219,7 +221,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             self._slot.reload(self.model)
         self.is_in_loop = True
         try:
-            return super()._inner_training_loop(batch_size, *args, **kwargs)
+            with self._figures.of_run():
+                return super()._inner_training_loop(batch_size, *args, **kwargs)
         except BaseException:
             # What was stepped with before counts, and whoever goes on from here has to find it in
             # the model.
@@ -245,6 +248,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         what it would have been.
         """
         inputs = self._prepare_inputs(inputs)
+        self._figures.batch(inputs)
         self._window.add(
             StashedBatch(
                 inputs,
@@ -307,12 +311,15 @@ class RoundPipeTrainerMixin(SavingMixin):
         ):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
             for loss in self._run_window():
                 compat.book_loss(self, loss)
+        will_log = compat.will_log(self)
         if isinstance(grad_norm, PendingNorm):
             # Only now, because reading it waits for the update.
-            grad_norm = grad_norm.item() if compat.will_log(self) else None
-        if self.control.should_evaluate or self.control.should_save:
+            grad_norm = grad_norm.item() if will_log else None
+        will_pause = self.control.should_evaluate or self.control.should_save
+        if will_pause:
             self.synchronize()  # both do, but an override may look at weights before they begin
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
+        with self._figures.step(will_log=will_log, will_pause=will_pause):
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
         """Returns what Trainer's does, which is proportional to the elements of the main input. It

@@ -1,0 +1,45 @@
+"""What is known of a device before anything runs on it."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .protocol import Device
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Facts(NamedTuple):
+    """``model``: as its maker names it; bytes of all its memory, and of what is free; ``dtype``:
+    the one that its matrix products are fast in."""
+
+    model: str
+    total_bytes: int
+    free_bytes: int
+    dtype: torch.dtype
+
+
+def facts_of(device: Device) -> Facts | None:
+    """None for a virtual device, which has the host's."""
+    where = device.torch_device
+    if where.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(where)
+    with torch.cuda.device(where):
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        free, total = torch.cuda.mem_get_info()
+    return Facts(properties.name, total, free, torch.bfloat16 if has_bf16 else torch.float16)
+
+
+def driver() -> str | None:
+    """The accelerators' driver as it names itself; None where the system has none."""
+    try:
+        return _DRIVER.read_text().splitlines()[0].removeprefix("NVRM version:").strip()
+    except (OSError, IndexError):
+        return None
+
+
+def has_accelerators() -> bool:
+    """True if torch can use any."""
+    return torch.cuda.is_available()

@@ -1,0 +1,250 @@
+"""What is printed by `python -m roundpipe`, as users type it, and the exit status that scripts
+see."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import roundpipe
+from roundpipe.forecast import doctor, measure
+from roundpipe.forecast.command import run
+from roundpipe.forecast.doctor import Finding
+from roundpipe.trace import table
+from tests.support import ROOT
+
+from .runs import small_config
+
+
+def typed(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """In a process of its own, whose output is no terminal."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "roundpipe", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of nobody"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    small_config().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """A step on two devices, exported."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    x, path = torch.randn(6, 8), tmp_path / "trace.json"
+    with (
+        roundpipe.RoundPipe(model, devices=roundpipe.virtual(2)) as engine,
+        roundpipe.profile(path) as profiled,
+    ):
+        optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+        engine.forward_backward((x,), label=x, loss_fn=lambda out, _: out.sum())
+        engine.step(optimizer.step, is_async=False)
+        engine.synchronize()
+    (tmp_path / "summary").write_text(profiled.summary())
+    return path
+
+
+def test_plan_prints_a_table_or_json(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["plan", folder, "--seq", "16", "--lora", "4", "--no-async"]
+    assert run(arguments) == 0
+    plain = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(arguments) == 0
+    in_terminal = capsys.readouterr().out
+    for text in (in_terminal, plain):
+        assert "Best: async_optimizer=False, pin_model='alloc'" in text
+    assert "dense sync adamw alloc" in plain
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found) == 4 * 2
+    assert all(sum(each["device"].values()) == each["device_bytes"] for each in found)
+
+
+def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["plan", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for flag, default in (("--tflops", "100.0"), ("--link", "25.0"), ("--host", "50.0")):
+        assert flag in said
+        assert f"({default})" in said
+
+
+def test_bench_is_kept_and_plans_use_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*options: str) -> str:
+        assert run(["plan", folder, "--seq", "16", "--no-async", "--rows", "1", *options]) == 0
+        return capsys.readouterr().out
+
+    hint = "Rates are assumed where none is given: python -m roundpipe bench measures yours\n"
+    before, made = planned(), typed("bench")
+    assert (made.returncode, made.stderr) == (0, "")
+    assert "64GB of RAM" in before
+    assert before.endswith(hint)
+    found = json.loads(measure.measured_file().read_text())
+    assert str(measure.measured_file()) in made.stdout
+    after = planned()
+    assert f"{found['machine']['ram']} of RAM" in after
+    assert hint not in after
+    assert "8GB of RAM" in planned("--ram", "8GB")
+    assert planned("--assumed") + hint == before
+
+
+def test_bench_without_a_place_to_keep_it_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(measure, "matmul_tflops", lambda *_: pytest.fail("measured"))
+    check_one_line(["bench"], "cannot be written to, so plans would not find", capsys)
+
+
+def test_timeline_says_of_a_file_what_the_profile_said(trace: Path) -> None:
+    made = typed("timeline", str(trace))
+    assert (made.returncode, made.stderr) == (0, "")
+    title, *said = made.stdout.splitlines()
+    assert title.startswith(f"{trace}: ")
+    assert said == (trace.parent / "summary").read_text().splitlines()
+
+
+def test_timeline_draws_what_it_is_told_to(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = tmp_path / "drawn.png"
+    assert run(["timeline", str(trace), "--plot", str(drawn)]) == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    check_one_line(["timeline", str(trace), "--plot", "a.xyz"], "a.xyz cannot be drawn", capsys)
+    nowhere = str(tmp_path / "nowhere" / "a.png")
+    check_one_line(["timeline", str(trace), "--plot", nowhere], "No such file or", capsys)
+
+
+CONFIGS = {
+    "none": None,
+    "no JSON": '{"model_type": "llama"',
+    "no object": "[1]",
+    "without sizes": '{"model_type": "llama"}',
+    "unknown": '{"model_type": "nobody knows"}',
+    "absurd": '{"model_type": "llama", "hidden_size": null, "num_hidden_layers": 2}',
+    "another kind": '{"model_type": "t5", "d_model": 8, "num_layers": 2}',
+}
+SAID = {
+    "none": "has no config.json",
+    "without sizes": "does not say hidden_size and num_hidden_layers, which would be guessed",
+    "another kind": "no causal language model can be made of a T5Config",
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_that_is_none_is_one_line(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if (text := CONFIGS[kind]) is not None:
+        (tmp_path / "config.json").write_text(text)
+    check_one_line(["plan", str(tmp_path)], SAID.get(kind, "is no config that"), capsys)
+
+
+def test_contradictory_options_are_one_line(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["plan", folder, "--full", "--quantization", "nf4"]
+    check_one_line(both, "quantized weights do not train", capsys)
+    check_one_line(["plan", folder, "--rows", "0"], "--rows is 0", capsys)
+    check_one_line(["plan", folder, "--gpu-memory", "2MB"], "nothing fits into", capsys)
+    with pytest.raises(SystemExit, match="2"):
+        run(["plan", folder, "--full", "--lora", "4"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "is no trace that"),
+        ("[]", "is no trace that"),
+        ('{"traceEvents": [{"ph": "X"}]}', "is no trace that"),
+        ('{"traceEvents": []}', "shows no lane of a device"),
+    ],
+)
+def test_a_trace_that_is_none_is_one_line(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    if text is not None:
+        path.write_text(text)
+    check_one_line(["timeline", str(path)], said, capsys)
+
+
+def check_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"roundpipe {arguments[0]}: ")
+    assert said in err
+
+
+def test_an_error_of_our_own_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(*_: object) -> None:
+        raise ArithmeticError("ours,\nin two lines")
+
+    monkeypatch.setattr(doctor, "choose_devices", show)
+    assert run(["doctor"]) == 1
+    assert "ArithmeticError: ours, in two lines" in capsys.readouterr().out
+    monkeypatch.setattr(table, "show", show)
+    check_one_line(["doctor"], "ArithmeticError: ours, in two lines; please report it", capsys)
+
+
+def test_the_doctor_names_what_is_slow_and_why(tmp_path: Path) -> None:
+    """No compiler on the path, and a cache that is below a file."""
+    (tmp_path / "file").write_text("")
+    cache = str(tmp_path / "file" / "cache")
+    made = typed("doctor", PATH="", XDG_CACHE_HOME=cache)
+    assert made.returncode == 1, made.stderr
+    assert "no cc, gcc or clang" in made.stdout
+    assert f"{cache}/roundpipe cannot be written to" in made.stdout
+    assert "Traceback" not in made.stderr
+    assert made.stdout.splitlines()[-1].startswith("To look at: ")
+
+
+def test_the_doctors_exit_status_is_what_he_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fine, slow = Finding("link", "25 GB/s"), Finding("swap", "3 GB in use", "short of memory")
+    for findings, status in (([fine], 0), ([fine, slow], 1)):
+        monkeypatch.setattr("roundpipe.forecast.command.examine", lambda: findings)  # noqa: B023
+        assert run(["doctor"]) == status
+    assert "To look at: swap" in capsys.readouterr().out
+
+
+def test_more_threads_than_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    found = {each.what: each for each in doctor.examine()}
+    assert "set OMP_NUM_THREADS=3" in found["cores"].slow
+
+
+def test_the_doctor_sees_what_there_is() -> None:
+    found = {each.what: each for each in doctor.examine()}
+    has_gpu = torch.accelerator.is_available()
+    assert ("link" in found) == has_gpu
+    assert ("copies" in found) == (not has_gpu)
+    assert f"{os.cpu_count()}" in found["cores"].found
+    assert float(found["host memory"].found.split()[0]) > 0
