@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     ways.add_argument(
         "--pin-model", choices=("alloc", "off"), help="'off': frozen weights stay in their files"
     )
+    ways.add_argument(
+        "--optimizer-state-dir", metavar="FOLDER", help="optimizer state on the disk, not in RAM"
+    )
     said = plan.add_argument_group("what is printed")
     said.add_argument("--rows", type=int, default=8, metavar="N", help="so many ways (%(default)s)")
     said.add_argument("--json", action="store_true", help="everything about all ways, as JSON")
