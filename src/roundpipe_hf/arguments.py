@@ -56,6 +56,8 @@ class PipelineArguments:
             weights'.
         max_gpu_memory: what the engine stays under on each device: ``"24GB"``, ``"900MiB"`` or a
             number of GB, 10**9 bytes.
+        optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie instead
+            of in memory, as in `RoundPipe`.
         loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
             where that is not known.
         trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
@@ -109,6 +111,12 @@ class PipelineArguments:
     max_gpu_memory: float | str | None = field(
         default=None,
         metadata={"help": "What the engine stays under on each device: 24GB, 900MiB, or GB."},
+    )
+    optimizer_state_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder on a disk for what the optimizer keeps, where memory is too small."
+        },
     )
     loss_reduction: LossReduction | None = field(
         default=None,

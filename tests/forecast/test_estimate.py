@@ -38,7 +38,7 @@ def test_every_way_is_tried_and_the_fastest_comes_first() -> None:
 
 def test_of_equally_fast_ways_the_plainest_comes_first() -> None:
     (first, *_) = estimates(lora=4, tflops=1e-4)  # so slow that nothing else matters
-    assert first.choice == ("none", False, "adamw", "alloc")
+    assert first.choice == ("none", False, "adamw", "alloc", None)
     assert first.bound == "compute"
     assert first.arguments == {"async_optimizer": False, "pin_model": "alloc"}
 
@@ -59,6 +59,20 @@ def test_bytes_of_the_host_are_those_of_the_parameters() -> None:
         elements = sum(p.numel() for p in LlamaForCausalLM(small_config()).parameters())
     assert sync.host["weights"] == sync.host["masters"] == 4 * elements
     assert sync.host["moments"] == int(elements * (2 + 8 / 256))
+
+
+def test_state_on_a_disk_takes_little_memory_and_the_disks_time() -> None:
+    """All state is read and written once a step, here at 1 MB/s."""
+    options = {"optimizer": "adamw", "async_optimizer": False, "pin_model": "alloc"}
+    (stored,) = estimates(**options, gpus=2)
+    (on_disk,) = estimates(**options, gpus=2, optimizer_state_dir="/scratch", disk=1e-3)
+    state = stored.host["masters"] + stored.host["moments"]
+    assert on_disk.host["masters"] == on_disk.host["moments"] == 0
+    assert on_disk.host["state_pages"] == state, "as it is smaller than what is read ahead"
+    assert on_disk.disk_bytes == stored.disk_bytes + state
+    assert on_disk.update_ms == pytest.approx(2 * state / 1e3)
+    assert on_disk.bound == "optimizer"
+    assert on_disk.arguments["optimizer_state_dir"] == "/scratch"
 
 
 def test_weights_in_their_files_take_no_memory() -> None:

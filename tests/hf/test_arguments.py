@@ -19,6 +19,7 @@ SETTINGS: dict[str, Any] = {
     "pin_model": "off",
     "optim_dtype": "bfloat16",
     "max_gpu_memory": 20.0,
+    "optimizer_state_dir": "/scratch/state",
 }
 
 
@@ -39,6 +40,7 @@ def test_defaults() -> None:
         is args.num_microbatch
         is args.recompute_grain
         is args.max_gpu_memory
+        is args.optimizer_state_dir
         is args.trace_dir
         is None
     )
@@ -60,7 +62,15 @@ def test_command_line() -> None:
         "--async_optimizer --devices cuda:0,cuda:1 --num_microbatch 4 --recompute_grain layer "
         "--pin_model off"
     )
-    args = parsed(*line.split(), "--optim_dtype", "bfloat16", "--max_gpu_memory", "20")
+    args = parsed(
+        *line.split(),
+        "--optim_dtype",
+        "bfloat16",
+        "--max_gpu_memory",
+        "20",
+        "--optimizer_state_dir",
+        "/scratch/state",
+    )
     assert {name: getattr(args, name) for name in SETTINGS} == SETTINGS
 
 

@@ -378,6 +378,7 @@ class Engine(ForwardingModule):
         ``is_idle``: no update and no gradient is on its way; ``steps``: taken so far; ``version``:
         the step whose weights a call made now would use; ``working_bytes``: of the user's own
         parameters; ``masters`` and ``master_bytes``: number and bytes of the optimizer's copies;
+        ``state_file_bytes``: of optimizer state on a disk, masters included;
         ``slot_bytes``: of weights on each device, by its name; ``second_buffer_bytes``: of second
         working copies; ``device_state_bytes``: of layers whose optimizer state is on a device;
         ``spill_bytes``: of inputs kept on the host for want of room on a device.

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..memory import huge_pages
+from ..memory.state_file import Memory
 from ..optim.state import KERNEL_CHOICES
+from ..params.window import Master
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -114,14 +115,16 @@ def restore(
     for name, values in described["values"].items():
         tensors = {key.rpartition("/")[2]: file.get_tensor(key) for key in keys.get(name, ())}
         old = optimizer.state.pop(masters[name], {})
-        state = {key: _into(old.get(key), tensor) for key, tensor in tensors.items()} | values
+        memory = getattr(masters[name], "memory", Master.memory)
+        state = {key: _into(old.get(key), tensor, memory) for key, tensor in tensors.items()}
+        state |= values
         if state:
             optimizer.state[masters[name]] = state
 
 
-def _into(old: Any, saved: torch.Tensor) -> torch.Tensor:
+def _into(old: Any, saved: torch.Tensor, memory: Memory) -> torch.Tensor:
     """In the memory that is there already, if it fits; else in new memory, as ``saved`` is the
     file's."""
     if isinstance(old, torch.Tensor) and (old.dtype, old.shape) == (saved.dtype, saved.shape):
         return old.copy_(saved)
-    return huge_pages.empty(saved.shape, saved.dtype).copy_(saved)
+    return memory.empty(saved.shape, saved.dtype).copy_(saved)

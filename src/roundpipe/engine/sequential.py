@@ -1,5 +1,6 @@
 """What users touch: a model whose state lives on the host, and whose layers run on devices."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,9 +51,12 @@ class RoundPipe(Engine):
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
             number of GB; a virtual device has no more.
         process_group: not supported; anything but None is refused.
+        optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie in a
+            file instead of in memory, for as long as the engine is there; see `docs/optimizers.md`.
 
     Raises:
-        ConfigError: a bad setting, a model without parameters, or weights that cannot be staged.
+        ConfigError: a bad setting, a model without parameters, weights that cannot be staged, or a
+            folder that cannot be written or has too little room.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -78,6 +82,7 @@ class RoundPipe(Engine):
         grad_dtype: torch.dtype | None = None,
         max_gpu_memory: str | float | None = None,
         process_group: Any = None,
+        optimizer_state_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         check_model(model)
         settings = HostSettings.of(
@@ -88,6 +93,7 @@ class RoundPipe(Engine):
             compile=compile,
             grad_dtype=grad_dtype,
             max_gpu_memory=max_gpu_memory,
+            optimizer_state_dir=optimizer_state_dir,
         )
         layers, name = layers_of(model), name if name is not None else call_site()
         host = Host(name, layers, settings.choose_devices(), settings)

@@ -15,15 +15,17 @@ from ..errors import ClosedError, ConfigError
 from ..layers.compiler import BlockCompiler
 from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
+from ..memory.state_file import StateFile
 from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
-from ..params.window import GradientWindow
+from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
 from ..runtime.worker_pool import WorkerPool
 from ..step import context
 from ..step.hyperparameters import WorkingWeights
+from ..step.state_pages import StatePages
 from ..step.thread import StepThread
 from ..step.turns import make_way
 from ..system.cores import leave_cores_for
@@ -43,6 +45,7 @@ class HostSettings:
     compile: bool = False
     grad_dtype: torch.dtype | None = None
     max_gpu_memory: str | float | None = None
+    optimizer_state_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
@@ -97,19 +100,22 @@ class Host:
         self._process = os.getpid()
         # Before the store, which moves weights that another engine's thread may be writing to.
         make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
+        self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
+        # Before weights are moved, because it may be refused.
+        state_file = _state_file(settings.optimizer_state_dir, layers, rules)
         self.condition = SteadyCondition()
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
         read_ahead = make_read_ahead(store, self.memory)
-        self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
         self.device_states = DeviceStates(
-            store, devices[0] if len(devices) == 1 else None, self.memory
+            store, devices[0] if len(devices) == 1 and state_file is None else None, self.memory
         )
-        self.masters = Masters(store, rules)
-        self._worker = Worker("roundpipe-optimizer")
+        self.masters = Masters(store, rules, state_file or Master.memory)
+        pages = None if state_file is None else StatePages(state_file)
+        self._worker = Worker("roundpipe-optimizer", None if pages is None else pages.writer)
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
         # for.
         self._interpreter = QuietInterpreter() if is_accelerated else None
@@ -122,6 +128,7 @@ class Host:
             self.masters,
             self.device_states,
             lambda: GradientWindow(store, rules, buffers),
+            pages,
         )
         self.steps.name = name
         self.worker_pool = WorkerPool(
@@ -221,3 +228,21 @@ class Host:
         self.buffers.clear()
         self.store.writes.forget()
         self.memory.close()
+
+
+def _state_file(
+    folder: str | os.PathLike[str] | None, layers: Sequence[nn.Module], rules: GradientRules
+) -> StateFile | None:
+    """None where state lies in memory."""
+    if folder is None:
+        return None
+    file = StateFile(folder)
+    trained = {p: rules.master(p).itemsize for layer in layers for p in layer.parameters()}
+    file.refuse_lack_of(
+        sum(
+            size * parameter.numel()
+            for parameter, size in trained.items()
+            if parameter.requires_grad
+        )
+    )
+    return file

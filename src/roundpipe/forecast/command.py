@@ -198,3 +198,6 @@ def _add_ways(ways: Any) -> None:
     ways.add_argument(
         "--pin-model", choices=("alloc", "off"), help="'off': frozen weights stay in their files"
     )
+    ways.add_argument(
+        "--optimizer-state-dir", metavar="FOLDER", help="optimizer state on the disk, not in RAM"
+    )

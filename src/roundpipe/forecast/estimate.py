@@ -11,7 +11,7 @@ from ..autoplan.planner import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
 from ..plan.memory import readable
 from ..transfer.read_ahead import KEPT_OF_FREE
-from .host import host_bytes
+from .host import host_bytes, optimizer_bytes
 from .machine import CONTEXT_BYTES, Machine
 from .models import ImaginedModel, imagine
 from .planned import PlannedStep
@@ -38,7 +38,7 @@ class Estimate:
             how to make the optimizer where it is not the Trainer's.
         device: bytes of tensors at the fullest moment of the fullest device, by what for.
         host: bytes of host memory, by what for.
-        disk_bytes: of files: the weights, and their quantized copy where one is made.
+        disk_bytes: of files: the weights, their quantized copy where one is made, and state.
         up_bytes, down_bytes: to and from all devices in a step.
         step_ms: a step, once measurements have settled.
         compute_ms, link_ms, update_ms: what each would take alone.
@@ -98,6 +98,7 @@ def estimate(
     optimizer: str | None = None,
     async_optimizer: bool | None = None,
     pin_model: str | None = None,
+    optimizer_state_dir: str | None = None,
     dtype: torch.dtype | None = None,
     devices: Literal["cuda", "cpu"] = "cuda",
     **machine: Any,
@@ -115,6 +116,7 @@ def estimate(
         quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
             "none", "nf4", "fp8" or "int8"; a name in `OPTIMIZERS`; True or False; "alloc" or "off",
             which leaves weights in their files.
+        optimizer_state_dir: as of `RoundPipe`; times are as if no state stayed in memory.
         dtype: of the weights; default: that of the config.
         devices: what devices are; "cpu" for virtual ones.
         machine: what `Machine` takes: gpus, gpu_memory, ram, link, tflops, host, cores, disk.
@@ -143,6 +145,7 @@ def estimate(
     ways = choices(
         quantization, async_optimizer, optimizer, pin_model, imagined.quantization, is_full=not lora
     )
+    ways = [way._replace(optimizer_state_dir=optimizer_state_dir) for way in ways]
     said = {} if num_microbatch is None else {"num_microbatch": count}
     asked = _Asked(imagined, known, on, count, batch, seq, devices, said)
     found, failures = list[Estimate](), list[_Failure]()
@@ -278,10 +281,11 @@ class _Asked:
         return _frozen_bytes(step)
 
     def _disk_bytes(self, step: PlannedStep, way: Choice) -> int:
+        state = 0 if way.optimizer_state_dir is None else sum(optimizer_bytes(step))
         if way.quantization == "none":
-            return self.model.file_bytes
+            return self.model.file_bytes + state
         is_copy = self.model.quantization == "none"
-        return _frozen_bytes(step) + (self.model.file_bytes if is_copy else 0)
+        return _frozen_bytes(step) + (self.model.file_bytes if is_copy else 0) + state
 
 
 def _frozen_bytes(step: PlannedStep) -> int:

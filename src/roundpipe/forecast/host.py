@@ -3,6 +3,7 @@
 from ..memory.ring import NUM_SLICES, SLICE_BYTES
 from ..params.working import ParameterStore
 from ..quantized import QuantizedWeight
+from ..step.state_pages import AHEAD_BYTES, BEHIND_BYTES
 from ..system.host_memory import SPARED_BYTES
 from .planned import PlannedStep
 from .ways import OPTIMIZERS
@@ -13,7 +14,8 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
 
     ``weights``: working copies, without those that stay in their files; ``gradients``: one set as
     offloaded, up to two where steps are asynchronous; ``second_buffer``: where updates may write
-    beside calls, and there is room; ``staging``: slices that pageable memory passes through.
+    beside calls, and there is room; ``staging``: slices that pageable memory passes through;
+    ``state_pages``: what an update needs in memory of state on a disk.
 
     Args:
         free_bytes: of the machine, for all of it.
@@ -33,10 +35,14 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
         use.parameter.numel() * step.rules.dtypes(use.parameter).offloaded.itemsize
         for use in offloading
     )
+    masters, moments = optimizer_bytes(step)
+    on_disk = masters + moments if choice.optimizer_state_dir is not None else 0
+    largest = max((p.numel() for p in trained), default=0) * on_disk // max(elements, 1)
     made = {
         "weights": weights,
-        "masters": sum(p.numel() * step.rules.master(p).itemsize for p in trained),
-        "moments": int(elements * OPTIMIZERS[choice.optimizer].moment_bytes),
+        "masters": 0 if on_disk else masters,
+        "moments": 0 if on_disk else moments,
+        "state_pages": min(on_disk, AHEAD_BYTES + BEHIND_BYTES + 3 * largest),
         "gradients": int(gradients * step.gradient_sets()),
         # Blocks are kept, those of the first plan too, which was made from guesses.
         "spilled": max(step.spilled_bytes(), step.spilled_bytes(step.first)),
@@ -45,6 +51,16 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     second = _second_buffer_bytes(step) if choice.is_async else 0
     has_room = sum(made.values()) + 2 * second + SPARED_BYTES < free_bytes
     return {**made, "second_buffer": second if has_room else 0}
+
+
+def optimizer_bytes(step: PlannedStep) -> tuple[int, int]:
+    """Of masters and of moments."""
+    trained = [p for p in step.store.parameters if p.requires_grad]
+    moment_bytes = OPTIMIZERS[step.choice.optimizer].moment_bytes
+    return (
+        sum(p.numel() * step.rules.master(p).itemsize for p in trained),
+        int(sum(p.numel() for p in trained) * moment_bytes),
+    )
 
 
 def _num_bytes(parameter: object) -> int:

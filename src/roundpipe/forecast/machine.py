@@ -29,7 +29,7 @@ class Machine:
         tflops: what matrix products reach, in 10**12 operations a second; not the data sheet's.
         host: GB/s that an update reads and writes in host memory.
         cores: that an update has.
-        disk: GB/s that files are read with.
+        disk: GB/s that files are read with, and written.
 
     Raises:
         ConfigError: a number that is not positive, or a size that is none.
@@ -70,15 +70,22 @@ class Machine:
             link = min(link, _RING_BYTES_PER_MS)
         return min(link, self.disk * 1e6 / from_disk) if from_disk else link
 
-    def update_ms(self, elements: int, optimizer: str, gradient_bytes: int) -> float:
-        """An update on the host: as long as its bytes take, or its arithmetic.
+    def update_ms(
+        self, elements: int, optimizer: str, gradient_bytes: int, *, is_on_disk: bool = False
+    ) -> float:
+        """An update on the host: as long as its bytes take, or its arithmetic, or the disk with
+        all state.
 
         Args:
             gradient_bytes: of an element, as offloaded; written back it is as large.
         """
         costs = OPTIMIZERS[optimizer]
-        moved = 2 * (4 + costs.moment_bytes) + 2 * gradient_bytes
-        return elements * max(moved / (self.host * 1e6), 1 / (costs.per_core * self.cores))
+        state = 2 * (4 + costs.moment_bytes)
+        return elements * max(
+            (state + 2 * gradient_bytes) / (self.host * 1e6),
+            1 / (costs.per_core * self.cores),
+            state / (self.disk * 1e6) if is_on_disk else 0.0,
+        )
 
 
 class ImaginedDevice:

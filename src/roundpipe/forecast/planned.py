@@ -72,7 +72,7 @@ class PlannedStep:
     ) -> None:
         self.choice, self.machine, self._sketches = choice, machine, sketches
         self.from_disk = from_disk
-        self._has_states = has_states
+        self._has_states = has_states and choice.optimizer_state_dir is None
         self.rules = GradientRules(torch.float32, None)
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
         self.store = ParameterStore(layers, memory, device="meta")
@@ -90,7 +90,7 @@ class PlannedStep:
         self._planner.reconsider()
         self.planned = self._plan(tokens)
         self.passes = fused_passes(self.planned.plan, self.workload.first_trained)
-        one = devices[0] if machine.gpus == 1 else None
+        one = devices[0] if machine.gpus == 1 and self._has_states else None
         self._free = FreeMemory(self._planner, self.store, DeviceStates(self.store, one, memory))
 
     def _plan(self, tokens: int) -> Planned:
@@ -127,7 +127,10 @@ class PlannedStep:
             return 0.0
         elements = sum(parameter.numel() for parameter in trained.values())
         return self.machine.update_ms(
-            elements, self.choice.optimizer, max(p.itemsize for p in trained.values())
+            elements,
+            self.choice.optimizer,
+            max(p.itemsize for p in trained.values()),
+            is_on_disk=self.choice.optimizer_state_dir is not None,
         )
 
     @cached_property

@@ -27,21 +27,26 @@ MADE_FROM_DENSE = ("nf4", "fp8", "int8")
 
 
 class Choice(NamedTuple):
-    """What may be chosen beside the model and the batch. ``quantization``: "none" or a format."""
+    """What may be chosen beside the model and the batch. ``quantization``: "none" or a format.
+    ``optimizer_state_dir``: None where state lies in memory."""
 
     quantization: str
     is_async: bool
     optimizer: str
     pin_model: str
+    optimizer_state_dir: str | None = None
 
     def __str__(self) -> str:
         when = "async" if self.is_async else "sync"
         weights = "dense" if self.quantization == "none" else self.quantization
-        return f"{weights} {when} {self.optimizer} {self.pin_model}"
+        where = "" if self.optimizer_state_dir is None else ", state on disk"
+        return f"{weights} {when} {self.optimizer} {self.pin_model}{where}"
 
     def arguments(self) -> dict[str, Any]:
         """For `RoundPipeTrainingArguments` and ``load_pretrained``, and the optimizer to make."""
         made: dict[str, Any] = {"async_optimizer": self.is_async, "pin_model": self.pin_model}
+        if self.optimizer_state_dir is not None:
+            made["optimizer_state_dir"] = self.optimizer_state_dir
         if self.quantization != "none":
             made["quantization"] = self.quantization
         if self.optimizer != "adamw":

@@ -18,7 +18,7 @@ from ..system.host_memory import free_host_bytes
 from .mmap import FileMapping
 
 # Linux's numbers, which Python has no names for.
-_COLD, _PAGEOUT, _POPULATE_READ = 20, 21, 22
+_COLD, _PAGEOUT, _POPULATE_READ, _POPULATE_WRITE = 20, 21, 22, 23
 _HWPOISON = 133  # an error
 _WILLNEED_BYTES = 1 << 20  # because the system reads only so much for one advice
 _PAGE = mmap.PAGESIZE
@@ -48,12 +48,15 @@ class PageCache:
         be dropped count as free."""
         return free_host_bytes()
 
-    def read(self, start: int, num_bytes: int) -> bool:
+    def read(self, start: int, num_bytes: int, *, for_writing: bool = False) -> bool:
         """Brings pages into memory and into this process's page tables; False if the file has none
-        there. Blocks until they are there."""
+        there. Blocks until they are there.
+
+        ``for_writing``: they are about to be written, and count as written from here on.
+        """
         first, size = _pages(start, num_bytes)
         if self._populates:
-            error = self._advise(first, size, _POPULATE_READ)
+            error = self._advise(first, size, _POPULATE_WRITE if for_writing else _POPULATE_READ)
             if error != errno.EINVAL:
                 return error not in (errno.EFAULT, _HWPOISON)
             self._populates = False
@@ -68,6 +71,11 @@ class PageCache:
         size = (stretch.start + stretch.num_bytes) // _PAGE * _PAGE - first
         if size > 0:
             self._advise(first, size, _PAGEOUT if self._drops(stretch.path) else _COLD)
+
+    def unmap(self, start: int, num_bytes: int) -> None:
+        """Takes pages of a shared mapping out of this process's page tables, which loses
+        nothing: the file has what was written."""
+        self._advise(start, num_bytes, mmap.MADV_DONTNEED)
 
     def _drops(self, path: str) -> bool:
         if path not in self._may_drop:

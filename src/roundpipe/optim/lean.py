@@ -172,7 +172,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         self, master: Master, group: dict[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for form, names in zip(FORMATS[group["moments"]], _NAMES, strict=True):
-            yield from zip(names, form.zeros(master.data), strict=False)
+            yield from zip(names, form.zeros(master), strict=False)
 
     def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
         formats, updates = FORMATS[group["moments"]], []
@@ -227,7 +227,7 @@ def _adopted(
     state: dict[str, Any] = {"step": torch.as_tensor(saved["step"], dtype=torch.float32).clone()}
     noise = Noise(0)
     for number, (form, names) in enumerate(zip(formats, _NAMES, strict=True)):
-        empty = form.zeros(master.detach())
+        empty = form.zeros(master)
         if saved[names[0]].dtype == empty[0].dtype:
             state |= {
                 name: saved[name].contiguous().clone()

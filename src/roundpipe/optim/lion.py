@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels.updates import RuleUpdate, Tensors
-from ..memory import huge_pages
 from ..memory.scratch import scratch
 from ..params.window import Master
 from .optimizers import OnePass, whole_update_of
@@ -94,9 +93,9 @@ class _PlainLion(torch.optim.Optimizer):
     def _momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["exp_avg"] = huge_pages.zeros(parameter.shape, parameter.dtype).to(
-                parameter.device
-            )
+            memory = getattr(parameter, "memory", Master.memory)
+            made = memory.zeros(parameter.shape, parameter.dtype)
+            state["exp_avg"] = made.to(parameter.device)
         momentum: torch.Tensor = state["exp_avg"]
         return momentum
 

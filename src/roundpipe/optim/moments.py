@@ -19,6 +19,7 @@ import torch
 from ..kernels.updates import BLOCK
 from ..memory import huge_pages
 from ..memory.scratch import CPU, scratch
+from ..memory.state_file import Memory
 
 # Elements handled at a time, so that values in between stay in the cache; whole blocks.
 PIECE = 1 << 18
@@ -110,7 +111,7 @@ class Format(Protocol):
         """Of the tensors that hold it."""
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What a moment of this shape begins with."""
+        """What a moment of this shape begins with, beside a master if it is one's."""
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """Its values in fp32, to be updated in place; scratch memory of that name, or the stored
@@ -123,13 +124,18 @@ class Format(Protocol):
         ``values``."""
 
 
+def _memory(like: torch.Tensor) -> Memory:
+    memory: Memory = getattr(like, "memory", huge_pages)
+    return memory
+
+
 class Float32:
     """As it is: 4 bytes per value."""
 
     dtypes = (torch.float32,)
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (huge_pages.zeros(like.shape, torch.float32),)
+        return (_memory(like).zeros(like.shape, torch.float32),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return stored[0]
@@ -147,7 +153,7 @@ class BFloat16:
     dtypes = (torch.bfloat16,)
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (huge_pages.zeros(like.shape, torch.bfloat16),)
+        return (_memory(like).zeros(like.shape, torch.bfloat16),)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         return scratch(name, stored[0].numel(), device=stored[0].device).copy_(stored[0])
@@ -174,9 +180,8 @@ class Blocks8:
         self._least = least
 
     def zeros(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return huge_pages.zeros(like.shape, self.dtypes[0]), torch.zeros(
-            -(-like.numel() // BLOCK), dtype=torch.float32
-        )
+        memory, blocks = _memory(like), [-(-like.numel() // BLOCK)]
+        return memory.zeros(like.shape, self.dtypes[0]), memory.zeros(blocks, torch.float32)
 
     def read(self, stored: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         codes, scales = stored

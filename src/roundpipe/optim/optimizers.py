@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..kernels.updates import Formula, Rule, RuleUpdate, Tensors, UpdateInto, compute
-from ..memory import huge_pages
 from ..params.window import Master
 from ..step import context
 from .state import SteadyState, has_complex, listed
@@ -167,7 +166,7 @@ class AdamFamily(OnePass):
         """Makes what the state of a ``master`` in a param ``group`` begins with: names and
         tensors."""
         names = _moment_names(amsgrad=group["amsgrad"])
-        return ((name, huge_pages.zeros(master.shape, master.dtype)) for name in names)
+        return ((name, master.memory.zeros(master.shape, master.dtype)) for name in names)
 
     def decided(
         self, masters: Sequence[Master], group: dict[str, Any], *, amsgrad: bool, is_decoupled: bool
@@ -181,8 +180,9 @@ class AdamFamily(OnePass):
         states = [self.state[master] for master in masters]
         for master, state in zip(masters, states, strict=True):
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update(self.new_moments(master, group))
+                # All or none, because there may be no room for them.
+                moments = dict(self.new_moments(master, group))
+                state.update(step=torch.zeros((), dtype=torch.float32), **moments)
         counts = [state["step"] for state in states]
         torch._foreach_add_(counts, 1)
         steps: list[float] = torch.stack(counts).tolist()
@@ -288,7 +288,7 @@ class SGD(OnePass, torch.optim.SGD):
             state = self.state[master] if momentum else {}
             is_first = momentum != 0 and state.get("momentum_buffer") is None
             if is_first:
-                state["momentum_buffer"] = huge_pages.empty(master.shape, master.dtype)
+                state["momentum_buffer"] = master.memory.empty(master.shape, master.dtype)
             updates.append(
                 whole_update_of(
                     master, (state["momentum_buffer"],) if momentum else (), rules[is_first]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory import huge_pages
+from ..memory.state_file import Memory
 from .dtypes import GradientRules
 from .window import Master
 from .working import ParameterStore
@@ -18,10 +18,16 @@ class Masters:
 
     Owned by the optimizer thread while a step runs; the caller reads them only in an optimizer
     context, which waits.
+
+    Args:
+        memory: where they are made.
     """
 
-    def __init__(self, store: ParameterStore, rules: GradientRules) -> None:
+    def __init__(
+        self, store: ParameterStore, rules: GradientRules, memory: Memory = Master.memory
+    ) -> None:
         self._store = store
+        self._memory = memory
         self._rules = rules
         self.by_parameter: dict[int, Master] = {}  # by the id of the working copy
         self._ids: set[int] = set()  # of the masters themselves
@@ -33,7 +39,9 @@ class Masters:
         master = self.by_parameter.get(id(parameter))
         if master is None:
             dtype = self._rules.master(parameter)
-            master = Master(huge_pages.empty(parameter.shape, dtype).copy_(parameter.detach()))
+            master = Master(self._memory.empty(parameter.shape, dtype).copy_(parameter.detach()))
+            if self._memory is not Master.memory:
+                master.memory = self._memory
             self.by_parameter[id(parameter)] = master
             self._ids.add(id(master))
             self._store.stepped.add(id(parameter))
@@ -145,6 +153,7 @@ class Masters:
         return {
             "masters": len(self.by_parameter),
             "master_bytes": sum(master.nbytes for master in self.by_parameter.values()),
+            "state_file_bytes": getattr(self._memory, "num_bytes", 0),
             "second_buffer_bytes": sum(each.image.nbytes for each in seconds if each is not None),
             "device_state_bytes": sum(
                 device_state.num_bytes for device_state in list(self._store.device_states.values())

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from ..memory import huge_pages
+from ..memory.state_file import Memory
 from .dtypes import GradientRules
 from .gradients import GradientBuffer, GradientBuffers, OffloadedLayer
 from .placement.held import Held, hold_as
@@ -206,7 +208,11 @@ class Master(nn.Parameter):
     clipping; RoundPipe's own optimizers read that directly. ``.grad`` in the master's dtype is made
     when somebody else first reads it. Only the optimizer thread sees the gradient: a ``zero_grad``
     of the caller's must not reach into a step under way.
+
+    ``memory``: where it lies, and where its moments are to be made.
     """
+
+    memory: Memory = huge_pages
 
     _offloaded: Offloaded | None = None
     _made: torch.Tensor | None = None

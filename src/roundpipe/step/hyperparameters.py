@@ -28,6 +28,7 @@ from ..params.placement.newest import PendingUpdates
 from ..params.window import Master
 from ..threads.weak_registry import WeakRegistry
 from . import context
+from .state_pages import StatePages
 
 _log = logging.getLogger("roundpipe")
 Hyperparameters = list[dict[str, Any]]
@@ -87,10 +88,12 @@ class StepOptimizers:
     """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a
     step begins.
 
-    ``updates`` are those decided in it and not computed yet; set by the optimizer thread.
+    ``updates`` are those decided in it and not computed yet, ``pages`` those of state on a disk;
+    set by the optimizer thread.
     """
 
     updates: PendingUpdates
+    pages: StatePages | None = None
 
     def __init__(
         self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]
@@ -114,6 +117,8 @@ class StepOptimizers:
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         self._stepped.append(optimizer)
         self._learnt.learn(optimizer)
+        if self.pages is not None:
+            self.pages.begin_step(optimizer)
         then = self._taken.get(id(optimizer))
         if then is not None and then.optimizer() is optimizer:
             taken = then.groups

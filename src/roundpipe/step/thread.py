@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
 from .jobs import Jobs, LateError
+from .state_pages import StatePages
 from .turns import Turns
 from .user_writes import UserWrites
 from .write_back import WriteBack
@@ -71,15 +72,17 @@ class StepThread:
         masters: Masters,
         device_states: DeviceStates,
         new_window: Callable[[], GradientWindow],
+        pages: StatePages | None = None,
     ) -> None:
         self._condition = condition
+        self._pages = pages
         self._store = store
         self._masters = masters
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers()
         self._late = LateError(condition)
-        self._write_back = WriteBack(condition, store, masters, device_states, self._late)
+        self._write_back = WriteBack(condition, store, masters, device_states, self._late, pages)
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = 0
@@ -310,6 +313,7 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         window, following = windows
         updates = optimizers.updates = PendingUpdates()
+        optimizers.pages = self._pages
         try:
             self._write_back.write_back_behind(number - 1)
             if window.error is not None:
@@ -320,6 +324,7 @@ class StepThread:
                     _noted(f"step_fn of step {number}"),
                     spans.span("step_fn", step=number),
                     context.running_step(optimizers),
+                    nullcontext() if self._pages is None else self._pages.watching(),
                 ):
                     result = step_fn()
                     optimizers.end(step_fn.func)

@@ -3,6 +3,7 @@ version each layer's copies hold. See [Note: versions] and [Note: newest values]
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 
 import torch
@@ -16,6 +17,7 @@ from ..system.host_memory import SPARED_BYTES, free_host_bytes
 from ..threads.interrupts import SteadyCondition
 from ..trace import spans
 from .jobs import LateError
+from .state_pages import StatePages
 
 # Of working copies, which are written in one call: with adapters, those of many layers.
 _TOGETHER_BYTES = 64 << 20
@@ -36,8 +38,10 @@ class WriteBack:
         masters: Masters,
         device_states: DeviceStates,
         late: LateError,
+        pages: StatePages | None = None,
     ) -> None:
         self._condition = condition
+        self._pages = pages
         self._store = store
         self._masters = masters
         self._device_states = device_states
@@ -95,16 +99,17 @@ class WriteBack:
         """No call may be reading weights. Without ``updates`` the user's own parameters are up to
         date afterwards, because somebody may look."""
         try:
-            for some in self._small_ones_together(layers):
-                with spans.span("write_back", layers=_numbers(some)):
-                    self._write(some, version, updates)
-                    if updates is None:
-                        for layer in some:
-                            self._store.whereabouts[layer.layer].bring_home(version)
-                if window is not None:
-                    # Before a call that may offload there has all its weights.
-                    window.release_layers(some)
-                self._mark(_numbers(some), version)
+            with self._passing(layers, updates):
+                for some in self._small_ones_together(layers):
+                    with spans.span("write_back", layers=_numbers(some)):
+                        self._write(some, version, updates)
+                        if updates is None:
+                            for layer in some:
+                                self._store.whereabouts[layer.layer].bring_home(version)
+                    if window is not None:
+                        # Before a call that may offload there has all its weights.
+                        window.release_layers(some)
+                    self._mark(_numbers(some), version)
             self.error = None
         except BaseException as error:
             error.add_note(f"RoundPipe: writing back the weights after step {version}")
@@ -128,11 +133,12 @@ class WriteBack:
     def update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
         """While calls still read the version before: layers with one working copy are written back
         by the next step."""
-        for some in self._small_ones_together(self._store.layers):
-            with spans.span("update", layers=_numbers(some)):
-                written_back = self._write(some, version, updates, aside=True)
-            window.release_layers(some)
-            self._mark(written_back, version)
+        with self._passing(self._store.layers, updates):
+            for some in self._small_ones_together(self._store.layers):
+                with spans.span("update", layers=_numbers(some)):
+                    written_back = self._write(some, version, updates, aside=True)
+                window.release_layers(some)
+                self._mark(written_back, version)
         if all(whereabouts.second is None for whereabouts in self._store.whereabouts):
             self._make_second_buffers()
 
@@ -171,6 +177,32 @@ class WriteBack:
         num_bytes = self._store.second_buffer_bytes()
         if num_bytes and 2 * num_bytes + SPARED_BYTES < free_host_bytes():
             self._store.make_second_buffers()
+
+    @contextmanager
+    def _passing(
+        self, layers: Sequence[LayerParameters], updates: PendingUpdates | None
+    ) -> Iterator[None]:
+        """Inside, state on a disk is read ahead in the order of ``layers``."""
+        if self._pages is None:
+            yield
+            return
+        uses = (use for layer in layers for use in self._ahead(layer))
+        parameters = dict.fromkeys(id(use.parameter) for use in uses)
+        masters = [self._masters.by_parameter[key] for key in parameters]
+        pending = [master for master in masters if updates is not None and master in updates]
+        self._pages.begin(
+            [
+                (master, *updates.of(master).moments)
+                if updates is not None and master in updates
+                else (master,)
+                for master in masters
+            ],
+            for_writing=bool(pending),
+        )
+        try:
+            yield
+        finally:
+            self._pages.end()
 
     # What is done to some layers at once, because small updates share their threads.
 
@@ -227,9 +259,12 @@ class WriteBack:
             if updates is not None and master in updates:
                 updated.append((master, target))
             elif target is not None:
+                if self._pages is not None:
+                    self._pages.reach([master])
                 target.data.copy_(master.data)
         if updates is not None:
-            updates.compute(updated)
+            for some in [updated] if self._pages is None else self._pages.in_calls(updated):
+                updates.compute(some)
         # Only now, as an interrupt may come before.
         written = (key for key, target in targets.items() if target is not None)
         self._store.ahead.difference_update(written)
