@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.presets import preset as presets
 from roundpipe.presets.low_rank import AdaptedWeight, Factors
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines, engine_gradients
@@ -150,6 +151,16 @@ def test_adapted_experts_run_on_several_devices_at_once(engines: Engines) -> Non
     engine.synchronize()
     assert met.is_set()
     assert not parametrize._cache
+
+
+def test_adapters_for_experts_of_another_layout() -> None:
+    """GPT-OSS keeps its experts' matrices the other way round than Qwen3-MoE, and PEFT finds out in
+    the first forward, by an error of torch's."""
+    model = adapted("qwen3-moe")
+    experts = model.get_base_model().model.layers[2].mlp.experts.get_base_layer()
+    experts.gate_up_proj = nn.Parameter(torch.zeros(4, TINY["hidden_size"], 16))
+    with pytest.raises(ConfigError, match=r"layer 3, .*gate_up_proj.*\(4, 32, 32\).*\(4, 32, 16\)"):
+        presets.cut(model)
 
 
 def test_a_weight_with_an_adapter_is_its_sum_for_all_else() -> None:

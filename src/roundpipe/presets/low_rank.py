@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
+from ..errors import ConfigError
+
 _ALIGNMENT = 16  # bytes; kernels of grouped products want rows that are a multiple of it
 
 
@@ -138,15 +140,33 @@ def run_without_sums(layers: Iterable[nn.Module]) -> None:
     """Has layers with adapters of single parameters compute without the sum of both.
 
     A layer's modules are a replica's while it runs, so nobody else sees what they are given.
+
+    Raises:
+        ConfigError: an adapter is for experts of another number or layout.
     """
-    for layer in layers:
-        if any(map(_is_adapter, layer.modules())):
+    for index, layer in enumerate(layers):
+        adapters = [pair for pair in layer.named_modules() if _is_adapter(pair[1])]
+        for name, adapter in adapters:
+            _refuse_other_layout(f"layer {index}, {name}.{adapter.parameter_name}", adapter)
+        if adapters:
             layer.register_forward_pre_hook(_replace)
             layer.register_forward_hook(_restore, always_call=True)
 
 
 def _is_adapter(module: nn.Module) -> bool:
     return type(module).__name__ == "ParamWrapper"
+
+
+def _refuse_other_layout(where: str, wrapper: Any) -> None:
+    shape = tuple(wrapper.get_param().shape)
+    for name in wrapper.lora_A:
+        left, right, _ = _factors_of(wrapper, name)
+        made = (*left.shape[:-1], right.shape[-1])
+        if made != shape:
+            raise ConfigError(
+                f"{where}: the adapter {name!r} is for experts of shape {made}, and the parameter "
+                f"has {shape}; it was made for another model or another layout of this one"
+            )
 
 
 def _replace(layer: nn.Module, _: Any) -> None:
