@@ -3,13 +3,21 @@
 Its coefficient is raised to where leaving it out, or taking its mean over microbatches, would show.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from string import digits
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoTokenizer,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.olmoe import modeling_olmoe
 
 from roundpipe.errors import ConfigError
@@ -36,10 +44,31 @@ _SIZES: dict[str, Any] = {
     "router_aux_loss_coef": 0.5,
 }
 _QWEN = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "mlp_only_layers": [1]}
-CONFIGS = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
+}
+# Without an auxiliary loss: a bias that TRL leaves alone balances them.
+_GROUPED = {
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}
+_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_UNHEARD = {name: size for name, size in _SIZES.items() if name != "router_aux_loss_coef"}
+CONFIGS |= {
+    "deepseek": lambda: DeepseekV3Config(**_UNHEARD, **_GROUPED, **_LATENT),
+    "glm4-moe": lambda: Glm4MoeConfig(**_UNHEARD, **_GROUPED, head_dim=8),
 }
 SLOW = pytest.mark.slow
 
@@ -114,6 +143,18 @@ def test_a_routers_loss_is_that_of_the_batch(
 def test_every_form_of_sft(case: str, folder: Path) -> None:
     """Smoothing leaves the auxiliary loss out, as TRL does, and logs it all the same."""
     assert_same(trained("sft", folder, max_steps=2, **sft.CASES[case]))
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("name", ["deepseek", "glm4-moe"])
+def test_mixtures_without_an_auxiliary_loss(name: str, adapts: bool, tmp_path: Path) -> None:
+    """Latent attention and grouped experts, by the generic preset, in microbatches."""
+    folder = tmp_path / name
+    save_tokenizer(folder)
+    settings = {"peft_config": preferences.LORA} if adapts else {}
+    pair = trained("sft", folder, max_steps=2, devices=3, **settings)
+    assert "aux_loss" not in logged(pair.ours)[0]
+    assert_same(pair)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
