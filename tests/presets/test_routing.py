@@ -204,6 +204,42 @@ def test_a_microbatch_of_padding_counts_no_token(engines: Engines, name: str) ->
     assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "olmoe"])
+def test_outputs_and_asynchronous_steps_with_the_auxiliary_loss(
+    engines: Engines, name: str
+) -> None:
+    """Such a batch is run as a forward and a backward, and looks like any other from outside."""
+    model, kwargs = made_to_listen(name), {**INPUTS["labels"](), "output_router_logits": True}
+    plain = copy.deepcopy(model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engines(model, THREE)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    weights = [copy.deepcopy(plain.state_dict())]
+    for step in range(3):
+        plain.load_state_dict(weights[max(step - 1, 0)])  # an asynchronous step is one behind
+        theirs, gradients = own_forward(plain, kwargs)
+        plain.load_state_dict(weights[-1])
+        loss, ours = engine.forward_backward(
+            input_kwargs=kwargs,
+            return_outputs=True,
+            run_config=RoundPipeRunConfig(num_microbatch=3),
+        )
+        assert not any(value.requires_grad for value in (loss, ours.loss, ours.aux_loss))
+        assert_same_sums(loss, theirs.loss.detach(), terms=ROWS * TOKENS)
+        assert_same_sums(ours.logits, theirs.logits.detach(), terms=ROWS * TOKENS)
+        with pytest.raises(RuntimeError, match="already run"):
+            loss.backward()
+        engine.step(optimizer.step)
+        for parameter_name, parameter in plain.named_parameters():
+            parameter.grad = gradients[parameter_name]
+        reference.step()
+        plain.zero_grad()
+        weights.append(copy.deepcopy(plain.state_dict()))
+    engine.synchronize()
+    for parameter_name, parameter in engine.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), weights[-1][parameter_name])
+
+
 def test_a_loss_fn_sees_all_rows_of_the_auxiliary_loss(engines: Engines) -> None:
     """A microbatch has none of its own. The config may ask for it."""
     model = made_to_listen("qwen3-moe")

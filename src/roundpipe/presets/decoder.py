@@ -8,7 +8,7 @@ guessed. Whether that gives the model's logits and loss is tried out on a few to
 is cut; where it does not, the model has no preset, and the log says why.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,18 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from . import trial
+from .balance import Balance, assemble_routed, balance_of, routers_in
 from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
 from .causal_lm import assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part
 from .preset import Cut, DoesNotFit
-from .routing import (
-    Balance,
-    Routed,
-    assemble_routed,
-    run_routed,
-    wants_auxiliary_loss,
-)
+from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
 _OF_TOKENS = (
@@ -215,7 +210,7 @@ def cut(model: PreTrainedModel) -> Cut:
     """
     path = _path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
-    balance, asks = _balance_of(model, blocks), wants_auxiliary_loss(model.config, None)
+    balance, asks = balance_of(model, blocks), wants_auxiliary_loss(model.config, None)
     if balance is None and asks:
         raise DoesNotFit(
             "its config asks for output_router_logits, and what its routers say is not understood"
@@ -270,8 +265,8 @@ def _cut_at(
     kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
     first = Prefix(model, found.first, kinds, collects=balance is not None)
     made_blocks = [
-        RoutedBlock(block, kind, next(iter(_routers_in(model, block)), None))
-        if _chooses(block)
+        RoutedBlock(block, kind, next(iter(routers_in(model, block)), None))
+        if chooses(block)
         else Block(block, kind)
         for block, kind in zip(blocks, kinds, strict=True)
     ]
@@ -291,34 +286,7 @@ def collects_router_logits(model: PreTrainedModel) -> bool:
         path = _path_of_blocks(model)
     except DoesNotFit:
         return False
-    return _balance_of(model, model.get_submodule(".".join(path)).children()) is not None
-
-
-def _balance_of(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> Balance | None:
-    """None where there is no router, or more than one in a block."""
-    routers = [_routers_in(model, block) for block in blocks]
-    is_clear = any(routers) and all(len(inside) <= 1 for inside in routers)
-    return Balance.of(model) if is_clear else None
-
-
-def _routers_in(model: PreTrainedModel, block: nn.Module) -> list[str]:
-    """Where ``block`` has modules that transformers records as routers, whose first result are
-    logits."""
-    recorder: Any = (type(model)._can_record_outputs or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", None)
-    if kind is None or recorder.index != 0:
-        return []
-    within = f".{recorder.layer_name or ''}.".replace("..", ".")
-    return [
-        name
-        for name, module in block.named_modules()
-        if isinstance(module, kind) and within in f".{name}."
-    ]
-
-
-def _chooses(block: nn.Module) -> bool:
-    """Whether it has experts, by the name that transformers gives them."""
-    return any(name.split(".")[-1] == "experts" for name, _ in block.named_modules())
+    return balance_of(model, model.get_submodule(".".join(path)).children()) is not None
 
 
 def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.olmoe import modeling_olmoe
 
 from roundpipe.errors import ConfigError
-from roundpipe.presets import routing
+from roundpipe.presets.balance import Balance
 from roundpipe_hf.trl import RoundPipeSFTTrainer
 from tests.hf.trl import test_preferences as preferences
 from tests.hf.trl import test_rollouts as rollouts
@@ -124,14 +124,14 @@ def test_a_routers_loss_is_that_of_the_batch(
     if kind not in rollouts.KINDS:
         settings |= {"eval_strategy": "steps", "eval_steps": 1}
     counts: list[int] = []
-    merge = routing.Balance.merge
+    merge = Balance.merge
 
     def counting(self: Any, outputs: Any, rows: Any) -> Any:
         if torch.is_grad_enabled():  # not where it is tried out
             counts.append(len(outputs))
         return merge(self, outputs, rows)
 
-    monkeypatch.setattr(routing.Balance, "merge", counting)
+    monkeypatch.setattr(Balance, "merge", counting)
     pair = trained(kind, folder, **settings)
     assert "aux_loss" in logged(pair.ours)[0]
     assert_same(pair)

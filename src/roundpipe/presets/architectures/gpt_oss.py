@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..balance import RoutedHeadAndLoss, assemble_routed
 from ..preset import Cut
-from ..routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, assemble_routed
+from ..routing import RoutedBlock, RoutedPrefix
 
 
 class Prefix(RoutedPrefix):

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..balance import RoutedHeadAndLoss, assemble_routed
 from ..preset import Cut
-from ..routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, assemble_routed
+from ..routing import RoutedBlock, RoutedPrefix
 from .llama import Block
 
 
