@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import OlmoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.models.olmoe import modeling_olmoe
 
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
+from roundpipe.presets.decoder import RoutedBlock
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines
 from tests.support.preset_models import (
@@ -29,6 +38,7 @@ from tests.support.preset_models import (
 )
 from tests.support.tolerances import assert_same_sums
 
+EPSILON = torch.finfo(torch.float32).eps
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
 ROUTERS = {"qwen3-moe": "gate", "mixtral": "gate", "gpt-oss": "router", "olmoe": "gate"}
 
@@ -123,18 +133,159 @@ def test_the_auxiliary_loss_is_the_models_own(engines: Engines, name: str, input
     assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
 
 
-def test_with_the_auxiliary_loss_the_batch_is_not_cut(engines: Engines) -> None:
-    """It is a product of two means over all rows, which no sum over microbatches gives; the config
-    may ask for it."""
-    model = make_moe("qwen3-moe")
+def made_to_listen(name: str) -> Any:
+    """With a coefficient that would show a mean over microbatches in place of the batch's."""
+    made = make_model(name, config=MIXTURES[name]() if name in MIXTURES else None)
+    made.router_aux_loss_coef = 0.5
+    return made
+
+
+MIXTURES = {
+    "olmoe": lambda: OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **TINY,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "ernie": lambda: Ernie4_5_MoeConfig(
+        **TINY, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=1
+    ),
+}
+LISTENED = ["qwen3-moe", "mixtral", "gpt-oss", *MIXTURES]
+
+
+def assert_same_loss(ours: Tensor, theirs: Tensor) -> None:
+    """Every token's part is rounded once more where it is added up in other groups."""
+    assert ours.item() == pytest.approx(theirs.item(), rel=ROWS * TOKENS * EPSILON)
+
+
+@pytest.mark.parametrize("devices", [ONE, THREE], ids=["one device", "three devices"])
+@pytest.mark.parametrize("inputs", ["labels", "padded left"])
+@pytest.mark.parametrize("name", LISTENED)
+def test_the_auxiliary_loss_of_a_batch_that_is_cut(
+    engines: Engines, name: str, inputs: str, devices: Any
+) -> None:
+    """It is a product of two means over all rows, which no sum over microbatches gives. Every
+    microbatch had to be told the batch's; batches were not cut before, or the model refused."""
+    model, kwargs = made_to_listen(name), {**INPUTS[inputs](), "output_router_logits": True}
+    theirs, expected = own_forward(copy.deepcopy(model), kwargs)
+    engine = engines(model, devices)
+    in_three = RoundPipeRunConfig(num_microbatch=3)
+    loss = engine.forward_backward(input_kwargs=kwargs, run_config=in_three)
+    engine.synchronize()
+    assert_same_loss(loss, theirs.loss)
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+    assert_same_loss(engine.forward_loss(input_kwargs=kwargs, run_config=in_three), theirs.loss)
+    ours = engine(**kwargs, roundpipe_run_config=in_three)
+    assert list(ours) == list(theirs)
+    assert_same_loss(ours.aux_loss, theirs.aux_loss)
+    engine.zero_grad()
+    assert [link.shape for link in ours.router_logits] == [t.shape for t in theirs.router_logits]
+    ours.loss.backward()
+    engine.synchronize()
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "olmoe"])
+def test_a_microbatch_of_padding_counts_no_token(engines: Engines, name: str) -> None:
+    """The model's own function would divide by no tokens there."""
+    model, kwargs = made_to_listen(name), {**INPUTS["padded left"](), "output_router_logits": True}
+    kwargs["attention_mask"][0] = 0
+    kwargs["labels"][0] = -100
+    theirs, expected = own_forward(copy.deepcopy(model), kwargs)
+    engine = engines(model, THREE)
+    loss = engine.forward_backward(
+        input_kwargs=kwargs, run_config=RoundPipeRunConfig(num_microbatch=ROWS)
+    )
+    engine.synchronize()
+    assert_same_loss(loss, theirs.loss)
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "olmoe"])
+def test_outputs_and_asynchronous_steps_with_the_auxiliary_loss(
+    engines: Engines, name: str
+) -> None:
+    """Such a batch is run as a forward and a backward, and looks like any other from outside."""
+    model, kwargs = made_to_listen(name), {**INPUTS["labels"](), "output_router_logits": True}
+    plain = copy.deepcopy(model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    engine = engines(model, THREE)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    weights = [copy.deepcopy(plain.state_dict())]
+    for step in range(3):
+        plain.load_state_dict(weights[max(step - 1, 0)])  # an asynchronous step is one behind
+        theirs, gradients = own_forward(plain, kwargs)
+        plain.load_state_dict(weights[-1])
+        loss, ours = engine.forward_backward(
+            input_kwargs=kwargs,
+            return_outputs=True,
+            run_config=RoundPipeRunConfig(num_microbatch=3),
+        )
+        assert not any(value.requires_grad for value in (loss, ours.loss, ours.aux_loss))
+        assert_same_sums(loss, theirs.loss.detach(), terms=ROWS * TOKENS)
+        assert_same_sums(ours.logits, theirs.logits.detach(), terms=ROWS * TOKENS)
+        with pytest.raises(RuntimeError, match="already run"):
+            loss.backward()
+        engine.step(optimizer.step)
+        for parameter_name, parameter in plain.named_parameters():
+            parameter.grad = gradients[parameter_name]
+        reference.step()
+        plain.zero_grad()
+        weights.append(copy.deepcopy(plain.state_dict()))
+    engine.synchronize()
+    for parameter_name, parameter in engine.model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), weights[-1][parameter_name])
+
+
+def test_a_loss_fn_sees_all_rows_of_the_auxiliary_loss(engines: Engines) -> None:
+    """A microbatch has none of its own. The config may ask for it."""
+    model = made_to_listen("qwen3-moe")
     model.config.output_router_logits = True
     theirs, _ = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
     engine = engines(model, ONE)
-    with pytest.warns(UserWarning, match="one microbatch"), torch.no_grad():
-        ours = engine(
-            **INPUTS["padded left"](), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)
-        )
-    assert torch.equal(ours.loss, theirs.loss)
+    for call in (engine.forward_backward, engine.forward_loss):
+        with pytest.warns(UserWarning, match="loss_fn sees one microbatch"):
+            loss = call(
+                input_kwargs=INPUTS["padded left"](),
+                loss_fn=lambda output, _: output.aux_loss,
+                run_config=RoundPipeRunConfig(num_microbatch=3),
+            )
+        assert torch.equal(loss, theirs.aux_loss)
+
+
+def test_a_failed_microbatch_leaves_nothing_of_the_sums(engines: Engines) -> None:
+    """They belong to its output, so the call after it starts anew."""
+    model, kwargs = made_to_listen("olmoe"), {**INPUTS["labels"](), "output_router_logits": True}
+    theirs, expected = own_forward(copy.deepcopy(model), kwargs)
+    engine = engines(model, THREE)
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("once")
+
+    in_three = RoundPipeRunConfig(num_microbatch=3)
+    with model.model.layers[2].mlp.register_forward_pre_hook(fail):
+        with pytest.raises(ValueError, match="once"):
+            engine.forward_backward(input_kwargs=kwargs, run_config=in_three)
+        loss = engine.forward_backward(input_kwargs=kwargs, run_config=in_three)
+    engine.synchronize()
+    assert_same_loss(loss, theirs.loss)
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+
+
+def test_a_subclass_of_the_users_own_has_the_auxiliary_loss_of_its_architecture() -> None:
+    """Its function was looked for in the module of the subclass, where it is not."""
+
+    class Mine(Qwen3MoeForCausalLM):
+        pass
+
+    made = presets.cut(Mine(make_moe("qwen3-moe").config))
+    assert made is not None
 
 
 def test_experts_stay_stacked(engines: Engines) -> None:
@@ -146,12 +297,58 @@ def test_experts_stay_stacked(engines: Engines) -> None:
     assert masters["model.layers.0.mlp.experts.down_proj"].shape == (4, 32, 16)
 
 
-def test_the_generic_preset_refuses_the_auxiliary_loss() -> None:
-    """It cannot know how an unknown model makes it."""
-    model = make_moe("olmoe")
+@pytest.mark.parametrize("change", ["function", "name"])
+def test_routers_that_are_not_understood(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generic preset tries out whether the loss of a batch can be made of sums; it is refused
+    where not, and where what it is made of has other names."""
+    model = made_to_listen("olmoe")
+    if change == "name":
+        del model.num_experts_per_tok
+        model.config.router_aux_loss_coef = 0.0
+    else:
+        monkeypatch.setattr(
+            modeling_olmoe, "load_balancing_loss_func", lambda said, *_: said[0].max()
+        )
     made = presets.cut(model)
     assert made is not None
     with pytest.raises(ConfigError, match="output_router_logits"):
         made.sequential[0](input_ids=tokens(), output_router_logits=True)
     model.config.output_router_logits = True
     assert presets.cut(model) is None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_mixtures_that_record_no_routers_keep_their_choice(engines: Engines, name: str) -> None:
+    """Only blocks with a recorded router kept it: these have no auxiliary loss."""
+    configs = {
+        "deepseek-v3": lambda: DeepseekV3Config(**TINY | {"num_key_value_heads": 4}, **LATENT),
+        "glm4-moe": lambda: Glm4MoeConfig(**TINY, head_dim=8, **GROUPED),
+    }
+    model = make_model(config=configs[name]())
+    theirs, expected = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
+    engine = engines(model, THREE)
+    assert any(isinstance(layer, RoutedBlock) for layer in engine._sequence)
+    loss = engine.forward_backward(
+        input_kwargs=INPUTS["padded left"](), run_config=RoundPipeRunConfig(num_microbatch=3)
+    )
+    engine.synchronize()
+    assert_same_loss(loss, theirs.loss)
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+
+
+GROUPED = {
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}
+LATENT = GROUPED | {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}

@@ -1,6 +1,7 @@
 """From what a call is given to its microbatches, and from what these give to what the caller
 gets."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -304,15 +305,30 @@ def sum_losses(call: Call) -> Any:
             [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
         )
     for total in totals:
-        # Because a tensor without a graph would only say that it has none.
-        setattr(total, "backward", _already_run)  # noqa: B010
+        marked_as_run(total)
     return totals if call.losses[0].is_sequence else totals[0]
+
+
+def marked_as_run(loss: torch.Tensor) -> torch.Tensor:
+    """``loss``, which has no graph: its ``backward`` says why, where torch would only say that."""
+    setattr(loss, "backward", _already_run)  # noqa: B010
+    return loss
 
 
 def _already_run(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         "backward was already run by forward_backward(); use forward() to call backward() yourself"
     )
+
+
+def in_one_microbatch(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    """For a ``loss_fn``, which sees one microbatch, of a loss that is of all rows together."""
+    warnings.warn(
+        "the model's loss is of all rows together (the auxiliary loss of its routers), and loss_fn "
+        "sees one microbatch, so the batch is one; leave loss_fn out to have it cut",
+        stacklevel=3,
+    )
+    return replace(config, num_microbatch=1)
 
 
 def outputs_as_loss(outputs: Any, _: Any) -> Any:

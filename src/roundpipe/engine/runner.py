@@ -41,7 +41,6 @@ from .batches import (
     Destinations,
     backward_into,
     input_gradients,
-    outputs_as_loss,
     sum_losses,
 )
 from .device_memory import DeviceMemory
@@ -57,12 +56,14 @@ class Request:
         what: the engine's method, for messages.
         run_type: ``"fused"`` runs backward too, ``"train"`` leaves that to the caller's graph.
         loss_fn: None where outputs are all that is wanted.
+        only_loss: of the outputs nobody reads more than their loss.
     """
 
     what: str
     run_type: RunType
     loss_fn: LossFn | None = None
     returns_outputs: bool = True
+    only_loss: bool = False
 
 
 class Results(NamedTuple):
@@ -130,13 +131,21 @@ class BatchRunner:
             found = (names[id(module)] for module in layer.modules() if names.get(id(module)))
             self._layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
 
-    def forward(self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig) -> Any:
+    def forward(
+        self,
+        args: Sequence[Any],
+        kwargs: Any,
+        config: RoundPipeRunConfig,
+        *,
+        only_loss: bool = False,
+    ) -> Any:
         """The outputs, as parts of the caller's graph if ``config`` wants one."""
         run_type: RunType = "train" if config.builds_graph else "infer"
         # Also where the batch is cut and joined, because the config beats the caller's context.
         with torch.set_grad_enabled(config.builds_graph):
             batch = Batch.cut(args, kwargs, None, len(self._pool.devices) + 1, config)
-            return self.run(batch, Request(what="forward()", run_type=run_type)).outputs
+            request = Request(what="forward()", run_type=run_type, only_loss=only_loss)
+            return self.run(batch, request).outputs
 
     def free_devices(self) -> None:
         """Submits to the workers what frees all that is held for the layers. Returns at once."""
@@ -219,7 +228,7 @@ class BatchRunner:
                 loss_fn=request.loss_fn,
                 labels=batch.labels,
                 keeps_outputs=request.returns_outputs,
-                only_loss=request.loss_fn is outputs_as_loss and not request.returns_outputs,
+                only_loss=request.only_loss,
                 recompute_grain=batch.grain,
             ),
             self._model_now(first),

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ..autoplan.free_memory import FreeMemory
 from ..autoplan.planner import Planner
@@ -14,11 +16,19 @@ from ..device.choose import DeviceSpec
 from ..memory.pinning import PinMode
 from ..plan.costs import LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
+from ..presets.preset import SplitForward
 from ..runtime.autograd import when_pass_ends
 from ..runtime.call import LossFn
 from ..trace.table import Statistics
 from .base import Engine, call_site, check_model
-from .batches import Batch, CutMicrobatches, GivenMicrobatches, outputs_as_loss
+from .batches import (
+    Batch,
+    CutMicrobatches,
+    GivenMicrobatches,
+    in_one_microbatch,
+    marked_as_run,
+    outputs_as_loss,
+)
 from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
@@ -184,6 +194,9 @@ class RoundPipe(Engine):
             Returns once these are known: remaining backward stage runs run on, and what fails there
             is raised by the next call.
 
+        Where only all rows together have a loss (the auxiliary one of routers), all microbatches go
+        forward before the first goes backward; with a ``loss_fn`` the batch is one microbatch.
+
         Raises:
             What a layer or ``loss_fn`` raised, with a note that says where. The call then has had
             no effect.
@@ -197,12 +210,18 @@ class RoundPipe(Engine):
             >>> loss = engine.forward_backward((ids,), label=labels, loss_fn=loss_fn)
         """
         self._begin("forward_backward()")
-        batch = self._batch(input_args, input_kwargs, label, run_config, microbatches)
+        config = run_config.over(self._config)
+        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
+            if loss_fn is None:
+                return self._run_jointly(input_args, input_kwargs, config, return_outputs)
+            config = in_one_microbatch(config)
+        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_backward()",
             run_type="fused",
             loss_fn=loss_fn or outputs_as_loss,
             returns_outputs=return_outputs,
+            only_loss=loss_fn is None and not return_outputs,
         )
         results = self._runner.run(batch, request)
         return (results.losses, results.outputs) if return_outputs else results.losses
@@ -226,24 +245,56 @@ class RoundPipe(Engine):
         """
         self._begin("forward_loss()")
         self._steps.flush()
-        batch = self._batch(input_args, input_kwargs, label, run_config, microbatches)
+        config = run_config.over(self._config)
+        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
+            if loss_fn is None:
+                config = replace(config, requires_grad=False)
+                outputs = self._runner.forward(
+                    input_args, input_kwargs or {}, config, only_loss=True
+                )
+                return outputs.loss.cpu()
+            config = in_one_microbatch(config)
+        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_loss()",
             run_type="infer",
             loss_fn=loss_fn or outputs_as_loss,
             returns_outputs=False,
+            only_loss=loss_fn is None,
         )
         return self._runner.run(batch, request).losses
+
+    def _is_joint(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
+    ) -> bool:
+        """Whether such a batch has a loss that no sum over its microbatches gives."""
+        count, cut = config.num_microbatch or self.default_num_microbatch, config.split_input
+        return count > 1 and isinstance(cut, SplitForward) and cut.is_joint(args, kwargs)
+
+    def _run_jointly(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        config: RoundPipeRunConfig,
+        returns_outputs: bool,
+    ) -> Any:
+        """All microbatches go forward before the first goes backward."""
+        config = replace(config, requires_grad=True)
+        outputs = self._runner.forward(args, kwargs or {}, config, only_loss=not returns_outputs)
+        outputs.loss.backward()
+        loss = marked_as_run(outputs.loss.detach().to("cpu", copy=True))
+        if not returns_outputs:
+            return loss
+        return loss, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def _batch(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
-        run_config: RoundPipeRunConfig,
+        config: RoundPipeRunConfig,
         microbatches: GivenMicrobatches | CutMicrobatches | None,
     ) -> Batch:
-        config = run_config.over(self._config)
         return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)
 
     # What is going on.

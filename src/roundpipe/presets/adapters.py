@@ -2,16 +2,11 @@
 exactly."""
 
 import sys
-import threading
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
-
-# Within it nobody else uses torch's cache of parametrizations, see `run_one_at_a_time`.
-_cache_of_parametrizations = threading.Lock()
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -57,24 +52,6 @@ def base_of(model: nn.Module) -> nn.Module:
             )
     base: nn.Module = tuner.model
     return base
-
-
-def run_one_at_a_time(layers: Iterable[nn.Module]) -> None:
-    """Has layers with adapters of single parameters (``target_parameters``, those of experts) wait
-    for each other.
-
-    Their forward adds to the parameter by a parametrization and caches the sum in a table that all
-    threads share and the last one out empties. A thread that found the sum of an earlier microbatch
-    there would take it for its own.
-    """
-    for layer in layers:
-        if any(type(module).__name__ == "ParamWrapper" for module in layer.modules()):
-            layer.register_forward_pre_hook(
-                lambda *_: _cache_of_parametrizations.acquire() and None
-            )
-            layer.register_forward_hook(
-                lambda *_: _cache_of_parametrizations.release(), always_call=True
-            )
 
 
 def _refused(config: Any, why: str) -> ConfigError:

@@ -18,7 +18,7 @@ from ..layers.output_use import only_loss_is_wanted
 from ..microbatch import split
 from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
-from .preset import Cut, SplitForward
+from .preset import Cut, MergeOutput, SplitForward
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
@@ -165,10 +165,14 @@ def assemble(
     blocks: Iterable[nn.Module],
     suffix: nn.Module,
     split_input: Callable[..., Any] = split_batch,
+    merge: MergeOutput = merge_outputs,
+    is_joint: Callable[..., bool] | None = None,
 ) -> Cut:
     """A decoder of these layers, microbatched as causal language models are."""
     return Cut(
         sequential=nn.Sequential(prefix, *blocks, suffix),
-        split_input=SplitForward(model=model, split=split_input, check=refuse_unread),
-        merge_output=merge_outputs,
+        split_input=SplitForward(
+            model=model, split=split_input, check=refuse_unread, joint=is_joint
+        ),
+        merge_output=merge,
     )

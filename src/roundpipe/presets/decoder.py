@@ -9,7 +9,7 @@ is cut; where it does not, the model has no preset, and the log says why.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from . import trial
+from .balance import Balance, assemble_routed, balance_of, routers_in
 from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
 from .causal_lm import assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part
 from .preset import Cut, DoesNotFit
-from .routing import KeptChoice, wants_auxiliary_loss
+from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
 _OF_TOKENS = (
@@ -37,7 +38,7 @@ _OF_TOKENS = (
 )
 
 
-class State(TypedDict):
+class State(Routed):
     """What travels from layer to layer."""
 
     hidden_states: torch.Tensor  # (rows, tokens, hidden)
@@ -50,10 +51,13 @@ class State(TypedDict):
 
 class Prefix(nn.Module):
     """First layer: takes the arguments of the model's forward. ``kinds``: of each block, which are
-    called alike."""
+    called alike. ``collects``: blocks collect what routers say."""
 
-    def __init__(self, model: PreTrainedModel, part: Part, kinds: list[int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, part: Part, kinds: list[int], *, collects: bool
+    ) -> None:
         super().__init__()
+        self.collects = collects
         self.part = part
         self.kinds = kinds
         self.config = model.config
@@ -64,12 +68,14 @@ class Prefix(nn.Module):
         *args: Any,
         loss_weight: float | None = None,
         skip_logits: bool | None = None,
+        has_siblings: bool = False,
         **kwargs: Any,
     ) -> State:
         named = by_name(self.model_class, args, kwargs)
         refuse_cache(named.get("past_key_values"), named.pop("use_cache", None))
         refuse_unsupported(self.config, named)
-        if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
+        wanted = wants_auxiliary_loss(self.config, named.get("output_router_logits"))
+        if wanted and not self.collects:
             raise ConfigError(
                 "output_router_logits: there is no preset that collects them for "
                 f"{self.model_class.__name__}"
@@ -79,6 +85,8 @@ class Prefix(nn.Module):
                 "is_causal: transformers carries it in the config, which all microbatches share; "
                 "set it there"
             )
+        if self.collects:
+            named["output_router_logits"] = False  # because the blocks collect them
         hidden_states, calls = self.part.first(**named, use_cache=False)
         note_lengths(self.part)
         return State(
@@ -88,6 +96,9 @@ class Prefix(nn.Module):
             last_kwargs={name: value for name, value in named.items() if name not in _OF_TOKENS},
             loss_weight=loss_weight,
             skip_logits=skip_logits,
+            router_logits=() if wanted else None,
+            attention_mask=named.get("attention_mask") if wanted else None,
+            has_siblings=has_siblings,
         )
 
     def _by_kind(self, calls: list[BlockCall]) -> tuple[BlockCall, ...]:
@@ -121,13 +132,14 @@ class Block(nn.Module):
 
 
 class RoutedBlock(Block):
-    """One decoder block that may have experts."""
+    """One decoder block that may have experts. ``router``: where its router is, if it has one."""
+
+    def __init__(self, block: nn.Module, kind: int, router: str | None) -> None:
+        super().__init__(block, kind)
+        self.router = router
 
     def forward(self, state: State) -> State:
-        choice = KeptChoice()
-        with choice:
-            made = super().forward(state)
-        choice.save()
+        made: State = run_routed(super().forward, state, self.block, self.router)
         return made
 
 
@@ -135,12 +147,19 @@ class Suffix(nn.Module):
     """Last layer: returns what the model's forward returns.
 
     ``head``: name of the head in the model if its logits go to the loss as they are; else None.
+    ``balance``: makes the auxiliary loss, if the routers can be listened to.
     """
 
     def __init__(
-        self, model: PreTrainedModel, part: Part, head: str | None, output_class: type[Any]
+        self,
+        model: PreTrainedModel,
+        part: Part,
+        head: str | None,
+        output_class: type[Any],
+        balance: Balance | None,
     ) -> None:
         super().__init__()
+        self.balance = balance
         self.part = part
         self.head = head
         self.output_class = output_class
@@ -148,6 +167,11 @@ class Suffix(nn.Module):
         self.loss = Loss(model)
 
     def forward(self, state: State) -> Any:
+        """What the model's forward returns."""
+        output = self._output(state)
+        return output if self.balance is None else self.balance.added(output, state)
+
+    def _output(self, state: State) -> Any:
         hidden_states, named, labels = (
             state["hidden_states"],
             dict(state["last_kwargs"]),
@@ -184,23 +208,20 @@ def cut(model: PreTrainedModel) -> Cut:
     Raises:
         DoesNotFit: the model is not of this shape, or its own forward gives something else.
     """
-    if wants_auxiliary_loss(model.config, None):
-        raise DoesNotFit(
-            "its config asks for output_router_logits, which only presets of their own collect"
-        )
     path = _path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
+    balance, asks = balance_of(model, blocks), wants_auxiliary_loss(model.config, None)
+    if balance is None and asks:
+        raise DoesNotFit(
+            "its config asks for output_router_logits, and what its routers say is not understood"
+        )
     with trial.in_evaluation(model):
         try:
-            made = _cut_at(model, path, blocks)
+            made = _tried(model, path, blocks, balance)
         except DoesNotFit:
-            raise
-        except (
-            Exception
-        ) as error:  # because an unknown forward may raise anything when called in another way
-            raise DoesNotFit(
-                f"run in parts, its forward raises {type(error).__name__}: {error}"
-            ) from error
+            if balance is None or asks:
+                raise
+            made = _tried(model, path, blocks, None)
     reached = {id(parameter) for parameter in made.sequential.parameters()}
     left_out = [
         name for name, parameter in model.named_parameters() if id(parameter) not in reached
@@ -212,23 +233,60 @@ def cut(model: PreTrainedModel) -> Cut:
     return made
 
 
-def _cut_at(model: PreTrainedModel, path: tuple[str, ...], blocks: list[nn.Module]) -> Cut:
-    samples, num_returned = trial.run(model, blocks[0])
+def _tried(
+    model: PreTrainedModel,
+    path: tuple[str, ...],
+    blocks: list[nn.Module],
+    balance: Balance | None,
+) -> Cut:
+    try:
+        return _cut_at(model, path, blocks, balance)
+    except DoesNotFit:
+        raise
+    # Because an unknown forward may raise anything when called in another way.
+    except Exception as error:
+        raise DoesNotFit(
+            f"run in parts, its forward raises {type(error).__name__}: {error}"
+        ) from error
+
+
+def _cut_at(
+    model: PreTrainedModel,
+    path: tuple[str, ...],
+    blocks: list[nn.Module],
+    balance: Balance | None,
+) -> Cut:
+    samples, num_returned = trial.run(
+        model, blocks[0], {} if balance is None else {"output_router_logits": True}
+    )
     where = Blocks(path, len(blocks), num_returned)
     trial.refuse_skipping(model, where, samples[0].inputs)
     found = trial.find(model, where, samples[0].inputs)
     kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
-    block_class = (
-        RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block
-    )
-    made = assemble(
-        model,
-        Prefix(model, found.first, kinds),
-        [block_class(block, kind) for block, kind in zip(blocks, kinds, strict=True)],
-        Suffix(model, found.last, found.head, type(samples[0].output)),
-    )
+    first = Prefix(model, found.first, kinds, collects=balance is not None)
+    made_blocks = [
+        RoutedBlock(block, kind, next(iter(routers_in(model, block)), None))
+        if chooses(block)
+        else Block(block, kind)
+        for block, kind in zip(blocks, kinds, strict=True)
+    ]
+    last = Suffix(model, found.last, found.head, type(samples[0].output), balance)
+    if balance is None:
+        made = assemble(model, first, made_blocks, last)
+    else:
+        made = assemble_routed(model, first, made_blocks, last, balance)
     trial.compare(model, made, samples)
     return made
+
+
+def collects_router_logits(model: PreTrainedModel) -> bool:
+    """Whether a model of any architecture says in transformers' way what its routers return and
+    what an auxiliary loss is made of."""
+    try:
+        path = _path_of_blocks(model)
+    except DoesNotFit:
+        return False
+    return balance_of(model, model.get_submodule(".".join(path)).children()) is not None
 
 
 def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:

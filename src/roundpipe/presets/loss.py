@@ -7,7 +7,7 @@ as ``num_items_in_batch`` where the loss takes it, else by weighting each microb
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -96,15 +96,15 @@ def take_loss_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: kwargs.pop(name) for name in _LOSS_KWARGS if name in kwargs}
 
 
-def merge_outputs(outputs: Sequence[Any], rows: Sequence[int]) -> Any:
+def merge_outputs(outputs: Sequence[Any], rows: Sequence[int], apart: Collection[str] = ()) -> Any:
     """Logits (or what else there is) row by row; the losses' sum, which `split_batch` or the caller
-    made exact."""
+    made exact. What is named in ``apart`` is left out where there are several."""
     if len(outputs) == 1:
         return outputs[0]
     losses = [output.loss for output in outputs if output.loss is not None]
     by_row = {
         name: merge([output[name] for output in outputs], rows)
         for name in outputs[0]
-        if name != "loss"
+        if name != "loss" and name not in apart
     }
     return type(outputs[0])(loss=sum(losses[1:], losses[0]) if losses else None, **by_row)

@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from .adapters import base_of, run_one_at_a_time
+from .adapters import base_of
+from .low_rank import run_without_sums
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +57,22 @@ class SplitForward:
         split: ``(model, args, kwargs, n) -> (args_list, kwargs_list)``.
         check: ``(model, args, kwargs)``, raises for what no call may be given. It is called by
             itself for microbatches that come cut.
+        joint: ``(model, args, kwargs)``, whether the losses of a call's microbatches do not add up:
+            that of the batch is known once their outputs are merged. None: it never is so.
     """
 
     model: Any
     split: Callable[..., Any]
     check: Callable[..., None]
+    joint: Callable[..., bool] | None = None
 
     def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
         """Cuts what the forward is given into at most ``n`` microbatches."""
         return self.split(self.model, args, kwargs, n)
+
+    def is_joint(self, args: Any, kwargs: Any) -> bool:
+        """Returns True if the loss of such a call is known only of all its microbatches."""
+        return self.joint is not None and self.joint(self.model, tuple(args), dict(kwargs or {}))
 
     def check_cut(self, args: Any, kwargs: Any) -> None:
         """Raises ConfigError for a microbatch with what no call may be given."""
@@ -135,7 +143,7 @@ def cut(model: nn.Module) -> Cut | None:
         return None
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
-    run_one_at_a_time(made.sequential)
+    run_without_sums(made.sequential)
     return made
 
 

@@ -5,30 +5,23 @@ Knows no architecture: whatever a block chooses, it chooses with ``topk``.
 """
 
 import operator
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from ..recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
-from . import causal_lm
 from .architectures.llama import Block, Prefix, State
-from .calling import by_name
-from .causal_lm import HeadAndLoss
 
 Chain = tuple[Any, torch.Tensor]
 
 
-class RoutedState(State):
-    """What travels, and for the auxiliary loss the logits of all routers so far (None: it is not
+class Routed(TypedDict):
+    """What travels for the auxiliary loss: the logits of all routers so far (None: it is not
     wanted).
 
     They form a chain, each block adding a link, because a compiled block that saw their number
@@ -39,6 +32,11 @@ class RoutedState(State):
         tuple[()] | Chain | None
     )  # ((..., (tokens of all rows, experts)), (tokens of all rows, experts))
     attention_mask: torch.Tensor | None  # (rows, tokens): which tokens the auxiliary loss counts
+    has_siblings: bool  # the batch has other microbatches, so the last layer makes sums
+
+
+class RoutedState(State, Routed):
+    """What travels from layer to layer."""
 
 
 class KeptChoice(TorchFunctionMode):
@@ -93,6 +91,7 @@ class RoutedPrefix(Prefix):
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        has_siblings: bool = False,
         **kwargs: Any,
     ) -> RoutedState:
         state = super().forward(
@@ -111,6 +110,7 @@ class RoutedPrefix(Prefix):
             **state,
             router_logits=() if wanted else None,
             attention_mask=attention_mask if wanted else None,
+            has_siblings=has_siblings,
         )
 
 
@@ -122,94 +122,36 @@ class RoutedBlock(Block):
         self.router = router
 
     def forward(self, state: RoutedState) -> RoutedState:  # type: ignore[override]
-        logits = state["router_logits"]
-        choice = KeptChoice()
-        if logits is None:
-            with choice:
-                made = super().forward(state)
-        else:
-            with choice, _outputs_of(operator.attrgetter(self.router)(self.block)) as outputs:
-                made = super().forward(state)
-            ((link, *_),) = outputs
-            logits = logits, link
-        choice.save()
-        # The same keys as ``state``.
-        return {**made, "router_logits": logits}  # type: ignore[typeddict-item]
+        made: RoutedState = run_routed(super().forward, state, self.block, self.router)
+        return made
 
 
-class RoutedHeadAndLoss(HeadAndLoss):
-    """Last layer of a decoder with experts: adds the auxiliary loss, computed by the model's own
-    function."""
-
-    output_class: type[Any] = MoeCausalLMOutputWithPast
-
-    def __init__(self, model: Any, norm: nn.Module, head: nn.Module) -> None:
-        super().__init__(model, norm, head)
-        self.coefficient: float = model.router_aux_loss_coef
-        self.num_experts: int = model.num_experts
-        self.num_chosen: int = model.num_experts_per_tok
-        self.balance: Callable[..., torch.Tensor] = sys.modules[
-            type(model).__module__
-        ].load_balancing_loss_func
-
-    def forward(self, state: RoutedState) -> Any:  # type: ignore[override]
-        """The model's output; what a readout returns gets the auxiliary loss as ``aux_loss``."""
-        if "readout" in state["loss_kwargs"]:
-            made = super().forward(state)
-            if state["router_logits"] is not None:
-                made.aux_loss, _ = self._auxiliary(state)
-            return made
-        logits, loss = self.logits_and_loss(state)
-        if state["router_logits"] is None:
-            return self.output_class(loss=loss, logits=logits)
-        auxiliary, router_logits = self._auxiliary(state)
-        if loss is not None:
-            loss = loss + self.coefficient * auxiliary
-        return self.output_class(
-            loss=loss, aux_loss=auxiliary, logits=logits, router_logits=router_logits
-        )
-
-    def _auxiliary(self, state: RoutedState) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        router_logits = _links(state["router_logits"])
-        choice = KeptChoice()
+def run_routed(run: Callable[..., Any], state: Any, block: nn.Module, router: str | None) -> Any:
+    """Has ``run`` run a block: a recompute chooses as the forward did, and what the ``router``
+    says joins the chain where that is wanted. None: the block has no router."""
+    logits = state["router_logits"]
+    choice = KeptChoice()
+    if logits is None or router is None:
         with choice:
-            auxiliary = self.balance(
-                router_logits, self.num_experts, self.num_chosen, state["attention_mask"]
-            )
-        choice.save()
-        return auxiliary, router_logits
+            made = run(state)
+    else:
+        with choice, _outputs_of(operator.attrgetter(router)(block)) as outputs:
+            made = run(state)
+        (said,) = outputs
+        logits = logits, said[0] if isinstance(said, tuple) else said
+    choice.save()
+    return {**made, "router_logits": logits}
 
 
-def split_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """As for every causal language model, but whole if the auxiliary loss is wanted.
-
-    That is a product of two means over the batch, which no sum over parts of it gives.
-    """
-    named = by_name(type(model), args, kwargs)
-    if n > 1 and wants_auxiliary_loss(model.config, named.get("output_router_logits")):
-        warnings.warn(
-            "output_router_logits: the auxiliary loss depends on all rows together, so the batch "
-            "is one microbatch",
-            stacklevel=2,
-        )
-        n = 1
-    return causal_lm.split_batch(model, (), named, n)
+def chooses(block: nn.Module) -> bool:
+    """Whether it has experts, by the name that transformers gives them."""
+    return any(name.split(".")[-1] == "experts" for name, _ in block.named_modules())
 
 
 def wants_auxiliary_loss(config: Any, output_router_logits: bool | None) -> bool:
     """What a call says beats the config."""
     in_config = getattr(config, "output_router_logits", False)
     return bool(in_config if output_router_logits is None else output_router_logits)
-
-
-def _links(chain: Any) -> tuple[torch.Tensor, ...]:
-    links = []
-    while chain:
-        chain, link = chain
-        links.append(link)
-    return tuple(reversed(links))
 
 
 @contextmanager

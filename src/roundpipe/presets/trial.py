@@ -48,14 +48,18 @@ def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
             module.training = training
 
 
-def run(model: PreTrainedModel, block: nn.Module) -> tuple[list[Sample], int | None]:
-    """A batch padded on the left and, where the model takes positions, one of packed rows.
+def run(
+    model: PreTrainedModel, block: nn.Module, more: dict[str, Any]
+) -> tuple[list[Sample], int | None]:
+    """A batch padded on the left and, where the model takes positions, one of packed rows, each
+    with ``more``.
 
     Also how many values ``block`` returns as a tuple; None if it returns a tensor.
     """
     returned: list[Any] = []
     with block.register_forward_hook(lambda _, __, output: returned.append(output)):
-        made = [Sample(inputs, model(**inputs, use_cache=False)) for inputs in _batches(model)]
+        batches = [inputs | more for inputs in _batches(model)]
+        made = [Sample(inputs, model(**inputs, use_cache=False)) for inputs in batches]
     if not returned:
         raise DoesNotFit("its forward does not call its blocks")
     return made, len(returned[0]) if isinstance(returned[0], tuple) else None
@@ -94,6 +98,8 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
     with _called_in(everything) as by_first:
         hidden_states, calls = everything.first(**inputs, use_cache=False)
     embeds = hidden_states.new_zeros(*hidden_states.shape[:2], width_of(model))
+    # Its stand-ins have no routers, so it could make no auxiliary loss.
+    silent = {"output_router_logits": False} if "output_router_logits" in inputs else {}
     head = model.get_output_embeddings()
     returned: list[Any] = []
     with (
@@ -101,7 +107,11 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
         head.register_forward_hook(lambda _, __, output: returned.append(output)),
     ):
         output = everything.last(
-            hidden_states, inputs_embeds=embeds, labels=inputs["labels"], use_cache=False
+            hidden_states,
+            inputs_embeds=embeds,
+            labels=inputs["labels"],
+            use_cache=False,
+            **silent,
         )
     names = (name for name, child in model.named_children() if child is head)
     return Findings(
@@ -174,7 +184,8 @@ def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> Non
     """
     for inputs, theirs in batches:
         ours = _run(made, inputs, 1)
-        for name in ("logits", "loss"):
+        names = ("logits", "loss", *(name for name in ("aux_loss",) if name in theirs))
+        for name in names:
             difference = _difference(ours[name], theirs[name])
             if difference:
                 raise DoesNotFit(
@@ -182,19 +193,17 @@ def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> Non
                     f"{difference:.3g}"
                 )
         allowed = _tolerance(model.dtype) * max(1.0, float(theirs.loss))
-        for what, loss in (
-            (
-                "the losses of two microbatches add up to that of their batch",
-                _run(made, inputs, 2).loss,
-            ),
-            (
-                "its loss is the cross-entropy of its head",
-                _run(made, inputs | {"skip_logits": True}, 1).loss,
-            ),
-        ):
-            difference = _difference(loss, theirs.loss)
-            if not difference <= allowed:
-                raise DoesNotFit(f"{what}, but for {difference:.3g}")
+        of_two, of_head = _run(made, inputs, 2), _run(made, inputs | {"skip_logits": True}, 1)
+        checks = [
+            ("the losses of two microbatches add up to that of their batch", of_two, "loss"),
+            ("its loss is the cross-entropy of its head", of_head, "loss"),
+            ("the auxiliary loss of two microbatches is that of their batch", of_two, "aux_loss"),
+        ]
+        for what, ours, name in checks:
+            if name in theirs:
+                difference = _difference(ours[name], theirs[name])
+                if not difference <= allowed:
+                    raise DoesNotFit(f"{what}, but for {difference:.3g}")
 
 
 def _run(made: Cut, inputs: dict[str, Any], num_microbatch: int) -> Any:

@@ -8,7 +8,6 @@ import torch
 
 from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig
 
-from ..compat import adds_router_loss
 from .out_of_memory import Footprint
 
 # Arguments by position (none), by name, and the label: what `forward_backward(microbatches=)`
@@ -26,28 +25,25 @@ def num_layers(engine: RoundPipe | AutoRoundPipe) -> int:
     return _layers[engine]
 
 
-def cuts_batches(engine: RoundPipe | AutoRoundPipe, router_loss: bool | None = None) -> bool:
+def cuts_batches(engine: RoundPipe | AutoRoundPipe) -> bool:
     """Whether ``engine`` can be given a whole batch to cut, and puts its outputs together again.
 
-    Not a module that is no sequence, of which nobody knows how to merge its loss, nor a router's
-    loss, which is of all rows together. ``router_loss`` says whether the call asks for that; None
-    leaves it to the model's config.
+    Not a module that is no sequence, of which nobody knows how to merge its loss.
     """
     if isinstance(engine, AutoRoundPipe):
         return True  # each part cuts for itself
-    return num_layers(engine) > 1 and not adds_router_loss(engine.model, router_loss)
+    return num_layers(engine) > 1
 
 
 def run_config(
     engine: RoundPipe | AutoRoundPipe,
     footprint: Footprint,
     device: torch.device | None = None,
-    router_loss: bool | None = None,
 ) -> RoundPipeRunConfig:
     """How a call on a whole batch keeps to ``footprint``. Its outputs go to ``device``, else to
-    the host. ``router_loss`` as in `cuts_batches`."""
+    the host."""
     return RoundPipeRunConfig(
-        num_microbatch=footprint.num_microbatch if cuts_batches(engine, router_loss) else 1,
+        num_microbatch=footprint.num_microbatch if cuts_batches(engine) else 1,
         recompute_grain=footprint.recompute_grain,
         keep_graphs=footprint.keeps_graphs,
         output_device=device,

@@ -17,7 +17,6 @@ from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 from ..arguments import losses_on
-from ..compat import adds_router_loss
 from ..engine.calls import cuts_batches
 from ..engine.out_of_memory import Footprint
 from .gradients import LossGradients
@@ -85,12 +84,7 @@ class WholeBatchLoss:
         if self._has_told or not isinstance(engine, RoundPipe):
             return
         self._has_told = True
-        if adds_router_loss(engine.model, self._trainer.router_loss):
-            logger.warning(
-                "a router's auxiliary loss is of all rows together, so batches are not cut into "
-                "microbatches; use gradient accumulation to keep several devices busy"
-            )
-        elif is_users(self._trainer):
+        if is_users(self._trainer) and not self._trainer.router_loss:
             logger.info(
                 "the loss is computed on whole batches%s, as the plain Trainer does. If it is a "
                 "sum or a mean over rows or tokens, loss_reduction='sum', 'rows' or 'tokens' lets "

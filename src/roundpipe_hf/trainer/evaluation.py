@@ -13,7 +13,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.engine.generation import generate_on
 
 from ..arguments import HOST, losses_on
-from ..compat import adds_router_loss, note_rows, returns_loss, should_reduce_batch_size
+from ..compat import note_rows, returns_loss, should_reduce_batch_size
 from ..engine.calls import run_config
 from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
 from ..engine.precision import Precision, full_eval_of, precision_of
@@ -107,11 +107,8 @@ class EvaluationMixin(_Base):
     @losses_on(None)  # because it is a loss that calls it
     def _run_forward(self, num_microbatch: int | None, **given: Any) -> Any:
         engine, precision = self._engine(trains=False), self.precision()
-        if num_microbatch is None and (
-            not runs_by_preset(engine)  # because nobody knows how to merge its loss
-            or adds_router_loss(self.model, given.get("output_router_logits"))
-        ):
-            num_microbatch = 1
+        if num_microbatch is None and not runs_by_preset(engine):
+            num_microbatch = 1  # because nobody knows how to merge its loss
         arguments = self.answer.arguments(given)
 
         def attempt(footprint: Footprint) -> Any:
@@ -147,7 +144,7 @@ class EvaluationMixin(_Base):
             device: where the outputs go; None for the host.
         """
         precision = self.precision()
-        config = run_config(engine, footprint, device, given.get("output_router_logits"))
+        config = run_config(engine, footprint, device)
         with precision.in_model():
             outputs = engine(roundpipe_run_config=config, **self.answer.arguments(given))
         return self.answer.outputs(precision.finish(outputs), given)

@@ -209,7 +209,7 @@ class AccumulationWindow:
     def _most_of(self, engine: RoundPipe, batches: Round) -> int:
         if self._reduction(engine, batches) is not None:
             return max(most_parts(batch.inputs) for batch in batches)
-        is_cut = cuts_batches(engine, self._trainer.router_loss)
+        is_cut = cuts_batches(engine)
         return max(rows_of(batch.inputs) for batch in batches) if is_cut else 1
 
     def _reduction(self, engine: RoundPipe | AutoRoundPipe, batches: Round) -> LossReduction | None:

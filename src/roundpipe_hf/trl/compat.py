@@ -60,8 +60,8 @@ def fused_outputs(
     add_fused_lm_head(step, **settings)
     # The router's loss is the last layer's to add: the backbone that TRL would ask has run.
     outputs: Any = step.forward(fused_lm_head=True, labels=labels, output_router_logits=False)
-    outputs.loss = None  # a mean over this microbatch, which nothing can be made of
-    return outputs
+    # Its loss is a mean over this microbatch, which nothing can be made of.
+    return type(outputs)(**{name: value for name, value in outputs.items() if name != "loss"})
 
 
 def drop_fused_forward(base: nn.Module) -> None:

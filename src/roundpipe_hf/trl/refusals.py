@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.presets.decoder import collects_router_logits
 from roundpipe.presets.preset import has_own_preset
 
 from ..compat import base_model
@@ -19,7 +20,7 @@ def refuse_data_and_model(trainer: Any) -> None:
 
     Raises:
         ConfigError: the data has images, the reference model has another vocabulary, or the loss
-            asks for the router's of a model whose preset does not collect it.
+            asks for the router's of a model whose routers are not understood.
     """
     name = type(trainer).__name__
     if getattr(trainer, "_is_vision_dataset", False):
@@ -34,12 +35,14 @@ def refuse_data_and_model(trainer: Any) -> None:
             f"the model has {sizes[0]}, so the same number is not the same token. Give one of the "
             "model's family, or call resize_token_embeddings on both alike"
         )
-    if getattr(trainer, "aux_loss_enabled", False) and not has_own_preset(trainer.model):
+    base = base_model(trainer.model)
+    if getattr(trainer, "aux_loss_enabled", False) and not (
+        has_own_preset(base) or collects_router_logits(base)
+    ):
         raise ConfigError(
             f"{name} cannot add a router's auxiliary loss (router_aux_loss_coef="
-            f"{trainer.router_aux_loss_coef}) for {type(base_model(trainer.model)).__name__}: only "
-            "presets of their own collect what routers say, which are those of Qwen3-MoE, Mixtral "
-            "and GPT-OSS; set router_aux_loss_coef=0.0"
+            f"{trainer.router_aux_loss_coef}) for {type(base).__name__}: what its routers say, or "
+            "what its loss makes of it, is not understood; set router_aux_loss_coef=0.0"
         )
 
 

@@ -51,7 +51,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
-            of mixtures of experts that have no preset of their own.
+            of mixtures of experts whose routers are not understood.
 
     Example:
         >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)

@@ -3,15 +3,25 @@
 Its coefficient is raised to where leaving it out, or taking its mean over microbatches, would show.
 """
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
 from string import digits
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+import torch
+from transformers import (
+    AutoTokenizer,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.olmoe import modeling_olmoe
 
 from roundpipe.errors import ConfigError
+from roundpipe.presets.balance import Balance
 from roundpipe_hf.trl import RoundPipeSFTTrainer
 from tests.hf.trl import test_preferences as preferences
 from tests.hf.trl import test_rollouts as rollouts
@@ -34,15 +44,36 @@ _SIZES: dict[str, Any] = {
     "router_aux_loss_coef": 0.5,
 }
 _QWEN = {"num_experts": 4, "moe_intermediate_size": 8, "head_dim": 8, "mlp_only_layers": [1]}
-CONFIGS = {
+CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4),
     "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
 }
+# Without an auxiliary loss: a bias that TRL leaves alone balances them.
+_GROUPED = {
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}
+_LATENT = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_UNHEARD = {name: size for name, size in _SIZES.items() if name != "router_aux_loss_coef"}
+CONFIGS |= {
+    "deepseek": lambda: DeepseekV3Config(**_UNHEARD, **_GROUPED, **_LATENT),
+    "glm4-moe": lambda: Glm4MoeConfig(**_UNHEARD, **_GROUPED, head_dim=8),
+}
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("mixtral", marks=SLOW)])
+@pytest.fixture(scope="module", params=["qwen3-moe", pytest.param("mixtral", marks=SLOW), "olmoe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint and its tokenizer, because TRL loads reference models by name."""
     folder: Path = tmp_path_factory.mktemp(request.param)
@@ -73,14 +104,17 @@ def trained(kind: str, folder: Path, **settings: Any) -> Pair:
 @pytest.mark.parametrize("adapts", [False, True])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "grpo", "rloo"])
 def test_a_routers_loss_is_that_of_the_batch(
-    kind: str, adapts: bool, devices: int, folder: Path, caplog: pytest.LogCaptureFixture
+    kind: str, adapts: bool, devices: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accumulation, and evaluation where there is one. The log says once why batches stay whole."""
+    """Accumulation, and evaluation where there is one. Batches are cut: they were not, and the
+    model without a preset of its own was refused."""
     settings: dict[str, Any] = {
         "devices": devices,
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
     }
+    if kind not in rollouts.KINDS:
+        settings["num_microbatch"] = 2
     if adapts:
         settings["peft_config"] = preferences.LORA
     if kind == "sft":
@@ -89,11 +123,19 @@ def test_a_routers_loss_is_that_of_the_batch(
         settings["eval_dataset"] = preferences.KINDS[kind][2]
     if kind not in rollouts.KINDS:
         settings |= {"eval_strategy": "steps", "eval_steps": 1}
-    caplog.set_level(logging.WARNING)
+    counts: list[int] = []
+    merge = Balance.merge
+
+    def counting(self: Any, outputs: Any, rows: Any) -> Any:
+        if torch.is_grad_enabled():  # not where it is tried out
+            counts.append(len(outputs))
+        return merge(self, outputs, rows)
+
+    monkeypatch.setattr(Balance, "merge", counting)
     pair = trained(kind, folder, **settings)
     assert "aux_loss" in logged(pair.ours)[0]
     assert_same(pair)
-    assert caplog.text.count("not cut into microbatches") == 1
+    assert max(counts) > 1 or (kind in rollouts.KINDS and devices == 1)
 
 
 @SLOW
@@ -101,6 +143,18 @@ def test_a_routers_loss_is_that_of_the_batch(
 def test_every_form_of_sft(case: str, folder: Path) -> None:
     """Smoothing leaves the auxiliary loss out, as TRL does, and logs it all the same."""
     assert_same(trained("sft", folder, max_steps=2, **sft.CASES[case]))
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+@pytest.mark.parametrize("name", ["deepseek", "glm4-moe"])
+def test_mixtures_without_an_auxiliary_loss(name: str, adapts: bool, tmp_path: Path) -> None:
+    """Latent attention and grouped experts, by the generic preset, in microbatches."""
+    folder = tmp_path / name
+    save_tokenizer(folder)
+    settings = {"peft_config": preferences.LORA} if adapts else {}
+    pair = trained("sft", folder, max_steps=2, devices=3, **settings)
+    assert "aux_loss" not in logged(pair.ours)[0]
+    assert_same(pair)
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -112,8 +166,11 @@ def test_none_where_its_coefficient_is_zero(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_models_whose_routers_nobody_listens_to(kind: str, folder: Path) -> None:
-    """The generic preset does not know how an unknown model makes it: refused before any work."""
+def test_models_whose_routers_nobody_listens_to(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that transformers records in a way of its own is refused before any work."""
+    monkeypatch.setattr(modeling_olmoe.OlmoePreTrainedModel, "_can_record_outputs", {})
     maker = {
         "sft": lambda **more: sft.make_trainer(
             RoundPipeSFTTrainer,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..causal_lm import assemble
+from ..balance import RoutedHeadAndLoss, assemble_routed
 from ..preset import Cut
-from ..routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, split_batch
+from ..routing import RoutedBlock, RoutedPrefix
 
 
 class Prefix(RoutedPrefix):
@@ -33,13 +33,14 @@ def cut(model: PreTrainedModel) -> Cut:
     """Block ``i`` attends as ``config.layer_types[i]`` says."""
     backbone: Any = model.model
     kinds = model.config.layer_types[: len(backbone.layers)]
-    return assemble(
+    last = RoutedHeadAndLoss(model, backbone.norm, model.lm_head)
+    return assemble_routed(
         model,
         Prefix(backbone, kinds),
         [
             RoutedBlock(block, kind, "mlp.router")
             for block, kind in zip(backbone.layers, kinds, strict=True)
         ],
-        RoutedHeadAndLoss(model, backbone.norm, model.lm_head),
-        split_batch,
+        last,
+        last.balance,
     )

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..causal_lm import assemble
+from ..balance import RoutedHeadAndLoss, assemble_routed
 from ..preset import Cut
-from ..routing import RoutedBlock, RoutedHeadAndLoss, RoutedPrefix, split_batch
+from ..routing import RoutedBlock, RoutedPrefix
 from .llama import Block
 
 
@@ -21,12 +21,13 @@ def cut(model: PreTrainedModel) -> Cut:
     backbone: Any = model.model
     blocks = backbone.layers[: model.config.num_hidden_layers]
     kind = "full_attention" if model.config.sliding_window is None else "sliding_attention"
-    return assemble(
+    last = RoutedHeadAndLoss(model, backbone.norm, model.lm_head)
+    return assemble_routed(
         model,
         RoutedPrefix(backbone, [kind]),
         [_block(block, kind) for block in blocks],
-        RoutedHeadAndLoss(model, backbone.norm, model.lm_head),
-        split_batch,
+        last,
+        last.balance,
     )
 
 

@@ -1,0 +1,203 @@
+"""Adapters of single parameters (PEFT's ``target_parameters``, those of stacked experts), without
+ever making the weight that they add up to.
+
+PEFT folds the adapter into the whole stack of experts, by a parametrization. Its sum is as large as
+the weight, is kept until the backward, and waits in a cache that all threads share. Here the
+parameter's place is taken by an `AdaptedWeight` while the layer runs, whatever the layer does with
+it: ``x (W + L R)`` is ``x W + (x L) R``, for each group of tokens.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from torch.utils import _pytree as pytree
+
+from ..errors import ConfigError
+
+_ALIGNMENT = 16  # bytes; kernels of grouped products want rows that are a multiple of it
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to a weight, (..., rows, columns): ``scaling * left @ right``."""
+
+    left: torch.Tensor  # (..., rows, rank)
+    right: torch.Tensor  # (..., rank, columns)
+    scaling: float
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Factors":
+        return Factors(change(self.left), change(self.right), self.scaling)
+
+    def transposed(self) -> "Factors":
+        return Factors(self.right.transpose(-2, -1), self.left.transpose(-2, -1), self.scaling)
+
+
+class AdaptedWeight:
+    """Stands for ``weight`` with ``factors`` added, (..., rows, columns), where torch is given it.
+
+    Products with it are made of products with its parts. Its size, dtype and the like are the
+    weight's. Whatever else is done with it is done with the sum.
+    """
+
+    def __init__(self, weight: torch.Tensor, factors: Sequence[Factors]) -> None:
+        self._weight = weight
+        self._factors = factors
+
+    def __getattr__(self, name: str) -> Any:
+        shares = name in ("shape", "size", "dim", "ndim", "dtype", "device", "data_ptr", "is_cuda")
+        return getattr(self._weight if shares else self.summed(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """An expert, or those of a tensor of numbers; anything else is taken of the sum."""
+        if not isinstance(index, int | torch.Tensor) or self._weight.ndim != 3:
+            return self.summed()[index]
+        made = [factors.each(lambda part: part[index]) for factors in self._factors]
+        return AdaptedWeight(self._weight[index], made)
+
+    def transpose(self, first: int, second: int) -> Any:
+        if {first % self._weight.ndim, second % self._weight.ndim} != {
+            self._weight.ndim - 2,
+            self._weight.ndim - 1,
+        }:
+            return self.summed().transpose(first, second)
+        made = [factors.transposed() for factors in self._factors]
+        return AdaptedWeight(self._weight.transpose(first, second), made)
+
+    def summed(self) -> torch.Tensor:
+        """The weight that there never has to be."""
+        made = self._weight
+        for left, right, scaling in self._factors:
+            made = made + scaling * (left @ right)
+        return made
+
+    def product(
+        self, multiply: Callable[..., torch.Tensor], input: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """What ``multiply(input, weight)`` gives, where that is linear in both."""
+        made = multiply(input, self._weight, **kwargs)
+        for left, right, scaling in self._factors:
+            if multiply in _GROUPED:
+                left, right = _aligned(left, -1), _aligned(right, -2)
+            inner = multiply(input, left, **kwargs) * scaling
+            made.add_(multiply(inner, right, **kwargs))
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_product = func in _MATMUL or (func in _GROUPED and kwargs.get("bias") is None)
+        if is_product and isinstance(args[1], cls):
+            return args[1].product(func, args[0], **kwargs)
+        if func is torch.nn.functional.linear:
+            return _linear(*args, **kwargs)
+        if func is torch.bmm and isinstance(args[0], cls):  # (n, rows, columns) @ (n, columns, 1)
+            turned = args[0].transpose(-2, -1).product(torch.bmm, args[1].transpose(-2, -1))
+            return turned.transpose(-2, -1)
+        args, kwargs = pytree.tree_map(_plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_MATMUL = (
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.mm,
+    torch.Tensor.bmm,
+    torch.Tensor.__matmul__,
+)
+_GROUPED = [
+    getattr(home, name)
+    for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(home, name)
+]
+
+
+def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not isinstance(weight, AdaptedWeight):
+        return torch.nn.functional.linear(_plain(input), weight, _plain(bias))
+    made: torch.Tensor = weight.transpose(-2, -1).product(torch.matmul, input)
+    return made if bias is None else made + bias
+
+
+def _plain(value: Any) -> Any:
+    return value.summed() if isinstance(value, AdaptedWeight) else value
+
+
+def _aligned(factor: torch.Tensor, dim: int) -> torch.Tensor:
+    """With zeros added to the rank, which is its ``dim``, so that a grouped product takes it."""
+    missing = -factor.shape[dim] % (_ALIGNMENT // factor.element_size())
+    return pad(factor, (0, missing) if dim == -1 else (0, 0, 0, missing)).contiguous()
+
+
+def run_without_sums(layers: Iterable[nn.Module]) -> None:
+    """Has layers with adapters of single parameters compute without the sum of both.
+
+    A layer's modules are a replica's while it runs, so nobody else sees what they are given.
+
+    Raises:
+        ConfigError: an adapter is for experts of another number or layout.
+    """
+    for index, layer in enumerate(layers):
+        adapters = [pair for pair in layer.named_modules() if _is_adapter(pair[1])]
+        for name, adapter in adapters:
+            _refuse_other_layout(f"layer {index}, {name}.{adapter.parameter_name}", adapter)
+        if adapters:
+            layer.register_forward_pre_hook(_replace)
+            layer.register_forward_hook(_restore, always_call=True)
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return type(module).__name__ == "ParamWrapper"
+
+
+def _refuse_other_layout(where: str, wrapper: Any) -> None:
+    shape = tuple(wrapper.get_param().shape)
+    for name in wrapper.lora_A:
+        left, right, _ = _factors_of(wrapper, name)
+        made = (*left.shape[:-1], right.shape[-1])
+        if made != shape:
+            raise ConfigError(
+                f"{where}: the adapter {name!r} is for experts of shape {made}, and the parameter "
+                f"has {shape}; it was made for another model or another layout of this one"
+            )
+
+
+def _replace(layer: nn.Module, _: Any) -> None:
+    for module in filter(_is_adapter, layer.modules()):
+        vars(module)["_activate_lora"] = partial(_adapted, module)
+
+
+def _restore(layer: nn.Module, *_: Any) -> None:
+    for module in filter(_is_adapter, layer.modules()):
+        vars(module).pop("_activate_lora", None)
+
+
+@contextmanager
+def _adapted(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
+    """Stands for `ParamWrapper._activate_lora`."""
+    factors = [_factors_of(wrapper, name) for name in active if name in wrapper.lora_A]
+    if not factors:
+        yield
+        return
+    base, name = wrapper.get_base_layer(), wrapper.parameter_name
+    # An attribute of its own is found before a parameter.
+    vars(base)[name] = AdaptedWeight(wrapper.get_param(), factors)
+    try:
+        yield
+    finally:
+        del vars(base)[name]
+
+
+def _factors_of(wrapper: Any, name: str) -> Factors:
+    if wrapper.get_param().ndim == 2:
+        left, right = wrapper.lora_B[name].weight, wrapper.lora_A[name].weight
+        dtype = wrapper.get_param().dtype
+        return Factors(left.to(dtype), right.to(dtype), wrapper.scaling[name])
+    return Factors(*wrapper.get_delta_factors(name))
