@@ -95,13 +95,21 @@ def wants_only_loss(skip_logits: bool | None) -> bool:
     return only_loss_is_wanted() if skip_logits is None else skip_logits
 
 
+def _split_rows(_: PreTrainedModel, named: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    return [part for _, part in split((), named, None, n).inputs]
+
+
 def split_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n: int,
+    split_rows: Callable[..., list[dict[str, Any]]] = _split_rows,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that
     of the batch.
 
-    What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left
+    ``split_rows(model, named, n)`` cuts what has rows. What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left
     alone and so stays identical to the model's own forward to the bit.
     """
     named = by_name(type(model), args, kwargs)
@@ -110,7 +118,7 @@ def split_batch(
     refuse_unknown(model, named, also=_LOGITS)
     _warn_if_documents_leak(named)
     whole = {name: named.pop(name) for name in _NEVER_CUT | _FLASH_OFFSETS if name in named}
-    parts = [part | whole for _, part in split((), named, None, n).inputs]
+    parts = [part | whole for part in split_rows(model, named, n)]
     if len(parts) > 1:
         if any(whole.get(name) is not None for name in _FLASH_OFFSETS):
             raise ConfigError(
@@ -165,10 +173,11 @@ def assemble(
     blocks: Iterable[nn.Module],
     suffix: nn.Module,
     split_input: Callable[..., Any] = split_batch,
+    check: Callable[..., None] = refuse_unread,
 ) -> Cut:
     """A decoder of these layers, microbatched as causal language models are."""
     return Cut(
         sequential=nn.Sequential(prefix, *blocks, suffix),
-        split_input=SplitForward(model=model, split=split_input, check=refuse_unread),
+        split_input=SplitForward(model=model, split=split_input, check=check),
         merge_output=merge_outputs,
     )

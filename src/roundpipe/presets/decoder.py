@@ -8,7 +8,7 @@ guessed. Whether that gives the model's logits and loss is tried out on a few to
 is cut; where it does not, the model has no preset, and the log says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -34,7 +34,17 @@ _OF_TOKENS = (
     "position_ids",
     "token_type_ids",
     "past_key_values",
+    # of models with images
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "mm_token_type_ids",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
 )
+
+
+MakeCut = Callable[[PreTrainedModel, trial.Findings, list[nn.Module], list[int]], Cut]
 
 
 class State(TypedDict):
@@ -66,7 +76,16 @@ class Prefix(nn.Module):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> State:
-        named = by_name(self.model_class, args, kwargs)
+        return self.begin(by_name(self.model_class, args, kwargs), loss_weight, skip_logits)
+
+    def begin(
+        self,
+        named: dict[str, Any],
+        loss_weight: float | None,
+        skip_logits: bool | None,
+        **stand_ins: Any,
+    ) -> State:
+        """The state that the first block gets. ``stand_ins``: see `Part.first`."""
         refuse_cache(named.get("past_key_values"), named.pop("use_cache", None))
         refuse_unsupported(self.config, named)
         if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
@@ -79,7 +98,7 @@ class Prefix(nn.Module):
                 "is_causal: transformers carries it in the config, which all microbatches share; "
                 "set it there"
             )
-        hidden_states, calls = self.part.first(**named, use_cache=False)
+        hidden_states, calls = self.part.first(**named, use_cache=False, **stand_ins)
         note_lengths(self.part)
         return State(
             hidden_states=hidden_states,
@@ -178,8 +197,14 @@ def is_causal_lm(model: nn.Module) -> bool:
     )
 
 
-def cut(model: PreTrainedModel) -> Cut:
+def cut(
+    model: PreTrainedModel, path: tuple[str, ...] | None = None, make: MakeCut | None = None
+) -> Cut:
     """Cuts ``model`` and tries the result.
+
+    Args:
+        path: names of attributes from the model to its list of blocks; None looks for it.
+        make: ``(model, findings, blocks, kinds)``, makes the layers; None for those of this file.
 
     Raises:
         DoesNotFit: the model is not of this shape, or its own forward gives something else.
@@ -188,11 +213,11 @@ def cut(model: PreTrainedModel) -> Cut:
         raise DoesNotFit(
             "its config asks for output_router_logits, which only presets of their own collect"
         )
-    path = _path_of_blocks(model)
+    path = path or path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
     with trial.in_evaluation(model):
         try:
-            made = _cut_at(model, path, blocks)
+            made = _cut_at(model, path, blocks, make or _make)
         except DoesNotFit:
             raise
         except (
@@ -212,26 +237,42 @@ def cut(model: PreTrainedModel) -> Cut:
     return made
 
 
-def _cut_at(model: PreTrainedModel, path: tuple[str, ...], blocks: list[nn.Module]) -> Cut:
+def _cut_at(
+    model: PreTrainedModel, path: tuple[str, ...], blocks: list[nn.Module], make: MakeCut
+) -> Cut:
     samples, num_returned = trial.run(model, blocks[0])
     where = Blocks(path, len(blocks), num_returned)
     trial.refuse_skipping(model, where, samples[0].inputs)
     found = trial.find(model, where, samples[0].inputs)
-    kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
-    block_class = (
-        RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block
-    )
-    made = assemble(
-        model,
-        Prefix(model, found.first, kinds),
-        [block_class(block, kind) for block, kind in zip(blocks, kinds, strict=True)],
-        Suffix(model, found.last, found.head, type(samples[0].output)),
-    )
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None)
+    kinds = kinds_of(found.calls, layer_types or [])
+    made = make(model, found, blocks, kinds)
     trial.compare(model, made, samples)
     return made
 
 
-def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
+def _make(
+    model: PreTrainedModel, found: trial.Findings, blocks: list[nn.Module], kinds: list[int]
+) -> Cut:
+    return assemble(
+        model,
+        Prefix(model, found.first, kinds),
+        blocks_of(model, blocks, kinds),
+        Suffix(model, found.last, found.head, found.output_class),
+    )
+
+
+def blocks_of(
+    model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int]
+) -> list["Block"]:
+    """The layers of the blocks, which note what routers choose if there may be some."""
+    block_class = (
+        RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block
+    )
+    return [block_class(block, kind) for block, kind in zip(blocks, kinds, strict=True)]
+
+
+def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     """Where the one list of modules is that transformers says may not be split."""
     classes = set(model._no_split_modules or ())
     found = [
@@ -249,7 +290,7 @@ def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(found[0].split("."))
 
 
-def _kinds(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
+def kinds_of(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
     """Numbers blocks that are called alike alike; never two of different ``layer_types``."""
     kinds: list[int] = []
     types = layer_types if len(layer_types) == len(calls) else [None] * len(calls)

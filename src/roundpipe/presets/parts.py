@@ -78,12 +78,14 @@ class Part(nn.Module):
     themselves.
 
     ``is_called`` says of each module directly in a container, by its name from the model on,
-    whether it is called.
+    whether it is called. ``attributes``: what containers have in place of their own attributes of
+    these names in every run.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, is_called: Callable[[str], bool]) -> None:
         super().__init__()
         self.blocks = blocks
+        self.attributes: dict[str, Any] = {}
         self.original = _Original(model, blocks.path)
         self.owned = nn.ModuleList()
         for depth, (container, inner) in enumerate(
@@ -98,7 +100,10 @@ class Part(nn.Module):
             self.owned.append(owned)
 
     def first(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[BlockCall]]:
-        """Runs up to the first block: its hidden states, and what each block is called with."""
+        """Runs up to the first block: its hidden states, and what each block is called with.
+
+        ``kwargs`` may have ``instead`` and ``attributes`` of this run.
+        """
         notes = _Notes(self.blocks)
         noting = [_Noting(notes) for _ in range(self.blocks.number)]
         try:
@@ -146,16 +151,18 @@ class Part(nn.Module):
         *args: Any,
         instead: Mapping[str, nn.Module] = {},
         elsewhere: nn.Module | None = None,
+        attributes: Mapping[str, Any] = {},
         **kwargs: Any,
     ) -> Any:
-        """``instead`` stands for modules of the model by name, ``elsewhere`` for all that are not
-        in this part."""
+        """``instead`` stands for modules by their names from the model on, ``elsewhere`` for all
+        that are not in this part, ``attributes`` for those of containers that have them."""
         # Of a module that is called, because nobody keeps the modes of those that only hold modules
         # up to date.
         training = next(child for owned in self.owned for child in owned.children()).training
         inner: nn.Module = nn.ModuleList(stand_ins)
-        levels = zip(self.original.containers, self.owned, self.blocks.path, strict=True)
-        for container, owned, name in reversed(list(levels)):
+        path, others = self.blocks.path, {**self.attributes, **attributes}
+        levels = zip(self.original.containers, self.owned, range(len(path)), strict=True)
+        for container, owned, depth in reversed(list(levels)):
             twin = container.__new__(type(container))
             state = {key: value for key, value in container.__dict__.items() if key not in _BOUND}
             state |= {
@@ -164,13 +171,17 @@ class Part(nn.Module):
                 "training": training,
             }
             left_out = dict.fromkeys(container._modules, elsewhere) if elsewhere else {}
+            here = "".join(f"{name}." for name in path[:depth])
+            stand_in = {
+                name: instead[here + name] for name in container._modules if here + name in instead
+            }
             state |= {
-                "_modules": {**left_out, **owned._modules, name: inner},
+                "_modules": {**left_out, **owned._modules, **stand_in, path[depth]: inner},
                 **{hooks: OrderedDict() for hooks in _HOOKS},
+                **{name: value for name, value in others.items() if hasattr(container, name)},
             }
             twin.__dict__ = state
             inner = twin
-        inner._modules.update(instead)
         return inner(*args, **kwargs)
 
 

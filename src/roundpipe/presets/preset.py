@@ -90,7 +90,11 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2",
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
+    "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
 }
+
+_WITH_IMAGES = ("llava", "gemma3")
 
 
 def register_preset(kind: type[nn.Module], cut: CutModel) -> None:
@@ -118,20 +122,15 @@ def cut(model: nn.Module) -> Cut | None:
     base = base_of(model)
     preset = _preset_of(type(base))
     if isinstance(preset, str):
-        made: Cut = import_module(f"{__package__}.architectures.{preset}").cut(base)
-    elif preset is not None:
-        made = preset(base)
-    elif (generic := _generic_for(base)) is not None:
-        try:
-            made = generic.cut(base)
-        except DoesNotFit as reason:
-            logger.warning(
-                "%s has no preset, and the generic one does not fit: %s",
-                type(base).__name__,
-                reason,
-            )
-            return None
-    else:
+        preset = import_module(f"{__package__}.architectures.{preset}").cut
+    elif preset is None and (generic := _generic_for(base)) is not None:
+        preset = generic.cut
+    if preset is None:
+        return None
+    try:
+        made: Cut = preset(base)
+    except DoesNotFit as reason:
+        logger.warning("%s fits no preset: %s", type(base).__name__, reason)
         return None
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
@@ -141,8 +140,9 @@ def cut(model: nn.Module) -> Cut | None:
 
 def has_own_preset(model: nn.Module) -> bool:
     """True if there is a file for the architecture, whose last layer has what these share: not for
-    a preset of the user's own or the generic one."""
-    return isinstance(_preset_of(type(base_of(model))), str)
+    a preset of the user's own or the generic one, which models with images have for theirs."""
+    preset = _preset_of(type(base_of(model)))
+    return isinstance(preset, str) and preset not in _WITH_IMAGES
 
 
 def _generic_for(model: nn.Module) -> Any:

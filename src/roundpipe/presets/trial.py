@@ -65,6 +65,8 @@ def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, _TOKENS), generator=generator)
+    # A placeholder would have to have an image.
+    ids.masked_fill_(ids == getattr(model.config, "image_token_id", -1), 0)
     mask = torch.ones_like(ids)
     mask[0, :_PADDING] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -78,13 +80,14 @@ class Findings(NamedTuple):
     """What a run of the model's forward in parts has shown.
 
     ``calls``: what it calls its blocks with. ``head``: the name of its head, if what that returns
-    are the logits, as they go to the loss.
+    are the logits, as they go to the loss. ``output_class``: what it returns.
     """
 
     first: Part
     last: Part
     calls: list[BlockCall]
     head: str | None
+    output_class: type[Any]
 
 
 def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Findings:
@@ -109,6 +112,7 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
         last=Part(model, blocks, by_last.__contains__),
         calls=calls,
         head=next(names, None) if len(returned) == 1 and output.logits is returned[0] else None,
+        output_class=type(output),
     )
 
 
