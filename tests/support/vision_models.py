@@ -17,6 +17,10 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -73,11 +77,55 @@ def gemma3() -> Any:
     )
 
 
+# Tokens are squares of two by two patches.
+_PATCHES: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "out_hidden_size": TINY["hidden_size"],
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+
+def qwen2_5_vl() -> Any:
+    """The tower's middle block attends to whole images, the others within windows of 16 x 16."""
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            vision_config={**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
+            text_config={**TINY, "rope_parameters": _SECTIONS},
+            image_token_id=IMAGE,
+            video_token_id=IMAGE - 1,
+        )
+    )
+
+
+def qwen3_vl() -> Any:
+    """Two of the tower's depths are added to hidden states of the language model."""
+    return Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            vision_config={
+                **_PATCHES,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 2],
+            },
+            text_config={**TINY, "head_dim": 8, "rope_parameters": _SECTIONS},
+            image_token_id=IMAGE,
+            video_token_id=IMAGE - 1,
+        )
+    )
+
+
 SEEING: dict[str, Callable[[], Any]] = {
     "llava": llava,
     "llava-two-depths": llava_of_two_depths,
     "gemma3": gemma3,
+    "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
 }
+# (time, height, width) in patches: images of 4, 2 and 6 tokens, in turn.
+_GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))
 
 
 def make_seeing(name: str) -> Any:
@@ -86,19 +134,17 @@ def make_seeing(name: str) -> Any:
     return SEEING[name]().train()
 
 
-def ids_with_images(num_images: tuple[int, ...], tokens_each: int = 4) -> Tensor:
-    """Rows with that many images, each after a token of text."""
-    ids = tokens(len(num_images)) % (IMAGE - 1) + 1
-    for row, number in enumerate(num_images):
-        for image in range(number):
-            start = 1 + image * (tokens_each + 1)
-            ids[row, start : start + tokens_each] = IMAGE
-    return ids
-
-
 def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str, Any]:
-    """Row 1 ends in padding."""
-    ids = ids_with_images(num_images)
+    """Row 1 ends in padding; images are one token of text apart."""
+    has_sizes = "qwen" in model.config.model_type
+    grids = [_GRIDS[i % 3] if has_sizes else _GRIDS[0] for i in range(sum(num_images))]
+    sizes = iter(height * width // 4 for _, height, width in grids)
+    ids = tokens(len(num_images)) % (IMAGE - 2) + 1
+    for row, number in enumerate(num_images):
+        end = 0
+        for _ in range(number):
+            start, end = end + 1, end + 1 + next(sizes)
+            ids[row, start:end] = IMAGE
     mask = torch.ones_like(ids)
     mask[1, TOKENS - 3 :] = 0
     batch = {
@@ -106,12 +152,17 @@ def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str
         "attention_mask": mask,
         "labels": ids.masked_fill((mask == 0) | (ids == IMAGE), -100),
     }
-    if model.config.model_type == "gemma3":
-        batch["token_type_ids"] = (ids == IMAGE).long()
-    if sum(num_images):
+    if model.config.model_type != "llava":
+        name = "mm_token_type_ids" if has_sizes else "token_type_ids"
+        batch[name] = (ids == IMAGE).long()
+    generator = torch.Generator().manual_seed(4)
+    if grids and has_sizes:
+        patches = sum(height * width for _, height, width in grids)
+        batch["pixel_values"] = torch.randn(patches, 3 * 2 * 4 * 4, generator=generator)
+        batch["image_grid_thw"] = torch.tensor(grids)
+    elif grids:
         side = model.config.vision_config.image_size
-        generator = torch.Generator().manual_seed(4)
-        batch["pixel_values"] = torch.randn(sum(num_images), 3, side, side, generator=generator)
+        batch["pixel_values"] = torch.randn(len(grids), 3, side, side, generator=generator)
     return batch
 
 

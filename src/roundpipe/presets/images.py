@@ -28,6 +28,10 @@ Measure = Callable[[Any, Mapping[str, Any]], list[Image]]
 """``(model, named)``: the images of what a forward is given, which has ``pixel_values``."""
 
 
+Positions = Callable[[Any, Mapping[str, Any]], torch.Tensor | None]
+"""``(model, named)``: (kinds, rows, tokens), or None where the model's forward makes them."""
+
+
 def images_of_rows(model: Any, named: Mapping[str, Any], measure: Measure) -> list[list[Image]]:
     """The images of each row.
 
@@ -69,7 +73,7 @@ def images_of_rows(model: Any, named: Mapping[str, Any], measure: Measure) -> li
 
 
 def split_rows(
-    measure: Measure, model: Any, named: Mapping[str, Any], n: int
+    measure: Measure, positions: Positions | None, model: Any, named: Mapping[str, Any], n: int
 ) -> list[dict[str, Any]]:
     """What a forward is given in at most ``n`` microbatches, each with the images of its rows; None
     in place of none.
@@ -79,9 +83,11 @@ def split_rows(
     """
     rows = images_of_rows(model, named, measure)
     apart = {name: named[name] for name in _APART if named.get(name) is not None}
+    if positions is not None and "position_ids" not in apart and rows:
+        apart["position_ids"] = positions(model, named)
     position_ids = apart.get("position_ids")
-    if position_ids is not None and position_ids.ndim != 3:
-        del apart["position_ids"]
+    if position_ids is None or position_ids.ndim != 3:
+        apart.pop("position_ids", None)
     cut = split((), {name: named[name] for name in named if name not in apart}, None, n)
     parts, start = [], 0
     for (_, part), size in zip(cut.inputs, cut.rows, strict=True):
@@ -141,3 +147,18 @@ def grid_images(model: Any, named: Mapping[str, Any]) -> list[Image]:
             f"image_grid_thw have {sum(lines)}"
         )
     return [Image(each, each // side**2) for each in lines]
+
+
+def grid_positions(model: Any, named: Mapping[str, Any]) -> torch.Tensor | None:
+    """What Qwen's models make of the sizes of all images of a batch, a row without any among them:
+    time, height and width of each token."""
+    made: torch.Tensor | None = model.model.compute_3d_position_ids(
+        input_ids=named["input_ids"],
+        image_grid_thw=named.get("image_grid_thw"),
+        video_grid_thw=None,
+        inputs_embeds=None,
+        attention_mask=named.get("attention_mask"),
+        past_key_values=None,
+        mm_token_type_ids=named.get("mm_token_type_ids"),
+    )
+    return made

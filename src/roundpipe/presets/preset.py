@@ -92,9 +92,13 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
     "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
     "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl"
+    ),
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": "qwen3_vl",
 }
 
-_WITH_IMAGES = ("llava", "gemma3")
+_WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
 
 
 def register_preset(kind: type[nn.Module], cut: CutModel) -> None:

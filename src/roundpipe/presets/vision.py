@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from . import causal_lm, decoder
 from .calling import by_name, run_block
 from .causal_lm import assemble
-from .images import Measure, images_of_rows, split_rows
+from .images import Measure, Positions, images_of_rows, split_rows
 from .parts import BlockCall, Blocks, Part
-from .preset import Cut
+from .preset import Cut, DoesNotFit
 from .trial import Findings
 
 
@@ -30,6 +30,8 @@ class Family:
     Args:
         tower: the vision tower's name in ``model.model``.
         measure: the images of a batch.
+        positions: the position ids of a batch, made of all its images before it is cut; None
+            leaves them to the model's forward.
         after: names of the tower's modules that run after its blocks.
         seen: ``(tower, hidden_states, kept, named)``, what the tower's forward returns. ``tower``
             has the modules of ``after``; ``kept`` the hidden states asked for; ``named`` what the
@@ -46,6 +48,7 @@ class Family:
     measure: Measure
     after: tuple[str, ...]
     seen: Callable[[Any, torch.Tensor, Mapping[int, torch.Tensor], Mapping[str, Any]], Any]
+    positions: Positions | None = None
     keeps: Callable[[Any], list[int]] = lambda _: []
     takes: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
     blinded: Mapping[str, Any] | None = None
@@ -222,9 +225,14 @@ def _make(
     joined.attributes = found.last.attributes = {"rope_deltas": None}
     layers: list[nn.Module] = list(decoder.blocks_of(model, blocks, kinds))
     if family.between is not None:
+        if len(keeps) >= len(layers):
+            raise DoesNotFit(
+                f"features of {len(keeps)} depths are added after its {len(layers)} blocks"
+            )
         change = getattr(type(inner.language_model), family.between)
-        for index in range(min(len(keeps), len(layers))):
+        for index in range(len(keeps)):
             layers[index] = ChangedBlock(layers[index], change)
+    cutting = partial(split_rows, family.measure, family.positions)
     return assemble(
         model,
         Eye(model, family, eye),
@@ -234,7 +242,7 @@ def _make(
             *layers,
         ],
         decoder.Suffix(model, found.last, found.head, found.output_class),
-        partial(causal_lm.split_batch, split_rows=partial(split_rows, family.measure)),
+        partial(causal_lm.split_batch, split_rows=cutting),
         partial(_check, family.measure),
     )
 
