@@ -64,8 +64,8 @@ def llava_of_two_depths() -> Any:
 
 
 def gemma3() -> Any:
-    """Four tokens an image."""
-    return Gemma3ForConditionalGeneration(
+    """Four tokens an image. Its projection would start at zero, and no image would count."""
+    model = Gemma3ForConditionalGeneration(
         Gemma3Config(
             vision_config=SiglipVisionConfig(**TOWER | {"image_size": 16}, vision_use_head=False),
             text_config=Gemma3TextConfig(
@@ -75,6 +75,8 @@ def gemma3() -> Any:
             image_token_id=IMAGE,
         )
     )
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    return model
 
 
 # Tokens are squares of two by two patches.
@@ -135,7 +137,7 @@ def make_seeing(name: str) -> Any:
 
 
 def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str, Any]:
-    """Row 1 ends in padding; images are one token of text apart."""
+    """Row 1 ends in padding, the last begins with it; images are one token of text apart."""
     has_sizes = "qwen" in model.config.model_type
     grids = [_GRIDS[i % 3] if has_sizes else _GRIDS[0] for i in range(sum(num_images))]
     sizes = iter(height * width // 4 for _, height, width in grids)
@@ -147,6 +149,7 @@ def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str
             ids[row, start:end] = IMAGE
     mask = torch.ones_like(ids)
     mask[1, TOKENS - 3 :] = 0
+    mask[-1, 0] = 0
     batch = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -163,6 +166,36 @@ def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str
     elif grids:
         side = model.config.vision_config.image_size
         batch["pixel_values"] = torch.randn(len(grids), 3, side, side, generator=generator)
+    return batch
+
+
+def seen_rows(model: Any, num_images: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The rows of such a batch, each with its images, for `collated`."""
+    return [_row(seen_batch(model, num_images), num_images, row) for row in range(len(num_images))]
+
+
+def _row(batch: dict[str, Any], num_images: tuple[int, ...], row: int) -> dict[str, Any]:
+    start, end = sum(num_images[:row]), sum(num_images[: row + 1])
+    grids = batch.get("image_grid_thw")
+    lines = [1] * sum(num_images) if grids is None else grids.prod(dim=-1).tolist()
+    pixels = slice(sum(lines[:start]), sum(lines[:end]))
+    made = {}
+    for name, value in batch.items():
+        if name == "pixel_values":
+            made[name] = value[pixels]
+        else:
+            made[name] = value[start:end] if name == "image_grid_thw" else value[row]
+    return made
+
+
+def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """As a processor has it: images of all rows in a line, and no key for them without any."""
+    batch: dict[str, Any] = {}
+    for name in rows[0]:
+        join = torch.cat if name in ("pixel_values", "image_grid_thw") else torch.stack
+        value = join([row[name] for row in rows])
+        if len(value):
+            batch[name] = value
     return batch
 
 

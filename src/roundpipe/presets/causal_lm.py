@@ -15,10 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
 from ..layers.output_use import only_loss_is_wanted
-from ..microbatch import split
 from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
-from .preset import Cut, SplitForward
+from .preset import Cut, SplitForward, SplitRows, split_by_rule
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
@@ -95,16 +94,12 @@ def wants_only_loss(skip_logits: bool | None) -> bool:
     return only_loss_is_wanted() if skip_logits is None else skip_logits
 
 
-def _split_rows(_: PreTrainedModel, named: dict[str, Any], n: int) -> list[dict[str, Any]]:
-    return [part for _, part in split((), named, None, n).inputs]
-
-
 def split_batch(
     model: PreTrainedModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     n: int,
-    split_rows: Callable[..., list[dict[str, Any]]] = _split_rows,
+    split_rows: SplitRows = split_by_rule,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that
     of the batch.
@@ -174,10 +169,13 @@ def assemble(
     suffix: nn.Module,
     split_input: Callable[..., Any] = split_batch,
     check: Callable[..., None] = refuse_unread,
+    split_rows: SplitRows = split_by_rule,
 ) -> Cut:
     """A decoder of these layers, microbatched as causal language models are."""
     return Cut(
         sequential=nn.Sequential(prefix, *blocks, suffix),
-        split_input=SplitForward(model=model, split=split_input, check=check),
+        split_input=SplitForward(
+            model=model, split=split_input, check=check, split_rows=split_rows
+        ),
         merge_output=merge_outputs,
     )

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..microbatch import split
 from .adapters import base_of, run_one_at_a_time
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,14 @@ class Cut:
     merge_output: MergeOutput
 
 
+SplitRows = Callable[[Any, dict[str, Any], int], list[dict[str, Any]]]
+
+
+def split_by_rule(_: Any, named: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """What a forward is given, in at most ``n`` parts: what has the batch's rows is cut."""
+    return [part for _, part in split((), named, None, n).inputs]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SplitForward:
     """A preset's ``split_input``, which knows what the forward of its model may be given.
@@ -56,11 +65,13 @@ class SplitForward:
         split: ``(model, args, kwargs, n) -> (args_list, kwargs_list)``.
         check: ``(model, args, kwargs)``, raises for what no call may be given. It is called by
             itself for microbatches that come cut.
+        split_rows: ``(model, named, n)``, cuts what has rows, and looks at no losses.
     """
 
     model: Any
     split: Callable[..., Any]
     check: Callable[..., None]
+    split_rows: SplitRows = split_by_rule
 
     def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
         """Cuts what the forward is given into at most ``n`` microbatches."""

@@ -244,6 +244,7 @@ def _make(
         decoder.Suffix(model, found.last, found.head, found.output_class),
         partial(causal_lm.split_batch, split_rows=cutting),
         partial(_check, family.measure),
+        cutting,
     )
 
 

@@ -63,7 +63,6 @@ class FusedLoss:
     ) -> tuple[list[Microbatch], RoundLoss]:
         """The microbatches of a round, and its loss function."""
         trainer = self._trainer
-        call = self._call_for(batches[0])
         precision = trainer.precision()
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -74,14 +73,17 @@ class FusedLoss:
         loss_fn = RoundLoss(
             engine.model,
             compute_loss,
-            call,
             answer,
             batches,
             precision.finish,
             writes=is_users(trainer),
         )
         amount = None if reduction == "sum" else partial(amount_of, trainer, reduction=reduction)
-        return cut_window(batches, call, answer, num_microbatch, amount), loss_fn
+
+        def split_rows(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+            return engine.split_rows(inputs, min(num_microbatch, most))
+
+        return cut_window(batches, self._call_for, answer, split_rows, amount), loss_fn
 
     def _forget_another_loss(self) -> None:
         """A callback, or the user between two evaluations, may have put another loss or model in
@@ -129,8 +131,8 @@ class FusedLoss:
         """Compares the loss of two rows with those of each, once, without gradients and without
         dropout."""
         batch = next((batch for batch in batches if most_parts(batch.inputs) > 1), None)
-        if batch is None:
-            return
+        if batch is None or {"input_ids", "pixel_values"} <= batch.inputs.keys():
+            return  # which images go with a row, not their order but the model's preset tells
         trainer = self._trainer
         rows = _unlike(batch.inputs)
         parts = [rows_at(batch.inputs, [row]) for row in rows]
