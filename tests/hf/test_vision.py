@@ -22,7 +22,7 @@ def make(name: str, *, lora: bool) -> nn.Module:
         return model
     targets = ["qkv", "q_proj", "v_proj"] if "qwen" in name else ["q_proj", "v_proj"]
     return get_peft_model(
-        model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        model, LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
     )
 
 
