@@ -45,8 +45,7 @@ def llava(**settings: Any) -> Any:
         LlavaConfig(
             vision_config=CLIPVisionConfig(**TOWER),
             text_config=LlamaConfig(**TINY),
-            image_token_id=IMAGE,
-            **settings,
+            **{"image_token_id": IMAGE, **settings},
         )
     )
 

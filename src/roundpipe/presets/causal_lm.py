@@ -38,7 +38,8 @@ class LossState(TypedDict):
     skip_logits: bool | None  # see `wants_only_loss`
 
 
-Readout = Callable[["HeadAndLoss", torch.Tensor, torch.Tensor | None], Any]
+# Of what has a `head` and a `config`, the last hidden states and the labels.
+Readout = Callable[[Any, torch.Tensor, torch.Tensor | None], Any]
 
 
 class HeadAndLoss(nn.Module):

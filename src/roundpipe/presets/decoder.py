@@ -9,7 +9,7 @@ is cut; where it does not, the model has no preset, and the log says why.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import ConfigError
 from . import trial
 from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
-from .causal_lm import assemble, wants_only_loss
+from .causal_lm import Readout, assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part
 from .preset import Cut, DoesNotFit
@@ -56,6 +56,14 @@ class State(TypedDict):
     last_kwargs: dict[str, Any]  # of the last part: logits_to_keep, ...
     loss_weight: float | None  # see loss.py
     skip_logits: bool | None  # see `wants_only_loss`
+    readout: Readout | None  # see `HeadAndLoss`
+
+
+class Readable(NamedTuple):
+    """What a readout gets of a last layer."""
+
+    config: Any
+    head: nn.Module
 
 
 class Prefix(nn.Module):
@@ -98,6 +106,7 @@ class Prefix(nn.Module):
                 "is_causal: transformers carries it in the config, which all microbatches share; "
                 "set it there"
             )
+        readout = named.pop("readout", None)
         hidden_states, calls = self.part.first(**named, use_cache=False, **stand_ins)
         note_lengths(self.part)
         return State(
@@ -107,6 +116,7 @@ class Prefix(nn.Module):
             last_kwargs={name: value for name, value in named.items() if name not in _OF_TOKENS},
             loss_weight=loss_weight,
             skip_logits=skip_logits,
+            readout=readout,
         )
 
     def _by_kind(self, calls: list[BlockCall]) -> tuple[BlockCall, ...]:
@@ -163,6 +173,7 @@ class Suffix(nn.Module):
         self.part = part
         self.head = head
         self.output_class = output_class
+        self.config = model.config
         self.width = trial.width_of(model)
         self.loss = Loss(model)
 
@@ -175,6 +186,12 @@ class Suffix(nn.Module):
         named["inputs_embeds"] = hidden_states.new_zeros(1, 1, 1).expand(
             *hidden_states.shape[:2], self.width
         )
+        if state["readout"] is not None:
+            if self.head is None:
+                raise ConfigError("readout: there is no head whose outputs are the model's logits")
+            kept = self.part.into(self.head, hidden_states, use_cache=False, **named)
+            read = Readable(self.config, self.part.owned[0].get_submodule(self.head))
+            return state["readout"](read, kept, labels)
         if labels is None:
             return self.part.last(hidden_states, use_cache=False, **named)
         skips = wants_only_loss(state["skip_logits"])

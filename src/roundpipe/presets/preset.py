@@ -155,9 +155,13 @@ def cut(model: nn.Module) -> Cut | None:
 
 def has_own_preset(model: nn.Module) -> bool:
     """True if there is a file for the architecture, whose last layer has what these share: not for
-    a preset of the user's own or the generic one, which models with images have for theirs."""
-    preset = _preset_of(type(base_of(model)))
-    return isinstance(preset, str) and preset not in _WITH_IMAGES
+    a preset of the user's own or the generic one."""
+    return isinstance(_preset_of(type(base_of(model))), str)
+
+
+def has_images(model: nn.Module) -> bool:
+    """True if the architecture's own preset takes images beside rows of tokens."""
+    return _preset_of(type(base_of(model))) in _WITH_IMAGES
 
 
 def _generic_for(model: nn.Module) -> Any:
