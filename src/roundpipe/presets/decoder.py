@@ -279,9 +279,7 @@ def _make(
     )
 
 
-def blocks_of(
-    model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int]
-) -> list["Block"]:
+def blocks_of(model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int]) -> list["Block"]:
     """The layers of the blocks, which note what routers choose if there may be some."""
     block_class = (
         RoutedBlock if "router_logits" in (type(model)._can_record_outputs or {}) else Block

@@ -87,11 +87,7 @@ class TRLMixin(RoundPipeTrainerMixin):
         if self.head_fields is None:
             return ModelAnswer()
         head = self._head(self.head_fields)
-        return (
-            FusedAnswer(head)
-            if has_readable_head(model, engine)
-            else LogitsAnswer(head)
-        )
+        return FusedAnswer(head) if has_readable_head(model, engine) else LogitsAnswer(head)
 
     def _head(self, fields: tuple[str, ...]) -> Head:
         return Head(fields=fields)

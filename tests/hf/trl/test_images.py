@@ -101,9 +101,7 @@ def make(cls: type, processor: Any, model: Any = None, **settings: Any) -> Any:
     )
 
 
-LORA = LoraConfig(
-    r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
-)
+LORA = LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
 @pytest.mark.parametrize("devices", [1, 3])

@@ -17,9 +17,7 @@ def _measure(model: Any, named: Mapping[str, Any]) -> list[Image]:
     return [Image(1, model.config.mm_tokens_per_image)] * len(named["pixel_values"])
 
 
-def _seen(
-    tower: Any, hidden_states: torch.Tensor, _: Any, __: Any
-) -> BaseModelOutputWithPooling:
+def _seen(tower: Any, hidden_states: torch.Tensor, _: Any, __: Any) -> BaseModelOutputWithPooling:
     return BaseModelOutputWithPooling(last_hidden_state=tower["post_layernorm"](hidden_states))
 
 
