@@ -197,11 +197,9 @@ def test_bad_input_is_refused_before_any_work(
     model = make_seeing(name)
     engine = engines(model)
     batch = {k: v for k, v in {**seen_batch(model), **changes}.items() if v is not None}
+    given: Any = {"microbatches": [((), batch, None)]} if are_cut else {"input_kwargs": batch}
     with pytest.raises(ConfigError, match=message):
-        if are_cut:
-            engine.forward_backward(microbatches=[((), batch, None)])
-        else:
-            engine.forward_backward(input_kwargs=batch)
+        engine.forward_backward(**given)
     assert not gradients_of(engine.model)
 
 

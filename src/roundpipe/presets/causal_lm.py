@@ -105,8 +105,9 @@ def split_batch(
     """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that
     of the batch.
 
-    ``split_rows(model, named, n)`` cuts what has rows. What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left
-    alone and so stays identical to the model's own forward to the bit.
+    ``split_rows(model, named, n)`` cuts what has rows. What the mean is over are the batch's valid
+    tokens (see loss.py). A single microbatch is left alone and so stays identical to the model's
+    own forward to the bit.
     """
     named = by_name(type(model), args, kwargs)
     if "return_logits" not in parameters_of(type(model)):

@@ -138,8 +138,8 @@ def grid_images(model: Any, named: Mapping[str, Any]) -> list[Image]:
     for image, (_, height, width) in enumerate(grid.tolist()):
         if height % side or width % side:
             raise ConfigError(
-                f"image {image} has {height} x {width} patches, of which squares of {side} x {side} "
-                "make a token"
+                f"image {image} has {height} x {width} patches, of which squares of {side} x {side}"
+                " make a token"
             )
     if sum(lines) != len(pixels):
         raise ConfigError(

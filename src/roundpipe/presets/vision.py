@@ -92,7 +92,7 @@ class Eye(nn.Module):
     ) -> Looking:
         named = by_name(self.model_class, args, kwargs)
         pixels = named.pop("pixel_values", None)
-        hidden_states, calls = None, []
+        hidden_states, calls = None, list[BlockCall]()
         if pixels is not None:
             hidden_states, calls = self.part.first(pixels, **self.takes(named))
         kinds = decoder.kinds_of(calls, [])
@@ -143,7 +143,8 @@ class Join(decoder.Prefix):
 
     def forward(self, state: Looking) -> State:  # type: ignore[override]
         family, hidden_states = self.family, state["hidden_states"]
-        named, stand_ins, changes = dict(state["named"]), {}, list[tuple[Any, ...]]()
+        named, changes = dict(state["named"]), list[tuple[Any, ...]]()
+        stand_ins: dict[str, Any] = {}
         if hidden_states is not None:
             seen = family.seen(self.after, hidden_states, state["kept"], named)
             stand_ins["instead"] = {f"model.{family.tower}": _Seen(seen, *self.original)}

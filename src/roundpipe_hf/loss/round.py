@@ -58,8 +58,8 @@ def cut_window(
 ) -> list[Microbatch]:
     """All microbatches of the window, batch by batch, each row once.
 
-    ``call_for``: how the model is called for a microbatch, some of which have images. ``amount_of``:
-    what the loss is a mean over; None for a sum.
+    ``call_for``: how the model is called for a microbatch, some of which have images.
+    ``amount_of``: what the loss is a mean over; None for a sum.
     """
     microbatches: list[Microbatch] = []
     for index, batch in enumerate(batches):

@@ -18,8 +18,9 @@ def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
     """Called when TRL's constructor has set ``trainer`` up.
 
     Raises:
-        ConfigError: the data has images that trainer or preset does not take, the reference model has another vocabulary, or the loss
-            asks for the router's of a model whose preset does not collect it.
+        ConfigError: the data has images that trainer or preset does not take, the reference model
+            has another vocabulary, or the loss asks for the router's of a model whose preset does
+            not collect it.
     """
     name = type(trainer).__name__
     if getattr(trainer, "_is_vision_dataset", False):

@@ -1,7 +1,6 @@
 """`RoundPipeSFTTrainer` over a data set with images does what TRL's does: the same losses, weights
 and metrics."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def rows() -> Dataset:
 
 def make(cls: type, processor: Any, model: Any = None, **settings: Any) -> Any:
     is_ours = issubclass(cls, RoundPipeSFTTrainer)
-    given = {
+    given: dict[str, Any] = {
         "output_dir": "out-ours" if is_ours else "out-plain",
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 3,

@@ -10,7 +10,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..images import Image
 from ..preset import Cut
-from ..vision import Family, cut as cut_family
+from ..vision import Family
+from ..vision import cut as cut_family
 
 
 def _measure(model: Any, named: Mapping[str, Any]) -> list[Image]:

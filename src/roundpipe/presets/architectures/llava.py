@@ -15,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ...errors import ConfigError
 from ..images import Image
 from ..preset import Cut, DoesNotFit
-from ..vision import Family, cut as cut_family
+from ..vision import Family
+from ..vision import cut as cut_family
 
 _TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 

@@ -12,7 +12,8 @@ from transformers.vision_utils import get_vision_window_index
 
 from ..images import grid_images, grid_positions
 from ..preset import Cut
-from ..vision import Family, cut as cut_family
+from ..vision import Family
+from ..vision import cut as cut_family
 
 
 def takes_grid(named: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Qwen3-VL: what some of the tower's blocks return is merged, each by a module of its own, and added
-to the hidden states after the language model's first blocks (deepstack)."""
+"""Qwen3-VL: what some of the tower's blocks return is merged, each by a module of its own, and
+added to the hidden states after the language model's first blocks (deepstack)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDe
 
 from ..images import grid_images, grid_positions
 from ..preset import Cut
-from ..vision import Family, cut as cut_family
+from ..vision import Family
+from ..vision import cut as cut_family
 from .qwen2_5_vl import takes_grid
 
 
