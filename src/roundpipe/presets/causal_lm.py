@@ -153,7 +153,9 @@ def _valid_tokens(kwargs: dict[str, Any]) -> torch.Tensor:
 def _warn_if_documents_leak(kwargs: dict[str, Any]) -> None:
     """transformers tells packed documents apart by ``position_ids``, but only without a mask."""
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or position_ids is None:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return
+    if position_ids is None or position_ids.ndim != 2:  # of three kinds, images restart some
         return
     if bool((position_ids.diff(dim=-1) != 1).any()) and bool(mask.all()):
         warnings.warn(
