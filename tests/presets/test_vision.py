@@ -24,6 +24,7 @@ from roundpipe import (
     wrap_model_to_roundpipe,
 )
 from roundpipe.errors import ConfigError
+from roundpipe.presets import trial
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines
 from tests.support.preset_models import ROWS, TINY, TOKENS, gradients_of, own_forward
@@ -139,6 +140,18 @@ def test_a_generation_before_leaves_no_trace(engines: Engines) -> None:
     model = make_seeing("qwen3-vl")
     model.model.rope_deltas = torch.tensor([[-2]])
     assert_is_model(engines, model, [seen_batch(model), seen_batch(model, NO_IMAGES)], 2, ONE)
+
+
+def test_tower_and_language_model_keep_their_own_attention() -> None:
+    """The trial runs both without a GPU's kernels, and gives each its own back."""
+    own = {"": "flash_attention_2", "text_config": "flash_attention_2", "vision_config": "sdpa"}
+    model = make_seeing("llava")
+    config = model.config
+    config._attn_implementation = own
+    with trial.in_evaluation(model):
+        assert config.text_config._attn_implementation == "eager"
+    kept = (config, config.text_config, config.vision_config)
+    assert [each._attn_implementation for each in kept] == list(own.values())
 
 
 # --- bad input ---

@@ -18,7 +18,7 @@ from .parts import BlockCall, Blocks, Part, SkippedBlocks
 from .preset import Cut, DoesNotFit
 
 _ROWS, _TOKENS, _PADDING = 2, 7, 3
-_ON_ANY_DEVICE = ("eager", "sdpa")
+_ON_ANY_DEVICE = {"eager", "sdpa"}
 
 
 class Sample(NamedTuple):
@@ -33,11 +33,15 @@ def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Modes, random numbers and attention of the model are the caller's again afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     config: Any = model.config
-    attention = config._attn_implementation
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    attention = {
+        name: each._attn_implementation
+        for name, each in {"": config, **inner}.items()
+        if each is not None
+    }
     model.eval()
-    if (
-        attention not in _ON_ANY_DEVICE
-    ):  # flash kernels need a GPU; which masks go where is the same
+    # Flash kernels need a GPU; which masks go where is the same.
+    if not _ON_ANY_DEVICE.issuperset(attention.values()):
         config._attn_implementation = "eager"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
