@@ -111,7 +111,7 @@ class Prefix(nn.Module):
         note_lengths(self.part)
         return State(
             hidden_states=hidden_states,
-            calls=self._by_kind(calls),
+            calls=by_kind(calls, self.kinds, self.model_class),
             labels=named.pop("labels", None),
             last_kwargs={name: value for name, value in named.items() if name not in _OF_TOKENS},
             loss_weight=loss_weight,
@@ -119,20 +119,22 @@ class Prefix(nn.Module):
             readout=readout,
         )
 
-    def _by_kind(self, calls: list[BlockCall]) -> tuple[BlockCall, ...]:
-        """One call for each kind: shipped once, though many blocks are called with the same
-        mask."""
-        first = [calls[self.kinds.index(kind)] for kind in range(max(self.kinds) + 1)]
-        for index, (call, kind) in enumerate(zip(calls, self.kinds, strict=True)):
-            if not _are_same(call, first[kind]):
-                raise ConfigError(
-                    f"block {index} of {self.model_class.__name__} takes other arguments than "
-                    "block "
-                    f"{self.kinds.index(kind)} in this batch, and took the same when the model was "
-                    "wrapped; pass "
-                    "use_sequential_preset=False"
-                )
-        return tuple(first)
+
+def by_kind(calls: list[BlockCall], kinds: list[int], model_class: type) -> tuple[BlockCall, ...]:
+    """One call for each kind: shipped once, though many blocks are called with the same mask.
+
+    Raises:
+        ConfigError: blocks of one kind are called with different things.
+    """
+    first = [calls[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+    for index, (call, kind) in enumerate(zip(calls, kinds, strict=True)):
+        if not _are_same(call, first[kind]):
+            raise ConfigError(
+                f"block {index} of {model_class.__name__} takes other arguments than block "
+                f"{kinds.index(kind)} in this batch, and took the same when the model was wrapped; "
+                "pass use_sequential_preset=False"
+            )
+    return tuple(first)
 
 
 class Block(nn.Module):
@@ -262,7 +264,7 @@ def _cut_at(
     trial.refuse_skipping(model, where, samples[0].inputs)
     found = trial.find(model, where, samples[0].inputs)
     layer_types = getattr(model.config.get_text_config(), "layer_types", None)
-    kinds = kinds_of(found.calls, layer_types or [])
+    kinds = _kinds(found.calls, layer_types or [])
     made = make(model, found, blocks, kinds)
     trial.compare(model, made, samples)
     return made
@@ -305,7 +307,7 @@ def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(found[0].split("."))
 
 
-def kinds_of(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
+def _kinds(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
     """Numbers blocks that are called alike alike; never two of different ``layer_types``."""
     kinds: list[int] = []
     types = layer_types if len(layer_types) == len(calls) else [None] * len(calls)

@@ -39,6 +39,7 @@ class Family:
         keeps: of a model, the places of hidden states that ``seen`` or the model reads: 0 before
             the first block of the tower, i after its i-th.
         takes: what the tower's forward is given besides ``pixel_values``.
+        kinds: of each of the tower's blocks, which are called alike; None if all are.
         blinded: attributes that the tower has in place of its own while its blocks are called.
         between: name of a method of the language model that changes the hidden states after some
             of its blocks: ``(hidden_states, *others)``.
@@ -51,6 +52,7 @@ class Family:
     positions: Positions | None = None
     keeps: Callable[[Any], list[int]] = lambda _: []
     takes: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    kinds: Callable[[Any], list[int]] | None = None
     blinded: Mapping[str, Any] | None = None
     between: str | None = None
 
@@ -61,7 +63,6 @@ class Looking(TypedDict):
     hidden_states: torch.Tensor | None  # None without images
     kept: dict[int, torch.Tensor]  # by place, see `Family`
     calls: tuple[BlockCall, ...]  # what else a block takes, by its kind
-    kinds: list[int]  # of each block
     named: dict[str, Any]  # what the model's forward was given, but for the pixels
     loss_weight: float | None
     skip_logits: bool | None
@@ -76,9 +77,12 @@ class State(decoder.State):
 class Eye(nn.Module):
     """First layer: takes the arguments of the model's forward, and has the tower begin."""
 
-    def __init__(self, model: PreTrainedModel, family: Family, part: Part) -> None:
+    def __init__(
+        self, model: PreTrainedModel, family: Family, part: Part, kinds: list[int]
+    ) -> None:
         super().__init__()
         self.part = part
+        self.kinds = kinds
         self.model_class = type(model)
         self.takes = family.takes
         self.keeps_first = 0 in family.keeps(model)
@@ -92,15 +96,14 @@ class Eye(nn.Module):
     ) -> Looking:
         named = by_name(self.model_class, args, kwargs)
         pixels = named.pop("pixel_values", None)
-        hidden_states, calls = None, list[BlockCall]()
+        hidden_states, calls = None, tuple[BlockCall, ...]()
         if pixels is not None:
-            hidden_states, calls = self.part.first(pixels, **self.takes(named))
-        kinds = decoder.kinds_of(calls, [])
+            hidden_states, noted = self.part.first(pixels, **self.takes(named))
+            calls = decoder.by_kind(noted, self.kinds, self.model_class)
         return Looking(
             hidden_states=hidden_states,
             kept={0: hidden_states} if hidden_states is not None and self.keeps_first else {},
-            calls=tuple(calls[kinds.index(kind)] for kind in range(max(kinds, default=-1) + 1)),
-            kinds=kinds,
+            calls=calls,
             named=named,
             loss_weight=loss_weight,
             skip_logits=skip_logits,
@@ -108,22 +111,22 @@ class Eye(nn.Module):
 
 
 class TowerBlock(nn.Module):
-    """One block of the tower. ``keeps``: whether what it returns is read later."""
+    """One block of the tower. ``place``: that of what it returns, if it is read later."""
 
-    def __init__(self, block: nn.Module, index: int, keeps: bool) -> None:
+    def __init__(self, block: nn.Module, kind: int, place: int | None) -> None:
         super().__init__()
         self.block = block
-        self.index = index
-        self.keeps = keeps
+        self.kind = kind
+        self.place = place
 
     def forward(self, state: Looking) -> Looking:
         if state["hidden_states"] is None:
             return state
-        call = state["calls"][state["kinds"][self.index]]
+        call = state["calls"][self.kind]
         output = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
         hidden_states = output[0] if isinstance(output, tuple) else output
-        kept = {self.index + 1: hidden_states} if self.keeps else {}
-        return {**state, "hidden_states": hidden_states, "kept": {**state["kept"], **kept}}
+        kept = state["kept"] if self.place is None else {**state["kept"], self.place: hidden_states}
+        return {**state, "hidden_states": hidden_states, "kept": kept}
 
 
 class Join(decoder.Prefix):
@@ -214,6 +217,7 @@ def _make(
     tower = getattr(inner, family.tower)
     path, keeps = decoder.path_of_blocks(tower), family.keeps(model)
     looking = list(tower.get_submodule(".".join(path)).children())
+    alike = family.kinds(model) if family.kinds is not None else [0] * len(looking)
     eye = Part(tower, Blocks(path, len(looking), None), lambda name: name not in family.after)
     eye.attributes = dict(family.blinded or {})
     only_last = _names(found.last) - _names(found.first)
@@ -236,9 +240,12 @@ def _make(
     cutting = partial(split_rows, family.measure, family.positions)
     return assemble(
         model,
-        Eye(model, family, eye),
+        Eye(model, family, eye, alike),
         [
-            *(TowerBlock(block, i, i + 1 in keeps) for i, block in enumerate(looking)),
+            *(
+                TowerBlock(block, kind, place if place in keeps else None)
+                for place, (block, kind) in enumerate(zip(looking, alike, strict=True), 1)
+            ),
             Join(model, family, joined, kinds),
             *layers,
         ],

@@ -34,8 +34,14 @@ def _seen(
     return BaseModelOutputWithPooling(pooler_output=merged)
 
 
+def _kinds(model: Any) -> list[int]:
+    config = model.config.vision_config
+    kinds = [int(index in config.fullatt_block_indexes) for index in range(config.depth)]
+    return kinds if 0 in kinds else [0] * len(kinds)
+
+
 def cut(model: PreTrainedModel) -> Cut:
-    """Which of the tower's blocks attend within windows is what its forward calls them with."""
+    """Blocks of the tower attend within windows, some to whole images."""
     family = Family(
         tower="visual",
         measure=grid_images,
@@ -43,5 +49,6 @@ def cut(model: PreTrainedModel) -> Cut:
         after=("merger",),
         seen=partial(_seen, model.config.vision_config),
         takes=takes_grid,
+        kinds=_kinds,
     )
     return cut_family(model, family)
