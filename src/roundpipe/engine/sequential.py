@@ -16,7 +16,7 @@ from ..device.choose import DeviceSpec
 from ..memory.pinning import PinMode
 from ..plan.costs import LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
-from ..presets.preset import SplitForward
+from ..presets.preset import SplitForward, split_by_rule
 from ..runtime.autograd import when_pass_ends
 from ..runtime.call import LossFn
 from ..trace.table import Statistics
@@ -296,6 +296,22 @@ class RoundPipe(Engine):
         microbatches: GivenMicrobatches | CutMicrobatches | None,
     ) -> Batch:
         return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)
+
+    def split_rows(self, inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
+        """Cuts what a forward is given by name as a call would, without a look at losses.
+
+        Args:
+            inputs: tensors of shape (rows, ...), and images, which go with their rows where the
+                model has a preset that knows whose they are.
+            num_microbatch: how many parts there are to be; fewer where there are fewer rows.
+
+        Raises:
+            ConfigError: images and their placeholders differ.
+        """
+        how = self._config.split_input
+        if isinstance(how, SplitForward):
+            return how.split_rows(how.model, dict(inputs), num_microbatch)
+        return split_by_rule(None, dict(inputs), num_microbatch)
 
     # What is going on.
 

@@ -15,10 +15,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
 from ..layers.output_use import only_loss_is_wanted
-from ..microbatch import split
 from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
-from .preset import Cut, MergeOutput, SplitForward
+from .preset import Cut, MergeOutput, SplitForward, SplitRows, split_by_rule
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
@@ -39,7 +38,8 @@ class LossState(TypedDict):
     skip_logits: bool | None  # see `wants_only_loss`
 
 
-Readout = Callable[["HeadAndLoss", torch.Tensor, torch.Tensor | None], Any]
+# Of what has a `head` and a `config`, the last hidden states and the labels.
+Readout = Callable[[Any, torch.Tensor, torch.Tensor | None], Any]
 
 
 class HeadAndLoss(nn.Module):
@@ -96,13 +96,18 @@ def wants_only_loss(skip_logits: bool | None) -> bool:
 
 
 def split_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n: int,
+    split_rows: SplitRows = split_by_rule,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """Cuts the arguments of ``model``'s forward into ``n`` microbatches whose losses add up to that
     of the batch.
 
-    What the mean is over are the batch's valid tokens (see loss.py). A single microbatch is left
-    alone and so stays identical to the model's own forward to the bit.
+    ``split_rows(model, named, n)`` cuts what has rows. What the mean is over are the batch's valid
+    tokens (see loss.py). A single microbatch is left alone and so stays identical to the model's
+    own forward to the bit.
     """
     named = by_name(type(model), args, kwargs)
     if "return_logits" not in parameters_of(type(model)):
@@ -110,7 +115,7 @@ def split_batch(
     refuse_unknown(model, named, also=_LOGITS)
     _warn_if_documents_leak(named)
     whole = {name: named.pop(name) for name in _NEVER_CUT | _FLASH_OFFSETS if name in named}
-    parts = [part | whole for _, part in split((), named, None, n).inputs]
+    parts = [part | whole for part in split_rows(model, named, n)]
     if len(parts) > 1:
         if any(whole.get(name) is not None for name in _FLASH_OFFSETS):
             raise ConfigError(
@@ -148,7 +153,9 @@ def _valid_tokens(kwargs: dict[str, Any]) -> torch.Tensor:
 def _warn_if_documents_leak(kwargs: dict[str, Any]) -> None:
     """transformers tells packed documents apart by ``position_ids``, but only without a mask."""
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or position_ids is None:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return
+    if position_ids is None or position_ids.ndim != 2:  # of three kinds, images restart some
         return
     if bool((position_ids.diff(dim=-1) != 1).any()) and bool(mask.all()):
         warnings.warn(
@@ -167,12 +174,14 @@ def assemble(
     split_input: Callable[..., Any] = split_batch,
     merge: MergeOutput = merge_outputs,
     is_joint: Callable[..., bool] | None = None,
+    check: Callable[..., None] = refuse_unread,
+    split_rows: SplitRows = split_by_rule,
 ) -> Cut:
     """A decoder of these layers, microbatched as causal language models are."""
     return Cut(
         sequential=nn.Sequential(prefix, *blocks, suffix),
         split_input=SplitForward(
-            model=model, split=split_input, check=refuse_unread, joint=is_joint
+            model=model, split=split_input, check=check, joint=is_joint, split_rows=split_rows
         ),
         merge_output=merge,
     )

@@ -8,12 +8,12 @@ guessed. Whether that gives the model's logits and loss is tried out on a few to
 is cut; where it does not, the model has no preset, and the log says why.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -21,9 +21,9 @@ from ..errors import ConfigError
 from . import trial
 from .balance import Balance, assemble_routed, balance_of, routers_in
 from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
-from .causal_lm import assemble, wants_only_loss
+from .causal_lm import Readout, assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
-from .parts import BlockCall, Blocks, Part
+from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
 from .preset import Cut, DoesNotFit
 from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
@@ -35,7 +35,17 @@ _OF_TOKENS = (
     "position_ids",
     "token_type_ids",
     "past_key_values",
+    # of models with images
+    "pixel_values",
+    "image_grid_thw",
+    "image_sizes",
+    "mm_token_type_ids",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
 )
+
+
+MakeCut = Callable[[PreTrainedModel, trial.Findings, list[nn.Module], list[int]], Cut]
 
 
 class State(Routed):
@@ -47,6 +57,14 @@ class State(Routed):
     last_kwargs: dict[str, Any]  # of the last part: logits_to_keep, ...
     loss_weight: float | None  # see loss.py
     skip_logits: bool | None  # see `wants_only_loss`
+    readout: Readout | None  # see `HeadAndLoss`
+
+
+class Readable(NamedTuple):
+    """What a readout gets of a last layer."""
+
+    config: Any
+    head: nn.Module
 
 
 class Prefix(nn.Module):
@@ -54,7 +72,7 @@ class Prefix(nn.Module):
     called alike. ``collects``: blocks collect what routers say."""
 
     def __init__(
-        self, model: PreTrainedModel, part: Part, kinds: list[int], *, collects: bool
+        self, model: PreTrainedModel, part: Part, kinds: list[int], *, collects: bool = False
     ) -> None:
         super().__init__()
         self.collects = collects
@@ -72,6 +90,18 @@ class Prefix(nn.Module):
         **kwargs: Any,
     ) -> State:
         named = by_name(self.model_class, args, kwargs)
+        return self.begin(named, loss_weight, skip_logits, has_siblings=has_siblings)
+
+    def begin(
+        self,
+        named: dict[str, Any],
+        loss_weight: float | None,
+        skip_logits: bool | None,
+        *,
+        has_siblings: bool = False,
+        **stand_ins: Any,
+    ) -> State:
+        """The state that the first block gets. ``stand_ins``: see `Part.first`."""
         refuse_cache(named.get("past_key_values"), named.pop("use_cache", None))
         refuse_unsupported(self.config, named)
         wanted = wants_auxiliary_loss(self.config, named.get("output_router_logits"))
@@ -87,11 +117,12 @@ class Prefix(nn.Module):
             )
         if self.collects:
             named["output_router_logits"] = False  # because the blocks collect them
-        hidden_states, calls = self.part.first(**named, use_cache=False)
+        readout = named.pop("readout", None)
+        hidden_states, calls = self.part.first(**named, use_cache=False, **stand_ins)
         note_lengths(self.part)
         return State(
             hidden_states=hidden_states,
-            calls=self._by_kind(calls),
+            calls=by_kind(calls, self.kinds, self.model_class),
             labels=named.pop("labels", None),
             last_kwargs={name: value for name, value in named.items() if name not in _OF_TOKENS},
             loss_weight=loss_weight,
@@ -99,22 +130,8 @@ class Prefix(nn.Module):
             router_logits=() if wanted else None,
             attention_mask=named.get("attention_mask") if wanted else None,
             has_siblings=has_siblings,
+            readout=readout,
         )
-
-    def _by_kind(self, calls: list[BlockCall]) -> tuple[BlockCall, ...]:
-        """One call for each kind: shipped once, though many blocks are called with the same
-        mask."""
-        first = [calls[self.kinds.index(kind)] for kind in range(max(self.kinds) + 1)]
-        for index, (call, kind) in enumerate(zip(calls, self.kinds, strict=True)):
-            if not _are_same(call, first[kind]):
-                raise ConfigError(
-                    f"block {index} of {self.model_class.__name__} takes other arguments than "
-                    "block "
-                    f"{self.kinds.index(kind)} in this batch, and took the same when the model was "
-                    "wrapped; pass "
-                    "use_sequential_preset=False"
-                )
-        return tuple(first)
 
 
 class Block(nn.Module):
@@ -146,23 +163,19 @@ class RoutedBlock(Block):
 class Suffix(nn.Module):
     """Last layer: returns what the model's forward returns.
 
-    ``head``: name of the head in the model if its logits go to the loss as they are; else None.
-    ``balance``: makes the auxiliary loss, if the routers can be listened to.
+    ``found``: of the model's forward in parts; its ``head`` is None unless logits go to the loss as
+    they are. ``balance``: makes the auxiliary loss, if the routers can be listened to.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        part: Part,
-        head: str | None,
-        output_class: type[Any],
-        balance: Balance | None,
+        self, model: PreTrainedModel, found: trial.Findings, balance: Balance | None = None
     ) -> None:
         super().__init__()
         self.balance = balance
-        self.part = part
-        self.head = head
-        self.output_class = output_class
+        self.part = found.last
+        self.head = found.head
+        self.output_class = found.output_class
+        self.config = model.config
         self.width = trial.width_of(model)
         self.loss = Loss(model)
 
@@ -180,6 +193,12 @@ class Suffix(nn.Module):
         named["inputs_embeds"] = hidden_states.new_zeros(1, 1, 1).expand(
             *hidden_states.shape[:2], self.width
         )
+        if state["readout"] is not None:
+            if self.head is None:
+                raise ConfigError("readout: there is no head whose outputs are the model's logits")
+            kept = self.part.into(self.head, hidden_states, use_cache=False, **named)
+            read = Readable(self.config, self.part.owned[0].get_submodule(self.head))
+            return state["readout"](read, kept, labels)
         if labels is None:
             return self.part.last(hidden_states, use_cache=False, **named)
         skips = wants_only_loss(state["skip_logits"])
@@ -202,26 +221,33 @@ def is_causal_lm(model: nn.Module) -> bool:
     )
 
 
-def cut(model: PreTrainedModel) -> Cut:
+def cut(
+    model: PreTrainedModel, path: tuple[str, ...] | None = None, make: MakeCut | None = None
+) -> Cut:
     """Cuts ``model`` and tries the result.
+
+    Args:
+        path: names of attributes from the model to its list of blocks; None looks for it.
+        make: ``(model, findings, blocks, kinds)``, makes the layers; None for those of this file.
 
     Raises:
         DoesNotFit: the model is not of this shape, or its own forward gives something else.
     """
-    path = _path_of_blocks(model)
+    path = path or path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
-    balance, asks = balance_of(model, blocks), wants_auxiliary_loss(model.config, None)
+    balance = None if make is not None else balance_of(model, blocks)
+    asks = wants_auxiliary_loss(model.config, None)
     if balance is None and asks:
         raise DoesNotFit(
             "its config asks for output_router_logits, and what its routers say is not understood"
         )
     with trial.in_evaluation(model):
         try:
-            made = _tried(model, path, blocks, balance)
+            made = _tried(model, path, blocks, balance, make)
         except DoesNotFit:
             if balance is None or asks:
                 raise
-            made = _tried(model, path, blocks, None)
+            made = _tried(model, path, blocks, None, make)
     reached = {id(parameter) for parameter in made.sequential.parameters()}
     left_out = [
         name for name, parameter in model.named_parameters() if id(parameter) not in reached
@@ -238,9 +264,10 @@ def _tried(
     path: tuple[str, ...],
     blocks: list[nn.Module],
     balance: Balance | None,
+    make: MakeCut | None,
 ) -> Cut:
     try:
-        return _cut_at(model, path, blocks, balance)
+        return _cut_at(model, path, blocks, balance, make or partial(_make, balance))
     except DoesNotFit:
         raise
     # Because an unknown forward may raise anything when called in another way.
@@ -255,6 +282,7 @@ def _cut_at(
     path: tuple[str, ...],
     blocks: list[nn.Module],
     balance: Balance | None,
+    make: MakeCut,
 ) -> Cut:
     samples, num_returned = trial.run(
         model, blocks[0], {} if balance is None else {"output_router_logits": True}
@@ -262,66 +290,42 @@ def _cut_at(
     where = Blocks(path, len(blocks), num_returned)
     trial.refuse_skipping(model, where, samples[0].inputs)
     found = trial.find(model, where, samples[0].inputs)
-    kinds = _kinds(found.calls, getattr(model.config, "layer_types", None) or [])
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None)
+    kinds = kinds_of(found.calls, layer_types or [])
+    made = make(model, found, blocks, kinds)
+    trial.compare(model, made, samples)
+    return made
+
+
+def _make(
+    balance: Balance | None,
+    model: PreTrainedModel,
+    found: trial.Findings,
+    blocks: list[nn.Module],
+    kinds: list[int],
+) -> Cut:
     first = Prefix(model, found.first, kinds, collects=balance is not None)
-    made_blocks = [
+    made, last = blocks_of(model, blocks, kinds), Suffix(model, found, balance)
+    if balance is None:
+        return assemble(model, first, made, last)
+    return assemble_routed(model, first, made, last, balance)
+
+
+def blocks_of(model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int]) -> list["Block"]:
+    """The layers of the blocks, which note what routers choose where there may be some."""
+    return [
         RoutedBlock(block, kind, next(iter(routers_in(model, block)), None))
         if chooses(block)
         else Block(block, kind)
         for block, kind in zip(blocks, kinds, strict=True)
     ]
-    last = Suffix(model, found.last, found.head, type(samples[0].output), balance)
-    if balance is None:
-        made = assemble(model, first, made_blocks, last)
-    else:
-        made = assemble_routed(model, first, made_blocks, last, balance)
-    trial.compare(model, made, samples)
-    return made
 
 
 def collects_router_logits(model: PreTrainedModel) -> bool:
     """Whether a model of any architecture says in transformers' way what its routers return and
     what an auxiliary loss is made of."""
     try:
-        path = _path_of_blocks(model)
+        path = path_of_blocks(model)
     except DoesNotFit:
         return False
     return balance_of(model, model.get_submodule(".".join(path)).children()) is not None
-
-
-def _path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
-    """Where the one list of modules is that transformers says may not be split."""
-    classes = set(model._no_split_modules or ())
-    found = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and {type(m).__name__ for m in module} <= classes
-    ]
-    if len(found) != 1:
-        raise DoesNotFit(
-            f"it has {len(found)} lists of modules of {sorted(classes)}, where one is needed: "
-            f"{found}"
-        )
-    return tuple(found[0].split("."))
-
-
-def _kinds(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
-    """Numbers blocks that are called alike alike; never two of different ``layer_types``."""
-    kinds: list[int] = []
-    types = layer_types if len(layer_types) == len(calls) else [None] * len(calls)
-    for index, call in enumerate(calls):
-        alike = (k for k in range(index) if types[k] == types[index] and _are_same(call, calls[k]))
-        earlier = next(alike, None)
-        kinds.append(max(kinds, default=-1) + 1 if earlier is None else kinds[earlier])
-    return kinds
-
-
-def _are_same(call: BlockCall, other: BlockCall) -> bool:
-    leaves, spec = pytree.tree_flatten(call)
-    others, other_spec = pytree.tree_flatten(other)
-    return spec == other_spec and all(
-        a is b or (isinstance(a, bool | int | float | str) and bool(a == b))
-        for a, b in zip(leaves, others, strict=True)
-    )

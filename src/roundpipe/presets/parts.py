@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from .preset import DoesNotFit
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Code that runs the container itself instead of its twin.
@@ -78,12 +81,14 @@ class Part(nn.Module):
     themselves.
 
     ``is_called`` says of each module directly in a container, by its name from the model on,
-    whether it is called.
+    whether it is called. ``attributes``: what containers have in place of their own attributes of
+    these names in every run.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, is_called: Callable[[str], bool]) -> None:
         super().__init__()
         self.blocks = blocks
+        self.attributes: dict[str, Any] = {}
         self.original = _Original(model, blocks.path)
         self.owned = nn.ModuleList()
         for depth, (container, inner) in enumerate(
@@ -98,7 +103,10 @@ class Part(nn.Module):
             self.owned.append(owned)
 
     def first(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, list[BlockCall]]:
-        """Runs up to the first block: its hidden states, and what each block is called with."""
+        """Runs up to the first block: its hidden states, and what each block is called with.
+
+        ``kwargs`` may have ``instead`` and ``attributes`` of this run.
+        """
         notes = _Notes(self.blocks)
         noting = [_Noting(notes) for _ in range(self.blocks.number)]
         try:
@@ -146,16 +154,18 @@ class Part(nn.Module):
         *args: Any,
         instead: Mapping[str, nn.Module] = {},
         elsewhere: nn.Module | None = None,
+        attributes: Mapping[str, Any] = {},
         **kwargs: Any,
     ) -> Any:
-        """``instead`` stands for modules of the model by name, ``elsewhere`` for all that are not
-        in this part."""
+        """``instead`` stands for modules by their names from the model on, ``elsewhere`` for all
+        that are not in this part, ``attributes`` for those of containers that have them."""
         # Of a module that is called, because nobody keeps the modes of those that only hold modules
         # up to date.
         training = next(child for owned in self.owned for child in owned.children()).training
         inner: nn.Module = nn.ModuleList(stand_ins)
-        levels = zip(self.original.containers, self.owned, self.blocks.path, strict=True)
-        for container, owned, name in reversed(list(levels)):
+        path, others = self.blocks.path, {**self.attributes, **attributes}
+        levels = zip(self.original.containers, self.owned, range(len(path)), strict=True)
+        for container, owned, depth in reversed(list(levels)):
             twin = container.__new__(type(container))
             state = {key: value for key, value in container.__dict__.items() if key not in _BOUND}
             state |= {
@@ -164,13 +174,17 @@ class Part(nn.Module):
                 "training": training,
             }
             left_out = dict.fromkeys(container._modules, elsewhere) if elsewhere else {}
+            here = "".join(f"{name}." for name in path[:depth])
+            stand_in = {
+                name: instead[here + name] for name in container._modules if here + name in instead
+            }
             state |= {
-                "_modules": {**left_out, **owned._modules, name: inner},
+                "_modules": {**left_out, **owned._modules, **stand_in, path[depth]: inner},
                 **{hooks: OrderedDict() for hooks in _HOOKS},
+                **{name: value for name, value in others.items() if hasattr(container, name)},
             }
             twin.__dict__ = state
             inner = twin
-        inner._modules.update(instead)
         return inner(*args, **kwargs)
 
 
@@ -241,3 +255,58 @@ class _Passing(nn.Module):
         self.was_called = True
         given = args[0] if args else kwargs["hidden_states"]
         return self._blocks.returned(given if self._value is None else self._value)
+
+
+def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
+    """Where the one list of modules is that transformers says may not be split."""
+    classes = set(model._no_split_modules or ())
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and {type(m).__name__ for m in module} <= classes
+    ]
+    if len(found) != 1:
+        raise DoesNotFit(
+            f"it has {len(found)} lists of modules of {sorted(classes)}, where one is needed: "
+            f"{found}"
+        )
+    return tuple(found[0].split("."))
+
+
+def kinds_of(calls: list[BlockCall], layer_types: Sequence[Any]) -> list[int]:
+    """Numbers blocks that are called alike alike; never two of different ``layer_types``."""
+    kinds: list[int] = []
+    types = layer_types if len(layer_types) == len(calls) else [None] * len(calls)
+    for index, call in enumerate(calls):
+        alike = (k for k in range(index) if types[k] == types[index] and _are_same(call, calls[k]))
+        earlier = next(alike, None)
+        kinds.append(max(kinds, default=-1) + 1 if earlier is None else kinds[earlier])
+    return kinds
+
+
+def by_kind(calls: list[BlockCall], kinds: list[int], model_class: type) -> tuple[BlockCall, ...]:
+    """One call for each kind: shipped once, though many blocks are called with the same mask.
+
+    Raises:
+        ConfigError: blocks of one kind are called with different things.
+    """
+    first = [calls[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+    for index, (call, kind) in enumerate(zip(calls, kinds, strict=True)):
+        if not _are_same(call, first[kind]):
+            raise ConfigError(
+                f"block {index} of {model_class.__name__} takes other arguments than block "
+                f"{kinds.index(kind)} in this batch, and took the same when the model was wrapped; "
+                "pass use_sequential_preset=False"
+            )
+    return tuple(first)
+
+
+def _are_same(call: BlockCall, other: BlockCall) -> bool:
+    leaves, spec = pytree.tree_flatten(call)
+    others, other_spec = pytree.tree_flatten(other)
+    return spec == other_spec and all(
+        a is b or (isinstance(a, bool | int | float | str) and bool(a == b))
+        for a, b in zip(leaves, others, strict=True)
+    )

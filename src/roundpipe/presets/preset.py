@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..microbatch import split
 from .adapters import base_of
 from .low_rank import run_without_sums
 
@@ -48,6 +49,14 @@ class Cut:
     merge_output: MergeOutput
 
 
+SplitRows = Callable[[Any, dict[str, Any], int], list[dict[str, Any]]]
+
+
+def split_by_rule(_: Any, named: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """What a forward is given, in at most ``n`` parts: what has the batch's rows is cut."""
+    return [part for _, part in split((), named, None, n).inputs]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SplitForward:
     """A preset's ``split_input``, which knows what the forward of its model may be given.
@@ -59,12 +68,14 @@ class SplitForward:
             itself for microbatches that come cut.
         joint: ``(model, args, kwargs)``, whether the losses of a call's microbatches do not add up:
             that of the batch is known once their outputs are merged. None: it never is so.
+        split_rows: ``(model, named, n)``, cuts what has rows, and looks at no losses.
     """
 
     model: Any
     split: Callable[..., Any]
     check: Callable[..., None]
     joint: Callable[..., bool] | None = None
+    split_rows: SplitRows = split_by_rule
 
     def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
         """Cuts what the forward is given into at most ``n`` microbatches."""
@@ -98,7 +109,15 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2",
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
+    "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl"
+    ),
+    "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": "qwen3_vl",
 }
+
+_WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
 
 
 def register_preset(kind: type[nn.Module], cut: CutModel) -> None:
@@ -126,20 +145,15 @@ def cut(model: nn.Module) -> Cut | None:
     base = base_of(model)
     preset = _preset_of(type(base))
     if isinstance(preset, str):
-        made: Cut = import_module(f"{__package__}.architectures.{preset}").cut(base)
-    elif preset is not None:
-        made = preset(base)
-    elif (generic := _generic_for(base)) is not None:
-        try:
-            made = generic.cut(base)
-        except DoesNotFit as reason:
-            logger.warning(
-                "%s has no preset, and the generic one does not fit: %s",
-                type(base).__name__,
-                reason,
-            )
-            return None
-    else:
+        preset = import_module(f"{__package__}.architectures.{preset}").cut
+    elif preset is None and (generic := _generic_for(base)) is not None:
+        preset = generic.cut
+    if preset is None:
+        return None
+    try:
+        made: Cut = preset(base)
+    except DoesNotFit as reason:
+        logger.warning("%s fits no preset: %s", type(base).__name__, reason)
         return None
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
@@ -151,6 +165,11 @@ def has_own_preset(model: nn.Module) -> bool:
     """True if there is a file for the architecture, whose last layer has what these share: not for
     a preset of the user's own or the generic one."""
     return isinstance(_preset_of(type(base_of(model))), str)
+
+
+def has_images(model: nn.Module) -> bool:
+    """True if the architecture's own preset takes images beside rows of tokens."""
+    return _preset_of(type(base_of(model))) in _WITH_IMAGES
 
 
 def _generic_for(model: nn.Module) -> Any:

@@ -18,7 +18,7 @@ from .parts import BlockCall, Blocks, Part, SkippedBlocks
 from .preset import Cut, DoesNotFit
 
 _ROWS, _TOKENS, _PADDING = 2, 7, 3
-_ON_ANY_DEVICE = ("eager", "sdpa")
+_ON_ANY_DEVICE = {"eager", "sdpa"}
 
 
 class Sample(NamedTuple):
@@ -33,11 +33,15 @@ def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
     """Modes, random numbers and attention of the model are the caller's again afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     config: Any = model.config
-    attention = config._attn_implementation
+    inner = {name: getattr(config, name, None) for name in config.sub_configs}
+    attention = {
+        name: each._attn_implementation
+        for name, each in {"": config, **inner}.items()
+        if each is not None
+    }
     model.eval()
-    if (
-        attention not in _ON_ANY_DEVICE
-    ):  # flash kernels need a GPU; which masks go where is the same
+    # Flash kernels need a GPU; which masks go where is the same.
+    if not _ON_ANY_DEVICE.issuperset(attention.values()):
         config._attn_implementation = "eager"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -69,6 +73,8 @@ def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, _TOKENS), generator=generator)
+    # A placeholder would have to have an image.
+    ids.masked_fill_(ids == getattr(model.config, "image_token_id", -1), 0)
     mask = torch.ones_like(ids)
     mask[0, :_PADDING] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -82,13 +88,14 @@ class Findings(NamedTuple):
     """What a run of the model's forward in parts has shown.
 
     ``calls``: what it calls its blocks with. ``head``: the name of its head, if what that returns
-    are the logits, as they go to the loss.
+    are the logits, as they go to the loss. ``output_class``: what it returns.
     """
 
     first: Part
     last: Part
     calls: list[BlockCall]
     head: str | None
+    output_class: type[Any]
 
 
 def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Findings:
@@ -119,6 +126,7 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
         last=Part(model, blocks, by_last.__contains__),
         calls=calls,
         head=next(names, None) if len(returned) == 1 and output.logits is returned[0] else None,
+        output_class=type(output),
     )
 
 

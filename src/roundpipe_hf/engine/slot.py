@@ -19,6 +19,7 @@ from roundpipe import RoundPipe
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.layers.structure import Structure
+from roundpipe.presets.preset import has_own_preset
 
 from ..arguments import PipelineArguments, engine_devices, pipeline_of
 from ..compat import base_model
@@ -246,6 +247,11 @@ def runs_by_preset(engine: RoundPipe) -> bool:
     """Whether the engine's own rules merge the outputs of microbatches: a preset's merge the loss
     exactly."""
     return num_layers(engine) > 1 and not isinstance(engine.model, nn.Sequential)
+
+
+def has_readable_head(model: nn.Module, engine: Any) -> bool:
+    """Whether the engine's last layer answers calls with a ``readout``."""
+    return has_own_preset(model) and isinstance(engine, RoundPipe) and runs_by_preset(engine)
 
 
 def stop_checkpointing(model: Any) -> None:

@@ -14,7 +14,7 @@ from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 from ..arguments import HOST, LossReduction, losses_on
-from ..compat import base_model, makes_causal_loss
+from ..compat import base_model, makes_causal_loss, valid_targets
 from ..engine.calls import Microbatch
 from ..engine.slot import runs_by_preset
 from .model_call import EngineStandIn, LossAnswer, ModelAnswer, ModelCall, copied, record_call
@@ -63,7 +63,6 @@ class FusedLoss:
     ) -> tuple[list[Microbatch], RoundLoss]:
         """The microbatches of a round, and its loss function."""
         trainer = self._trainer
-        call = self._call_for(batches[0])
         precision = trainer.precision()
 
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
@@ -74,14 +73,17 @@ class FusedLoss:
         loss_fn = RoundLoss(
             engine.model,
             compute_loss,
-            call,
             answer,
             batches,
             precision.finish,
             writes=is_users(trainer),
         )
         amount = None if reduction == "sum" else partial(amount_of, trainer, reduction=reduction)
-        return cut_window(batches, call, answer, num_microbatch, amount), loss_fn
+
+        def split_rows(inputs: Mapping[str, Any], most: int) -> list[dict[str, Any]]:
+            return engine.split_rows(inputs, min(num_microbatch, most))
+
+        return cut_window(batches, self._call_for, answer, split_rows, amount), loss_fn
 
     def _forget_another_loss(self) -> None:
         """A callback, or the user between two evaluations, may have put another loss or model in
@@ -108,8 +110,8 @@ class FusedLoss:
     def _reads_only_losses(self, engine: RoundPipe, batches: Sequence[StashedBatch]) -> bool:
         """Whether nobody looks at logits, and the model is one whose preset need not make them.
 
-        Not where a loss is divided by nothing: the gradients of masked rows are zero even then if
-        there are logits.
+        Not where the loss of a microbatch is divided by nothing: the gradients of masked rows are
+        zero even then if there are logits.
         """
         trainer = self._trainer
         return (
@@ -117,7 +119,7 @@ class FusedLoss:
             and trainer.label_smoother is None
             and type(trainer.answer) is ModelAnswer
             and makes_causal_loss(base_model(trainer.model))
-            and all(batch.num_items is not None and bool(batch.num_items > 0) for batch in batches)
+            and all(_counts_something(trainer, batch) for batch in batches)
             and runs_by_preset(engine)
         )
 
@@ -132,8 +134,7 @@ class FusedLoss:
         if batch is None:
             return
         trainer = self._trainer
-        rows = _unlike(batch.inputs)
-        parts = [rows_at(batch.inputs, [row]) for row in rows]
+        both, parts = _two_rows(engine, batch.inputs)
         weights = [1.0] * len(parts)
         if reduction != "sum":
             amounts = [amount_of(trainer, part, reduction) for part in parts]
@@ -142,8 +143,7 @@ class FusedLoss:
             weights = [amount / sum(amounts) for amount in amounts]
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             whole, *each = (
-                self._loss_of(engine, inputs, batch.num_items)
-                for inputs in (rows_at(batch.inputs, rows), *parts)
+                self._loss_of(engine, inputs, batch.num_items) for inputs in (both, *parts)
             )
         expected = sum(weight * loss for weight, loss in zip(weights, each, strict=True))
         scale = max(abs(whole), abs(expected))
@@ -182,6 +182,29 @@ class FusedLoss:
             if parameter.is_floating_point()
         )
         return _TOLERANCE if is_exact else _TOLERANCE_BELOW_FP32
+
+
+def _counts_something(trainer: Any, batch: StashedBatch) -> bool:
+    """Whether no microbatch's loss is divided by nothing: its items, where Trainer has counted them
+    (which it does not for models that would not be told), else its targets."""
+    if batch.num_items is not None:
+        return bool(batch.num_items > 0)
+    valid = valid_targets(trainer, batch.inputs)
+    return valid is not None and bool(valid.flatten(1).any(dim=1).all())
+
+
+def _two_rows(
+    engine: RoundPipe, inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Together and one by one. Of rows with images, which the engine knows by their order, the
+    first two."""
+    if {"input_ids", "pixel_values"} <= inputs.keys():
+        both = engine.split_rows(inputs, most_parts(inputs) // 2)[0]
+        if most_parts(both) == 3:
+            both = engine.split_rows(both, 2)[0]
+        return both, engine.split_rows(both, 2)
+    rows = _unlike(inputs)
+    return rows_at(inputs, rows), [rows_at(inputs, [row]) for row in rows]
 
 
 def _unlike(inputs: Mapping[str, Any]) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from roundpipe.microbatch import batch_size_of, split
+from roundpipe.microbatch import batch_size_of
 
 from ..arguments import losses_on
 from ..engine.calls import Microbatch
@@ -19,6 +19,9 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 AmountOf = Callable[[Mapping[str, Any]], float]
 """How much of what a mean is over a batch has."""
+
+SplitRows = Callable[[Mapping[str, Any], int], list[dict[str, Any]]]
+"""Cuts a batch into at most so many microbatches, and no more than it finds right."""
 
 
 class StashedBatch(NamedTuple):
@@ -41,36 +44,31 @@ class MicrobatchLabel(NamedTuple):
 
     batch: int
     inputs: dict[str, Any]
+    call: ModelCall
     num_items: torch.Tensor | int | None
     weight: float
 
 
 def cut_window(
     batches: Sequence[StashedBatch],
-    call: ModelCall,
+    call_for: Callable[[StashedBatch], ModelCall],
     answer: ModelAnswer,
-    num_microbatch: int,
+    split_rows: SplitRows,
     amount_of: AmountOf | None,
 ) -> list[Microbatch]:
     """All microbatches of the window, batch by batch, each row once.
 
+    ``call_for``: how the model is called for a microbatch, some of which have images.
     ``amount_of``: what the loss is a mean over; None for a sum.
     """
-    return [
-        (
-            (),
-            answer.arguments(call.arguments(inputs, batch.num_items)),
-            MicrobatchLabel(index, inputs, batch.num_items, weight),
-        )
-        for index, batch in enumerate(batches)
-        for inputs, weight in _cut(batch.inputs, num_microbatch, amount_of)
-    ]
-
-
-def parts_of(inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
-    """The microbatches of one batch."""
-    count = min(num_microbatch, most_parts(inputs))
-    return [kwargs for _, kwargs in split((), dict(inputs), None, count).inputs]
+    microbatches: list[Microbatch] = []
+    for index, batch in enumerate(batches):
+        for inputs, weight in _cut(batch.inputs, split_rows, amount_of):
+            call = call_for(batch._replace(inputs=inputs))
+            given = answer.arguments(call.arguments(inputs, batch.num_items))
+            label = MicrobatchLabel(index, inputs, call, batch.num_items, weight)
+            microbatches.append(((), given, label))
+    return microbatches
 
 
 def most_parts(inputs: Mapping[str, Any]) -> int:
@@ -85,15 +83,15 @@ def rows_of(inputs: Mapping[str, Any]) -> int:
 
 
 def _cut(
-    inputs: Mapping[str, Any], num_microbatch: int, amount_of: AmountOf | None
+    inputs: Mapping[str, Any], split_rows: SplitRows, amount_of: AmountOf | None
 ) -> list[tuple[dict[str, Any], float]]:
-    parts = parts_of(inputs, num_microbatch)
+    parts = split_rows(inputs, most_parts(inputs))
     if amount_of is None or len(parts) == 1:
         return [(part, 1.0) for part in parts]
     counted = amount_of(inputs)
     if not counted:
         # A mean over nothing: whatever the loss makes of that, it makes of the whole batch.
-        return [(part, 1.0) for part in parts_of(inputs, 1)]
+        return [(part, 1.0) for part in split_rows(inputs, 1)]
     return [(part, amount_of(part) / counted) for part in parts]
 
 
@@ -124,7 +122,6 @@ class RoundLoss:
         self,
         model: nn.Module,
         compute_loss: ComputeLoss,
-        call: ModelCall,
         answer: ModelAnswer,
         batches: Sequence[StashedBatch],
         finish_outputs: Callable[[Any], Any],
@@ -133,7 +130,6 @@ class RoundLoss:
     ) -> None:
         self._model = model
         self._compute_loss = compute_loss
-        self._call = call
         self._answer = answer
         self._divisors = [batch.divisor for batch in batches]
         # dict, BatchEncoding: as Trainer does
@@ -157,7 +153,7 @@ class RoundLoss:
     def _evaluate(self, outputs: Any, label: MicrobatchLabel) -> torch.Tensor:
         given = copied(label.inputs) if self._writes else label.inputs
         inputs = self._container(given)
-        expected = self._answer.arguments(self._call.arguments(given, label.num_items))
+        expected = self._answer.arguments(label.call.arguments(given, label.num_items))
         replay = Replay(
             self._model, self._answer, self._finish_outputs(outputs), expected, label.batch
         )

@@ -20,11 +20,10 @@ from transformers import TrainingArguments
 
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.errors import ConfigError
-from roundpipe.presets.preset import has_own_preset
 
 from ..compat import base_model
 from ..engine.out_of_memory import Footprint
-from ..engine.slot import EngineSlot, runs_by_preset
+from ..engine.slot import EngineSlot, has_readable_head
 from ..loss.model_call import ModelAnswer, by_name
 from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
@@ -88,11 +87,7 @@ class TRLMixin(RoundPipeTrainerMixin):
         if self.head_fields is None:
             return ModelAnswer()
         head = self._head(self.head_fields)
-        return (
-            FusedAnswer(head)
-            if has_own_preset(model) and runs_by_preset(engine)
-            else LogitsAnswer(head)
-        )
+        return FusedAnswer(head) if has_readable_head(model, engine) else LogitsAnswer(head)
 
     def _head(self, fields: tuple[str, ...]) -> Head:
         return Head(fields=fields)

@@ -9,24 +9,30 @@ from torch import nn
 
 from roundpipe.errors import ConfigError
 from roundpipe.presets.decoder import collects_router_logits
-from roundpipe.presets.preset import has_own_preset
+from roundpipe.presets.preset import has_images, has_own_preset
 
 from ..compat import base_model
 from .compat import is_async_callable
 
 
-def refuse_data_and_model(trainer: Any) -> None:
+def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
     """Called when TRL's constructor has set ``trainer`` up.
 
     Raises:
-        ConfigError: the data has images, the reference model has another vocabulary, or the loss
-            asks for the router's of a model whose routers are not understood.
+        ConfigError: the data has images that trainer or preset does not take, the reference model
+            has another vocabulary, or the loss asks for the router's of a model whose routers are
+            not understood.
     """
     name = type(trainer).__name__
     if getattr(trainer, "_is_vision_dataset", False):
-        raise ConfigError(
-            f"{name} does not support data sets with images: no preset cuts such models"
-        )
+        if not takes_images:
+            raise ConfigError(f"{name} does not support data sets with images")
+        if not has_images(trainer.model):
+            raise ConfigError(
+                f"{name} does not support data sets with images for "
+                f"{type(base_model(trainer.model)).__name__}: it has no preset that takes images, "
+                "as those of docs/models.md have"
+            )
     reference = getattr(trainer, "ref_model", None)
     sizes = _vocabulary(trainer.model), _vocabulary(reference)
     if reference is not None and sizes[0] != sizes[1]:

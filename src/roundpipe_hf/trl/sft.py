@@ -22,7 +22,7 @@ from roundpipe.presets.preset import has_own_preset
 
 from ..arguments import PipelineArguments
 from ..compat import base_model
-from ..engine.slot import runs_by_preset
+from ..engine.slot import has_readable_head
 from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
 from ..trainer.mixin import RoundPipeTrainerMixin
 from .by_name import load_by_name
@@ -50,8 +50,9 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     `SFTTrainer` takes.
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, data sets with images, and the auxiliary loss
-            of mixtures of experts whose routers are not understood.
+        ConfigError: what `RoundPipeTrainer` refuses, data sets with images for models whose preset
+            takes none, and the auxiliary loss of mixtures of experts whose routers are not
+            understood.
 
     Example:
         >>> args = RoundPipeSFTConfig("out", packing=True, max_length=2048)
@@ -81,7 +82,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
                 "them at every microbatch; start the script with plain python, which drives all "
                 "devices"
             )
-        refuse_data_and_model(self)
+        refuse_data_and_model(self, takes_images=True)
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
             logger.warning(
@@ -100,7 +101,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         """See [Note: fused head]."""
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
         wants_logits = smooths or self.compute_loss_func is not None
-        has_head = has_own_preset(self.model) and runs_by_preset(self._engine(trains=False))
+        has_head = has_readable_head(self.model, self._engine(trains=False))
         return FusedAnswer(_HEAD) if has_head and not wants_logits else LogitsAnswer(_HEAD)
 
     def has_stock_loss(self) -> bool:

@@ -1,0 +1,104 @@
+"""Models that see train and evaluate by their presets as in the plain Trainer: batches with images
+in some rows, in none, and of different numbers and sizes."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from roundpipe import AutoRoundPipe
+from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainer
+from tests.support.preset_models import VOCABULARY
+from tests.support.trainers import assert_same, make_trainer, train_both
+from tests.support.vision_models import collated, make_seeing, seen_rows
+
+# Batches of two rows, windows of two batches: a window has batches with images and without.
+NUM_IMAGES = (1, 0, 0, 0, 2, 1, 0, 1, 0, 0)
+
+
+def make(name: str, *, lora: bool) -> nn.Module:
+    """Adapters sit in the tower and in the language model; B starts random."""
+    model = make_seeing(name)
+    if not lora:
+        return model
+    targets = ["qkv", "q_proj", "v_proj"] if "qwen" in name else ["q_proj", "v_proj"]
+    return get_peft_model(
+        model, LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2.5-vl", "qwen3-vl"])
+def test_training_and_evaluation(name: str, lora: bool) -> None:
+    rows = seen_rows(make_seeing(name), NUM_IMAGES)
+    pair = train_both(
+        lambda: make(name, lora=lora),
+        rows,
+        data_collator=collated,
+        eval_dataset=rows[:5],
+        eval_strategy="epoch",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+    )
+    engine: Any = pair.ours._engine()
+    assert not isinstance(engine, AutoRoundPipe)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-vl"])
+def test_no_logits_are_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of models that Trainer counts no items for: the head is not called in training or for
+    the loss of an evaluation, so its chunks are all that there is."""
+    rows = seen_rows(make_seeing(name), NUM_IMAGES)
+    called: list[tuple[int, ...]] = []
+    forward = torch.nn.Linear.forward
+
+    def noting(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.out_features == VOCABULARY:
+            called.append(tuple(hidden_states.shape))
+        return forward(self, hidden_states)
+
+    trainer = make_trainer(
+        RoundPipeTrainer,
+        make(name, lora=False),
+        rows,
+        data_collator=collated,
+        eval_dataset=rows[:4],
+        prediction_loss_only=True,
+        devices=2,
+    )
+    trainer._engine()  # whose trial compares logits
+    monkeypatch.setattr(torch.nn.Linear, "forward", noting)
+    trainer.train()
+    trainer.evaluate()
+    assert not called
+
+
+def mean_of_rows(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    """A mean over rows of how large their logits are."""
+    loss: torch.Tensor = outputs.logits.square().mean(dim=(1, 2)).mean()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
+def test_declared_losses(name: str) -> None:
+    """One that is declared rightly trains as in the plain Trainer; a wrong declaration is found on
+    rows with images as on others."""
+    settings: dict[str, Any] = {
+        "data_collator": collated,
+        "per_device_train_batch_size": 5,
+        "compute_loss_func": mean_of_rows,
+    }
+    rows = seen_rows(make_seeing(name), NUM_IMAGES)
+    assert_same(train_both(lambda: make(name, lora=False), rows, loss_reduction="rows", **settings))
+    wrong = make_trainer(
+        RoundPipeTrainer, make(name, lora=False), rows, loss_reduction="sum", **settings
+    )
+    with pytest.raises(ConfigError, match="two rows together"):
+        wrong.train()
