@@ -8,7 +8,7 @@ guessed. Whether that gives the model's logits and loss is tried out on a few to
 is cut; where it does not, the model has no preset, and the log says why.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
