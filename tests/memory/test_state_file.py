@@ -109,7 +109,7 @@ def test_a_full_disk_is_refused_with_both_numbers(
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 2, 7))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 2, 7))
     message = f"needs {4 * COUNT} bytes more .* beside {4 * COUNT} .* has 7 free"
     with pytest.raises(ConfigError, match=message):
         file.empty((COUNT,), torch.float32)
@@ -133,7 +133,7 @@ def test_an_engine_is_refused_before_its_model_is_touched(
 ) -> None:
     model = nn.Sequential(nn.Linear(256, 256))
     before = [parameter.data_ptr() for parameter in model.parameters()]
-    usage: Any = shutil._ntuple_diskusage(9, 2, 7)  # type: ignore[attr-defined]
+    usage: Any = shutil._ntuple_diskusage(9, 2, 7)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=f"needs {4 * 257 * 256} bytes more .* has 7 free"):
         RoundPipe(model, devices=1, optimizer_state_dir=tmp_path / "made")

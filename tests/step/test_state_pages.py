@@ -106,15 +106,19 @@ def test_what_has_room_stays_and_is_spread_evenly(
     assert [bool(cached_bytes(master)) for master, _ in state] == [False, True] * (NUM // 2)
 
 
-def test_state_that_is_only_read_is_not_written(pages: StatePages) -> None:
+def test_state_that_is_only_read_is_not_written(
+    pages: StatePages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Masters that are copied to working copies, for example."""
     state = make_state(pages)
     asked: list[bool] = []
     read = pages.file.read
-    pages.file.read = lambda *args, for_writing: (  # type: ignore[method-assign]
-        asked.append(for_writing),
-        read(*args, for_writing=for_writing),
-    )[1]
+
+    def noted(span: Span, offset: int, num_bytes: int, *, for_writing: bool) -> None:
+        asked.append(for_writing)
+        read(span, offset, num_bytes, for_writing=for_writing)
+
+    monkeypatch.setattr(pages.file, "read", noted)
     pages.begin([(master,) for master, _ in state], for_writing=False)
     for number, (master, _) in enumerate(state):
         pages.reach([master])

@@ -322,6 +322,6 @@ def _what_would_fit(failures: Sequence[_Failure], machine: Machine, kind: str) -
         f"({readable(machine.device_bytes(kind))} for tensors) and {machine.ram} of host memory. "
         f"Of {len(could)} ways the smallest on a device ({device.choice}) needs {gpu:.1f} GB there "
         f"and {beside:.1f} GB of host memory, the smallest on the host ({host.choice}) needs "
-        f"{ram:.1f} GB of that; make seq smaller or num_microbatch larger, or train adapters of a "
-        "quantized model (lora, quantization)"
+        f"{ram:.1f} GB of that; make seq smaller or num_microbatch larger, put optimizer state on "
+        "a disk (optimizer_state_dir), or train adapters of a quantized model (lora, quantization)"
     )
