@@ -40,7 +40,8 @@ def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
             f"the model has {sizes[0]}, so the same number is not the same token. Give one of the "
             "model's family, or call resize_token_embeddings on both alike"
         )
-    if getattr(trainer, "aux_loss_enabled", False) and not has_own_preset(trainer.model):
+    collects = has_own_preset(trainer.model) and not has_images(trainer.model)
+    if getattr(trainer, "aux_loss_enabled", False) and not collects:
         raise ConfigError(
             f"{name} cannot add a router's auxiliary loss (router_aux_loss_coef="
             f"{trainer.router_aux_loss_coef}) for {type(base_model(trainer.model)).__name__}: only "
