@@ -42,9 +42,8 @@ def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
             "model's family, or call resize_token_embeddings on both alike"
         )
     base = base_model(trainer.model)
-    if getattr(trainer, "aux_loss_enabled", False) and not (
-        has_own_preset(base) or collects_router_logits(base)
-    ):
+    collects = has_own_preset(base) or collects_router_logits(base)
+    if getattr(trainer, "aux_loss_enabled", False) and (has_images(base) or not collects):
         raise ConfigError(
             f"{name} cannot add a router's auxiliary loss (router_aux_loss_coef="
             f"{trainer.router_aux_loss_coef}) for {type(base).__name__}: what its routers say, or "
