@@ -10,6 +10,7 @@ import torch
 
 import roundpipe
 from roundpipe.device import VirtualDevice
+from roundpipe.errors import ConfigError
 from roundpipe.forecast import measure
 from roundpipe.forecast.machine import Machine
 
@@ -104,6 +105,33 @@ def test_a_file_that_is_not_understood_is_none(
     assert measure.measured_machine() == {}
     path.write_text(json.dumps({"machine": {"ram": "9GB", "cores": 3}}))
     assert measure.measured_machine() == {"ram": "9GB", "cores": 3}
+    assert measure.measured_machine(is_virtual=True) == {}, "what is virtual was not measured"
+
+
+def test_rates_of_virtual_devices_are_kept_for_them(
+    found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measure.check_writable().write_text(json.dumps(found))
+    here = measure.measured_machine(is_virtual=True)
+    if torch.accelerator.is_available():
+        assert "tflops" not in here
+    else:
+        assert (here["tflops"], here["link"]) == (found["tflops"], found["link_up"])
+        assert {"tflops", "link"}.isdisjoint(measure.measured_machine())
+
+
+def test_a_user_without_a_home_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have no entry among users, and no HOME."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert measure.measured_machine() == {}
+    with pytest.raises(ConfigError, match="cannot be written to"):
+        measure.check_writable()
 
 
 def test_estimates_take_only_what_they_are_given(

@@ -60,7 +60,13 @@ def test_rows_stages_and_bubbles() -> None:
     assert colours[2, 5] != dict(drawn_in(figure, 2))[20, 30], "another stage"
     [legend] = figure.legends
     said = [text.get_text() for text in legend.get_texts()]
-    assert said == ["forward 0", "fused 1", "bubble", "step_fn"]
+    assert said == ["bubble", "step_fn"]
+    written = sorted((text.get_text(), *text.get_position()) for text in axes.texts)
+    assert written == [
+        ("F0", pytest.approx(25), 2),
+        ("X1", pytest.approx(1), 1),
+        ("X1", pytest.approx(5.5), 0),
+    ]
 
 
 def test_a_real_step_is_drawn_whole(devices: DeviceSet, engines: Engines, tmp_path: Path) -> None:
@@ -73,6 +79,7 @@ def test_a_real_step_is_drawn_whole(devices: DeviceSet, engines: Engines, tmp_pa
         engine.synchronize()
     figure = profiled.plot(tmp_path / "drawn.svg")
     assert "<svg" in (tmp_path / "drawn.svg").read_text()
+    assert {"F", "X", "B"} & {text.get_text()[0] for text in figure.axes[0].texts}
     bars = sum(len(bars.get_paths()) for bars in figure.axes[0].collections)
     assert bars >= len([block for block in profiled.blocks if block.label != "wait_offloaded"])
     profiled.export(tmp_path / "trace.json")

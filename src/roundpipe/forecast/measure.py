@@ -118,8 +118,9 @@ def matmul_tflops(devices: Sequence[Device], dtype: torch.dtype) -> float:
 
     def product_on(device: Device) -> Callable[[], None]:
         with device.compute.work():
+            # Random, because a GPU is faster with numbers that are all the same.
             a, b, c = (
-                torch.ones(size, size, dtype=dtype, device=device.torch_device) for _ in range(3)
+                torch.randn(size, size, dtype=dtype, device=device.torch_device) for _ in range(3)
             )
 
         def multiply() -> None:

@@ -70,8 +70,12 @@ def compiler_path() -> str | None:
 
 
 def wanted_folder() -> Path:
-    """Where the user's cache keeps what RoundPipe has made once for this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+    """Where the user's cache keeps what RoundPipe has made once for this machine. A user without a
+    home, as containers have them, gets a folder that cannot be made."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe"
+    except RuntimeError:
+        return Path(os.devnull) / "roundpipe"
 
 
 def cache_folder() -> Path | None:

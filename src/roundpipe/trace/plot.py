@@ -9,7 +9,6 @@ from ..errors import ConfigError
 from .summary import COMPUTE, LANES, WAITING, Block, gaps, lane_of, merged, rows_of, summarize
 
 _STAGE = re.compile(r"[UGL]?(([FXB])(\d+))")
-_PASSES = {"F": "forward", "X": "fused", "B": "backward"}
 _UPDATES = {"step_fn": "0.25", "update": "0.45", "write_back": "0.65", "commit": "0.85"}
 _BUBBLE: Any = {
     "facecolor": "mistyrose",
@@ -17,12 +16,13 @@ _BUBBLE: Any = {
     "hatch": "////",
     "linewidth": 0,
 }
-_MOST_NAMED = 24  # in the legend
+_WIDE = 0.02  # of the whole time: what is shorter has no room for its name
 
 
 def figure_of(blocks: Sequence[Block]) -> Any:
     """A matplotlib figure. Stages have a colour each, the same on their way up and down; a device's
-    compute is hatched where it had nothing to do.
+    compute is hatched where it had nothing to do. ``X1`` is a pass (forward, fused, backward) and
+    the number of its stage.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -50,25 +50,33 @@ def figure_of(blocks: Sequence[Block]) -> Any:
             named["bubble"] = axes.broken_barh(
                 [_bar(*gap, first) for gap in idle], (height - 0.4, 0.8), **_BUBBLE
             )
-        for name in sorted({_name(block) for block in mine}, key=_number):
-            bars = [_bar(b.start, b.end, first) for b in mine if _name(b) == name]
-            drawn = axes.broken_barh(
-                bars, (height - 0.4, 0.8), facecolor=_colour(name), edgecolor="white", linewidth=0.3
-            )
-            named.setdefault(name, drawn)
+        named |= _draw_row(axes, height, mine, first)
+        for name, *times in _runs(mine):
+            if times[1] - times[0] > _WIDE * (last - first):
+                middle = 1e3 * (sum(times) / 2 - first)
+                axes.text(middle, height, name, ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(summarize(blocks).title, loc="left")
-    shown = sorted(named, key=_number)[:_MOST_NAMED]
-    if shown:
-        figure.legend(
-            [named[name] for name in shown],
-            [f"{_PASSES[name[0]]} {name[1:]}" if _is_stage(name) else name for name in shown],
-            loc="outside right upper",
-            fontsize=8,
-        )
+    if named:
+        figure.legend(list(named.values()), list(named), loc="outside right upper", fontsize=8)
     return figure
+
+
+def _draw_row(axes: Any, height: int, blocks: Sequence[Block], first: float) -> dict[str, Any]:
+    """Returns what was drawn of threads, by name."""
+    drawn = {
+        name: axes.broken_barh(
+            [_bar(block.start, block.end, first) for block in blocks if _name(block) == name],
+            (height - 0.4, 0.8),
+            facecolor=_colour(name),
+            edgecolor="white",
+            linewidth=0.3,
+        )
+        for name in sorted({_name(block) for block in blocks})
+    }
+    return {name: bars for name, bars in drawn.items() if not _is_stage(name)}
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:
@@ -81,6 +89,18 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
         figure.savefig(path, dpi=150)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be drawn: {error}") from error
+
+
+def _runs(blocks: Sequence[Block]) -> list[tuple[str, float, float]]:
+    """Stage runs: blocks of a stage in a row."""
+    found: list[tuple[str, float, float]] = []
+    for block in sorted(blocks, key=lambda block: block.start):
+        name = _name(block)
+        if found and found[-1][0] == name:
+            found[-1] = name, found[-1][1], max(block.end, found[-1][2])
+        elif _is_stage(name):
+            found.append((name, block.start, block.end))
+    return found
 
 
 def _bar(start: float, end: float, first: float) -> tuple[float, float]:
@@ -102,10 +122,6 @@ def _name(block: Block) -> str:
 
 def _is_stage(name: str) -> bool:
     return _STAGE.fullmatch(name) is not None
-
-
-def _number(name: str) -> tuple[bool, int, str]:
-    return not _is_stage(name), int(name[1:]) if _is_stage(name) else 0, name
 
 
 def _colour(name: str) -> Any:
