@@ -70,6 +70,8 @@ def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settin
     } | settings
     if not is_ours:
         given.pop("devices")
+        if not given["use_cpu"]:  # because TRL would spread the reference alone over all GPUs
+            given["model_init_kwargs"] = {"device_map": {"": 0}}
     args = configs[0 if is_ours else 1](**given)
     use_one_gpu(args)  # plain TRL refuses several in one process
     model = make_model() if model is None else model
