@@ -248,3 +248,20 @@ def test_the_doctor_sees_what_there_is() -> None:
     assert ("copies" in found) == (not has_gpu)
     assert f"{os.cpu_count()}" in found["cores"].found
     assert float(found["host memory"].found.split()[0]) > 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "line by line"])
+def test_a_reader_that_has_read_enough_is_no_error(unbuffered: str, trace: Path) -> None:
+    """As `| head -1` is."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "roundpipe", "timeline", trace],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
