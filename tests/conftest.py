@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from tests.support.engines import Engines
 
 WATCHED_FOLDERS = ("transparency", "failures", "stories", "gpu")
-LONGEST_S = 60
+LONGEST_S, LONGEST_SLOW_S = 60, 300
 GRID = 4
 # Their tests take milliseconds.
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
-# A case trains with two Trainers.
-COSTLY_FOLDERS = {"benchmarks", "hf"}
+# A case trains a model of transformers', most of them with two Trainers.
+COSTLY_FOLDERS = {"benchmarks", "hf", "presets"}
 FOLDER = Path(__file__).parent
 
 
@@ -52,11 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_grids(items)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
-            if (
-                item.path.parent.name in WATCHED_FOLDERS
-                and item.get_closest_marker("timeout") is None
-            ):
-                item.add_marker(pytest.mark.timeout(LONGEST_S))
+            is_slow = item.get_closest_marker("slow") is not None
+            is_watched = is_slow or item.path.parent.name in WATCHED_FOLDERS
+            if is_watched and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LONGEST_SLOW_S if is_slow else LONGEST_S))
 
 
 def _mark_grids(items: list[pytest.Item]) -> None:

@@ -246,8 +246,11 @@ def test_only_presets_know_the_hugging_face_libraries() -> None:
 def test_importing_the_engine_loads_no_transformers_starts_no_thread_and_touches_no_device() -> (
     None
 ):
+    """Nor does asking for the preset of a model that transformers has not made."""
     program = (
         "import sys, threading, torch, roundpipe, roundpipe.optim\n"
+        "from roundpipe.presets import preset\n"
+        "assert preset.cut(torch.nn.Linear(2, 2)) is None\n"
         "assert 'transformers' not in sys.modules\n"
         "assert threading.active_count() == 1, threading.enumerate()\n"
         "assert not torch.cuda.is_initialized()\n"

@@ -17,7 +17,7 @@ from roundpipe.forecast.doctor import Finding
 from roundpipe.trace import table
 from tests.support import ROOT
 
-from .runs import small_config
+from .runs import measure_little, small_config
 
 
 def typed(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -87,18 +87,21 @@ def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[s
         assert f"({default})" in said
 
 
-def test_bench_is_kept_and_plans_use_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_is_kept_and_plans_use_it(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def planned(*options: str) -> str:
         assert run(["plan", folder, "--seq", "16", "--no-async", "--rows", "1", *options]) == 0
         return capsys.readouterr().out
 
     hint = "Rates are assumed where none is given: python -m roundpipe bench measures yours\n"
-    before, made = planned(), typed("bench")
-    assert (made.returncode, made.stderr) == (0, "")
+    measure_little(monkeypatch)
+    before, returned, made = planned(), run(["bench"]), capsys.readouterr()
+    assert (returned, made.err) == (0, "")
     assert "64GB of RAM" in before
     assert before.endswith(hint)
     found = json.loads(measure.measured_file().read_text())
-    assert str(measure.measured_file()) in made.stdout
+    assert str(measure.measured_file()) in made.out
     after = planned()
     assert f"{found['machine']['ram']} of RAM" in after
     assert hint not in after
