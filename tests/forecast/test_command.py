@@ -118,10 +118,12 @@ def test_bench_without_a_place_to_keep_it_measures_nothing(
     check_one_line(["bench"], "cannot be written to, so plans would not find", capsys)
 
 
-def test_timeline_says_of_a_file_what_the_profile_said(trace: Path) -> None:
-    made = typed("timeline", str(trace))
-    assert (made.returncode, made.stderr) == (0, "")
-    title, *said = made.stdout.splitlines()
+def test_timeline_says_of_a_file_what_the_profile_said(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    returned, made = run(["timeline", str(trace)]), capsys.readouterr()
+    assert (returned, made.err) == (0, "")
+    title, *said = made.out.splitlines()
     assert title.startswith(f"{trace}: ")
     assert said == (trace.parent / "summary").read_text().splitlines()
 
