@@ -49,6 +49,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     cores = usable_cores()
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument(
+        "--compute-dtype", choices=["fp8"], help="what the blocks' linear layers multiply in"
+    )
+    parser.add_argument(
         "--plan", help="stages as they print: 'F 0-8 | X 9-17 | B 0-8' (default: planned)"
     )
     parser.add_argument(
@@ -97,6 +100,7 @@ def training(
         pin_model=options.pin_model,
         devices=_devices(options.devices),
         compile=options.compile,
+        compute_dtype=options.compute_dtype,
         max_gpu_memory=_limit(options),
     )
     with engine:
@@ -110,6 +114,7 @@ def settings_of(training: Training, options: argparse.Namespace) -> measure.Reco
     """What a record says of the engine, as it is now."""
     return {
         "compile": options.compile,
+        "compute_dtype": options.compute_dtype,
         "plan": plan_of(training.engine),
         "planned_by": "hand" if options.plan else "engine",
         "recompute_grain": options.recompute_grain,

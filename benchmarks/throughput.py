@@ -11,8 +11,8 @@ from engine import add_engine_options, settings_of, training
 from workload import add_workload_options, describe, make_tokens, workload_of
 
 COLUMNS = [
-    "method", "mode", "compile", "plan", "tokens_per_s", "step_s", "gpu_peak_allocated_gb",
-    "host_peak_rss_gb", "loss_first", "loss_last",
+    "method", "mode", "compile", "compute_dtype", "plan", "tokens_per_s", "step_s",
+    "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_first", "loss_last",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
 LossReduction = Literal["sum", "rows", "tokens"]
+ComputeDtype = Literal["fp8"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
 HOST = torch.device("cpu")
 _OF_THE_TRAINER = ("async_optimizer", "loss_reduction")  # of the settings: no engine knows them
@@ -58,6 +59,7 @@ class PipelineArguments:
             number of GB, 10**9 bytes.
         optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie instead
             of in memory, as in `RoundPipe`.
+        compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, as in `RoundPipe`.
         loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
             where that is not known.
         trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
@@ -118,6 +120,13 @@ class PipelineArguments:
             "help": "A folder on a disk for what the optimizer keeps, where memory is too small."
         },
     )
+    compute_dtype: ComputeDtype | None = field(
+        default=None,
+        metadata={
+            "help": "fp8: the blocks' linear layers multiply in it, where the devices can; faster, "
+            "less exact."
+        },
+    )
     loss_reduction: LossReduction | None = field(
         default=None,
         metadata={
@@ -140,6 +149,8 @@ class PipelineArguments:
             bytes_of(self.max_gpu_memory, "max_gpu_memory")
         check_choice("pin_model", self.pin_model, get_args(PinModel))
         check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
+        if self.compute_dtype is not None:
+            check_choice("compute_dtype", self.compute_dtype, get_args(ComputeDtype))
         if self.loss_reduction is not None:
             check_choice("loss_reduction", self.loss_reduction, get_args(LossReduction))
         self.run_config()  # because a bad value should be told here, not at the first training step

@@ -20,6 +20,7 @@ SETTINGS: dict[str, Any] = {
     "optim_dtype": "bfloat16",
     "max_gpu_memory": 20.0,
     "optimizer_state_dir": "/scratch/state",
+    "compute_dtype": "fp8",
 }
 
 
@@ -41,6 +42,7 @@ def test_defaults() -> None:
         is args.recompute_grain
         is args.max_gpu_memory
         is args.optimizer_state_dir
+        is args.compute_dtype
         is args.trace_dir
         is None
     )
@@ -70,6 +72,8 @@ def test_command_line() -> None:
         "20",
         "--optimizer_state_dir",
         "/scratch/state",
+        "--compute_dtype",
+        "fp8",
     )
     assert {name: getattr(args, name) for name in SETTINGS} == SETTINGS
 
@@ -97,6 +101,7 @@ def test_auto_keeps_the_weights_dtype() -> None:
     [
         ({"pin_model": "always"}, "pin_model is 'always'; use one of 'alloc', 'register', 'off'"),
         ({"optim_dtype": "int8"}, "optim_dtype is 'int8'"),
+        ({"compute_dtype": "int8"}, "compute_dtype is 'int8'; use one of 'fp8'"),
         ({"num_microbatch": 0}, "num_microbatch is 0"),
         ({"recompute_grain": "block"}, "recompute_grain is 'block'"),
         ({"devices": "gpu7x"}, "devices names 'gpu7x'"),

@@ -1,10 +1,12 @@
 """What is known of a device before anything runs on it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..errors import ConfigError
 from .protocol import Device
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -30,6 +32,26 @@ def facts_of(device: Device) -> Facts | None:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         free, total = torch.cuda.mem_get_info()
     return Facts(properties.name, total, free, torch.bfloat16 if has_bf16 else torch.float16)
+
+
+def refuse_without_fp8(devices: Iterable[Device]) -> None:
+    """Virtual devices have fp8: they compute with its numbers, not faster.
+
+    Raises:
+        ConfigError: some device is a card that multiplies no fp8 matrices.
+    """
+    for device in devices:
+        where = device.torch_device
+        if where.type != "cuda":
+            continue
+        card = torch.cuda.get_device_properties(where)
+        if torch.version.hip is not None or (card.major, card.minor) < (8, 9):
+            raise ConfigError(
+                f"compute_dtype='fp8': {device.name} is a {card.name} (compute capability "
+                f"{card.major}.{card.minor}), which has no fp8 products; NVIDIA cards from 8.9 on "
+                "have them (Ada, Hopper, Blackwell). Leave compute_dtype out: bf16 weights "
+                "compute in bf16 here"
+            )
 
 
 def driver() -> str | None:

@@ -33,7 +33,7 @@ from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
 from .runner import BatchRunner, Request
-from .state import Host, HostSettings
+from .state import ComputeDtype, Host, HostSettings
 
 _UNSET = RoundPipeRunConfig()
 
@@ -63,10 +63,12 @@ class RoundPipe(Engine):
         process_group: not supported; anything but None is refused.
         optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie in a
             file instead of in memory, for as long as the engine is there; see `docs/optimizers.md`.
+        compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, faster and less
+            exact; see `docs/internals/fp8.md`.
 
     Raises:
-        ConfigError: a bad setting, a model without parameters, weights that cannot be staged, or a
-            folder that cannot be written or has too little room.
+        ConfigError: a bad setting, a model without parameters, weights that cannot be staged, a
+            folder that cannot be written or has too little room, or fp8 where there is none.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -93,6 +95,7 @@ class RoundPipe(Engine):
         max_gpu_memory: str | float | None = None,
         process_group: Any = None,
         optimizer_state_dir: str | os.PathLike[str] | None = None,
+        compute_dtype: ComputeDtype | None = None,
     ) -> None:
         check_model(model)
         settings = HostSettings.of(
@@ -104,6 +107,7 @@ class RoundPipe(Engine):
             grad_dtype=grad_dtype,
             max_gpu_memory=max_gpu_memory,
             optimizer_state_dir=optimizer_state_dir,
+            compute_dtype=compute_dtype,
         )
         layers, name = layers_of(model), name if name is not None else call_site()
         host = Host(name, layers, settings.choose_devices(), settings)

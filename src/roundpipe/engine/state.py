@@ -1,9 +1,10 @@
 """One model's state on the host, which one engine owns or the engines of its parts share."""
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,8 +12,10 @@ from torch import nn
 from ..autoplan.planner import Planner
 from ..device import Device
 from ..device.choose import DeviceSpec, choose_devices
+from ..device.facts import refuse_without_fp8
 from ..errors import ClosedError, ConfigError
 from ..layers.compiler import BlockCompiler
+from ..layers.scaled import use_fp8
 from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
 from ..memory.state_file import StateFile
@@ -34,6 +37,13 @@ from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
 from ..transfer.read_ahead import make_read_ahead
 
+ComputeDtype = Literal["fp8"]
+_log = logging.getLogger("roundpipe")
+_FP8_IS_SLOW = (
+    "compute_dtype='fp8' without compile=True: rounding to fp8 takes passes of its own, which may "
+    "cost more than its products save"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
@@ -46,6 +56,7 @@ class HostSettings:
     grad_dtype: torch.dtype | None = None
     max_gpu_memory: str | float | None = None
     optimizer_state_dir: str | os.PathLike[str] | None = None
+    compute_dtype: ComputeDtype | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
@@ -55,6 +66,11 @@ class HostSettings:
                 raise ConfigError(
                     f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32"
                 )
+        if self.compute_dtype not in (None, "fp8"):
+            raise ConfigError(
+                f"compute_dtype is {self.compute_dtype!r}; use 'fp8', or leave it out to compute "
+                "in the weights' dtype, or in autocast's"
+            )
 
     @classmethod
     def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
@@ -72,7 +88,10 @@ class HostSettings:
 
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
-        return choose_devices(self.devices, self.max_gpu_memory)
+        devices = choose_devices(self.devices, self.max_gpu_memory)
+        if self.compute_dtype == "fp8":
+            refuse_without_fp8(devices)
+        return devices
 
 
 class Host:
@@ -101,10 +120,13 @@ class Host:
         # Before the store, which moves weights that another engine's thread may be writing to.
         make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
-        # Before weights are moved, because it may be refused.
+        is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
+        # Both before weights are moved, because they may be refused.
+        prepare = None if settings.compute_dtype is None else use_fp8(layers)
+        if prepare is not None and is_accelerated and not settings.compile:
+            _log.warning("%s: %s", name, _FP8_IS_SLOW)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
         self.condition = SteadyCondition()
-        is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
@@ -135,7 +157,7 @@ class Host:
             devices,
             store,
             self.memory,
-            BlockCompiler(layers if settings.compile else (), devices),
+            BlockCompiler(layers if settings.compile else (), devices, prepare),
             read_ahead,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)

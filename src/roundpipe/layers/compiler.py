@@ -40,9 +40,16 @@ class BlockCompiler:
     Args:
         layers: among which classes repeat; none for a compiler that leaves all as it is.
         devices: those of an engine.
+        prepare: what is done to each replica first, compiled or not.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[Device] = ()) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        devices: Sequence[Device] = (),
+        prepare: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        self._prepare = prepare
         counts = Counter(type(layer) for layer in layers)
         self._kinds = {kind for kind, count in counts.items() if count > 1}
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -52,6 +59,8 @@ class BlockCompiler:
     def apply(self, replica: nn.Module, device: Device, modes: Modes) -> None:
         """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the
         device's worker."""
+        if self._prepare is not None:
+            self._prepare(replica)
         kind = type(replica)
         if kind not in self._kinds or "forward" in replica.__dict__:
             return

@@ -225,6 +225,7 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
         pin_model=pipeline.pin_model,
         max_gpu_memory=pipeline.max_gpu_memory,
         optimizer_state_dir=pipeline.optimizer_state_dir,
+        compute_dtype=pipeline.compute_dtype,
         compile=args.torch_compile,
         model_run_config=run_config,
         name=type(model).__name__,
