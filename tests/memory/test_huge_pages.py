@@ -2,6 +2,8 @@
 has such."""
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,35 @@ def test_so_does_what_only_the_engine_looks_at(kind: str) -> None:
     memory = HostMemory("alloc", accelerated=False)
     assert advice_for(getattr(memory, kind)(8 << 20).bytes) == {"hg", "dc"}
     assert advice_for(memory.arena(8 << 20).bytes) == set()
+
+
+IN_A_FORK = """
+import gc, mmap, os, torch
+from roundpipe.memory import huge_pages
+
+NUM_BYTES = 1 << 28
+gc.disable()
+cycle = [huge_pages.zeros((NUM_BYTES,), torch.uint8)]
+cycle.append(cycle)
+first = cycle[0].data_ptr()
+del cycle  # garbage that nobody has collected yet
+child = os.fork()
+if not child:
+    mine = mmap.mmap(-1, NUM_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    place = torch.frombuffer(mine, dtype=torch.uint8).data_ptr()
+    gc.collect()
+    mine[NUM_BYTES // 2] = 1
+    print("beside" if abs(place - first) >= NUM_BYTES else "there", flush=True)
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.usefixtures("needs_linux")
+def test_a_fork_that_collects_garbage_keeps_its_own_memory() -> None:
+    """What lies in the garbage is not mapped there, and something else may be by then."""
+    done = subprocess.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "there\n"), done.stderr
 
 
 @pytest.mark.usefixtures("needs_linux")

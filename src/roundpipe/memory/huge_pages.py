@@ -8,8 +8,11 @@ optimizer's, whose thread does not exist there either.
 """
 
 import contextlib
+import functools
+import gc
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -42,11 +45,19 @@ def mapping(num_bytes: int, kind: type[Mapping]) -> tuple[Mapping, int]:
     memory = kind(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     memory.madvise(mmap.MADV_DONTFORK)
+    _keep_forks_from_unmapping()
     with contextlib.suppress(OSError):  # a system without large pages
         memory.madvise(
             mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE
         )  # whole ones: it takes no byte more
     return memory, offset
+
+
+@functools.cache
+def _keep_forks_from_unmapping() -> None:
+    """Because a forked process that collected what was garbage before would unmap where a mapping
+    was, whatever it has put there since."""
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
