@@ -181,3 +181,19 @@ def test_ordinary_memory_where_an_extent_was_is_not_the_files(
     assert where == address, "the extent is still mapped"
     other = torch.frombuffer((ctypes.c_uint8 * (4 * COUNT)).from_address(where), dtype=torch.uint8)
     assert file.span_of(other) is None
+
+
+def test_a_limit_of_file_sizes_is_told_also_when_the_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is only for making the file, and ``~`` is the user's home, as in a shell."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = StateFile("~/state")
+    (tmp_path / "state").rmdir()
+
+    def truncate(*_: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(os, "ftruncate", truncate)
+    with pytest.raises(ConfigError, match=r"free \(File too large\)"):
+        file.empty((COUNT,), torch.float32)
