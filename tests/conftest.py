@@ -25,8 +25,9 @@ LONGEST_S, LONGEST_SLOW_S = 60, 300
 GRID = 4
 # Their tests take milliseconds.
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
-# A case trains a model of transformers', most of them with two Trainers.
-COSTLY_FOLDERS = {"benchmarks", "hf", "presets"}
+# A case takes a good part of a second, and most of these tests have one device or three, with
+# asynchronous steps or without: each test draws two of the four by its name.
+COSTLY_FOLDERS = {"benchmarks", "hf", "presets", "stories", "transparency"}
 FOLDER = Path(__file__).parent
 
 

@@ -190,7 +190,7 @@ def replace_a_module(trainer: Any) -> None:
     trainer.model.get_base_model().model.layers[1].mlp.act_fn = nn.Tanh()
 
 
-@pytest.fixture(params=[merge_adapters, replace_a_parameter, replace_a_module])
+@pytest.fixture
 def changed(request: pytest.FixtureRequest) -> Pair:
     """Trainers whose models are others since their run: the engine refused whatever waits for its
     updates first."""
@@ -200,11 +200,23 @@ def changed(request: pytest.FixtureRequest) -> Pair:
     return pair
 
 
+@pytest.mark.parametrize(
+    "changed", [merge_adapters, replace_a_parameter, replace_a_module], indirect=True
+)
 def test_a_changed_model_is_evaluated(changed: Pair) -> None:
     ours, plain = (trainer.evaluate()["eval_loss"] for trainer in changed)
     assert ours == pytest.approx(plain, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        merge_adapters,
+        pytest.param(replace_a_parameter, marks=pytest.mark.slow),
+        pytest.param(replace_a_module, marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_a_changed_model_is_saved(changed: Pair) -> None:
     for trainer in changed:
         trainer.save_model()
