@@ -9,6 +9,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
     from tests.support.engines import Engines
 
 WATCHED_FOLDERS = ("transparency", "failures", "stories", "gpu")
-LONGEST_S = 60
+LONGEST_S, LONGEST_SLOW_S = 60, 300
 GRID = 4
 # Their tests take milliseconds.
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
+# A case trains a model of transformers', most of them with two Trainers.
+COSTLY_FOLDERS = {"benchmarks", "hf", "presets"}
+FOLDER = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,28 +52,46 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _mark_grids(items)
     if config.pluginmanager.hasplugin("timeout"):
         for item in items:
-            if (
-                item.path.parent.name in WATCHED_FOLDERS
-                and item.get_closest_marker("timeout") is None
-            ):
-                item.add_marker(pytest.mark.timeout(LONGEST_S))
+            is_slow = item.get_closest_marker("slow") is not None
+            is_watched = is_slow or item.path.parent.name in WATCHED_FOLDERS
+            if is_watched and item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(LONGEST_SLOW_S if is_slow else LONGEST_S))
 
 
 def _mark_grids(items: list[pytest.Item]) -> None:
-    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`; the others are slow.
-
-    They are drawn, by the test's name, because every fourth would be those of one device count.
-    """
+    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`; where a case takes long
+    no more stay than show every value of every argument. The others are slow."""
     grids = defaultdict(list)
     for item in items:
         is_left = not any(map(item.get_closest_marker, ("slow", "gpu", "bitsandbytes")))
         if is_left and "[" in item.name and item.path.parent.name not in WHOLE_FOLDERS:
             grids[item.nodeid.partition("[")[0]].append(item)
     for name, cases in grids.items():
+        covering, others = _covering(name, cases)
         staying = max(GRID, len(cases) // 6)
-        if len(cases) > staying:
-            for item in random.Random(name).sample(cases, len(cases) - staying):
-                item.add_marker(pytest.mark.slow)
+        if COSTLY_FOLDERS & {*cases[0].path.relative_to(FOLDER).parts}:
+            staying = min(staying, len(covering))
+        for item in [*covering, *others][staying:]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _covering(name: str, cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Cases in which every argument has each of its values, and the others.
+
+    They are drawn, by the test's name, because every fourth would be those of one device count.
+    """
+    others = random.Random(name).sample(cases, len(cases))
+    # A value is the same object in each of its cases.
+    values = {
+        item: {(argument, id(value)) for argument, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+        for item in cases
+    }
+    missing, covering = set[tuple[str, int]]().union(*values.values()), []
+    while missing:
+        covering.append(max(others, key=lambda item: len(values[item] & missing)))
+        others.remove(covering[-1])
+        missing -= values[covering[-1]]
+    return covering, others
 
 
 @pytest.fixture(scope="module", autouse=True)

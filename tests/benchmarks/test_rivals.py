@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ def tiny(method: Any) -> Workload:
     )
 
 
+@cache
 def trained_plainly(workload: Workload) -> list[tuple[float, float]]:
     """Losses and gradients' norms of bf16 weights with fp32 masters, on the CPU as on any
     device."""

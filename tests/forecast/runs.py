@@ -4,6 +4,7 @@ memory is counted."""
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
+from roundpipe.forecast import measure
 from roundpipe.forecast.estimate import Estimate
 from roundpipe.quantized import FORMATS, QuantizedWeight, quantizable
 
@@ -161,3 +163,16 @@ def _host_bytes(engine: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]
         "second_buffer": said["second_buffer_bytes"],
         "spilled": said["spill_bytes"],
     }
+
+
+def measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds instead of ten seconds, and a megabyte instead of one and a half gigabytes."""
+    for name, value in {
+        "_SECONDS": 1e-3,
+        "_ROUND_SECONDS": 1e-3,
+        "_COPIED_BYTES": 1 << 20,
+        "_MATRIX_ON_CPU": 64,
+        "_ELEMENTS": 1 << 14,
+        "_MOST_WEIGHTS": 2,
+    }.items():
+        monkeypatch.setattr(measure, name, value)

@@ -17,7 +17,7 @@ from roundpipe.forecast.doctor import Finding
 from roundpipe.trace import table
 from tests.support import ROOT
 
-from .runs import small_config
+from .runs import measure_little, small_config
 
 
 def typed(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -87,18 +87,21 @@ def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[s
         assert f"({default})" in said
 
 
-def test_bench_is_kept_and_plans_use_it(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_is_kept_and_plans_use_it(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def planned(*options: str) -> str:
         assert run(["plan", folder, "--seq", "16", "--no-async", "--rows", "1", *options]) == 0
         return capsys.readouterr().out
 
     hint = "Rates are assumed where none is given: python -m roundpipe bench measures yours\n"
-    before, made = planned(), typed("bench")
-    assert (made.returncode, made.stderr) == (0, "")
+    measure_little(monkeypatch)
+    before, returned, made = planned(), run(["bench"]), capsys.readouterr()
+    assert (returned, made.err) == (0, "")
     assert "64GB of RAM" in before
     assert before.endswith(hint)
     found = json.loads(measure.measured_file().read_text())
-    assert str(measure.measured_file()) in made.stdout
+    assert str(measure.measured_file()) in made.out
     after = planned()
     assert f"{found['machine']['ram']} of RAM" in after
     assert hint not in after
@@ -115,10 +118,12 @@ def test_bench_without_a_place_to_keep_it_measures_nothing(
     check_one_line(["bench"], "cannot be written to, so plans would not find", capsys)
 
 
-def test_timeline_says_of_a_file_what_the_profile_said(trace: Path) -> None:
-    made = typed("timeline", str(trace))
-    assert (made.returncode, made.stderr) == (0, "")
-    title, *said = made.stdout.splitlines()
+def test_timeline_says_of_a_file_what_the_profile_said(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    returned, made = run(["timeline", str(trace)]), capsys.readouterr()
+    assert (returned, made.err) == (0, "")
+    title, *said = made.out.splitlines()
     assert title.startswith(f"{trace}: ")
     assert said == (trace.parent / "summary").read_text().splitlines()
 
@@ -248,3 +253,20 @@ def test_the_doctor_sees_what_there_is() -> None:
     assert ("copies" in found) == (not has_gpu)
     assert f"{os.cpu_count()}" in found["cores"].found
     assert float(found["host memory"].found.split()[0]) > 0
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "line by line"])
+def test_a_reader_that_has_read_enough_is_no_error(unbuffered: str, trace: Path) -> None:
+    """As `| head -1` is."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "roundpipe", "timeline", trace],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")

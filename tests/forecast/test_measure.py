@@ -14,6 +14,8 @@ from roundpipe.errors import ConfigError
 from roundpipe.forecast import measure
 from roundpipe.forecast.machine import Machine
 
+from .runs import measure_little, small_config
+
 
 class Clocked:
     """A lane on which each piece of work takes ``seconds``."""
@@ -56,9 +58,7 @@ def test_what_is_made_once_does_not_count() -> None:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(measure, "_SECONDS", 1e-3)
-    monkeypatch.setattr(measure, "_COPIED_BYTES", 1 << 20)
-    monkeypatch.setattr(measure, "_MATRIX_ON_CPU", 64)
+    measure_little(monkeypatch)
     return measure.measure()
 
 
@@ -84,11 +84,9 @@ def test_rates_of_virtual_devices_are_not_those_of_gpus(found: dict[str, Any]) -
 
 
 def test_several_devices_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_COPIED_BYTES", 1 << 20)
+    measure_little(monkeypatch)
     devices = [VirtualDevice(index) for index in range(3)]
     assert min(measure.link_of(devices, seconds=1e-3)[:2]) > 0
-    monkeypatch.setattr(measure, "_MATRIX_ON_CPU", 64)
-    monkeypatch.setattr(measure, "_SECONDS", 1e-3)
     assert measure.matmul_tflops(devices, torch.float32) > 0
 
 
@@ -140,8 +138,6 @@ def test_estimates_take_only_what_they_are_given(
     """`roundpipe.estimate` says the same on every machine; the command fills in what is here."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measure.check_writable().write_text(json.dumps({"machine": {"tflops": 1e-3}}))
-    from .runs import small_config
-
     options: dict[str, Any] = {"seq": 16, "async_optimizer": False, "optimizer": "adamw"}
     here = roundpipe.estimate(small_config(), **options)
     given = roundpipe.estimate(small_config(), **options, tflops=Machine().tflops)

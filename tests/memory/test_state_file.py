@@ -4,8 +4,10 @@ go, and take disk for as long as they are there.
 The judge of what is in memory is the kernel (mincore).
 """
 
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import pickle
 import shutil
@@ -156,3 +158,26 @@ def test_a_folder_in_memory_is_told_of(
 
 def test_what_is_pickled_comes_back_in_memory(file: StateFile) -> None:
     assert pickle.loads(pickle.dumps(file)) is huge_pages
+
+
+def test_ordinary_memory_where_an_extent_was_is_not_the_files(
+    file: StateFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Advice that is right for the file's pages empties others. A whole extent goes with the
+    moments that an optimizer drops when it loads, and the system gives its address away again."""
+    monkeypatch.setattr(state_file, "_EXTENT_BYTES", 4 * COUNT)
+    dropped = file.empty((COUNT,), torch.float32)
+    span, address = file.span_of(dropped), dropped.data_ptr()
+    file.empty((COUNT,), torch.float32)
+    file._filled.clear()
+    del dropped
+    assert span is not None
+    assert any(f"{address:x}-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    del span
+    map_at = ctypes.CDLL(None).mmap
+    map_at.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    where = map_at(ctypes.c_void_p(address), ctypes.c_size_t(4 * COUNT), 3, flags, -1, 0)
+    assert where == address, "the extent is still mapped"
+    other = torch.frombuffer((ctypes.c_uint8 * (4 * COUNT)).from_address(where), dtype=torch.uint8)
+    assert file.span_of(other) is None

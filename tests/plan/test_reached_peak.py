@@ -21,7 +21,7 @@ from roundpipe.plan.memory import Peak, predicted_peak
 from roundpipe.runtime.executor import Executor
 from tests.support.engines import Engines
 
-WIDTH, ROWS, MICROBATCHES = 128, 256, 4
+WIDTH, ROWS, MICROBATCHES = 64, 128, 4
 
 PLANS = {
     "one fused stage": ModelExecutePlan([], [range(8)]),

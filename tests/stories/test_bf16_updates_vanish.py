@@ -19,7 +19,7 @@ from tests.support.engines import Engines, run_batch
 from tests.support.models import Batch, llama_batch, make_llama
 from tests.support.reference import Microbatch, Reference, plain_call
 
-STEPS, MICROBATCHES, VALUE = 30, 256, 1e-3
+STEPS, MICROBATCHES, VALUE = 12, 256, 1e-3
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

@@ -203,6 +203,7 @@ def test_the_interrupted_engine_goes_on(count: int) -> None:
     notebook.engine.close()
 
 
+@pytest.mark.timeout(120)
 def test_an_interrupted_process_can_exit() -> None:
     """Ctrl-C during a call, and no `close()`: the process ends by itself."""
     script = textwrap.dedent(
@@ -220,7 +221,7 @@ def test_an_interrupted_process_can_exit() -> None:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=100,
         check=False,
     )
     assert (process.returncode, process.stdout.strip()) == (0, "left"), process.stderr

@@ -85,7 +85,7 @@ def run(folder: Path | None, make: str) -> dict[str, int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's status")
-@pytest.mark.parametrize("make", ["torch", "ours"])
+@pytest.mark.parametrize("make", [pytest.param("torch", marks=pytest.mark.slow), "ours"])
 def test_own_memory_is_less_by_the_state(
     make: str, tmp_path: Path, in_memory: dict[str, int]
 ) -> None:

@@ -417,6 +417,7 @@ def test_an_uncaught_error_ends_the_process_with_a_code_and_a_traceback(where: s
     assert "not reached" not in process.stdout
 
 
+@pytest.mark.slow
 def test_a_process_that_never_closes_its_engine_ends_by_itself() -> None:
     script = textwrap.dedent(
         """

@@ -132,12 +132,7 @@ class BatchRunner:
             self._layer_names[index] = next(found, f"{index} ({type(layer).__name__})")
 
     def forward(
-        self,
-        args: Sequence[Any],
-        kwargs: Any,
-        config: RoundPipeRunConfig,
-        *,
-        only_loss: bool = False,
+        self, args: Sequence[Any], kwargs: Any, config: RoundPipeRunConfig, only_loss: bool = False
     ) -> Any:
         """The outputs, as parts of the caller's graph if ``config`` wants one."""
         run_type: RunType = "train" if config.builds_graph else "infer"

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -39,10 +40,12 @@ user's cache, unless options say otherwise. Without a GPU they use only what is 
 _TIMELINE = """Says of an exported profile how busy each lane of each device and each thread was,
 how long at most it was idle, and what bounds the step."""
 
+_BROKEN_PIPE = 128 + 13
+
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 after an error, which is said on stderr in one line; 1 where the
-    doctor has found something."""
+    doctor has found something; a shell's of a broken pipe where nobody reads on."""
     options = vars(_parser().parse_args(arguments))
     name = options.pop("command")
     commands: dict[str, Callable[..., int]] = {
@@ -52,7 +55,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         "timeline": _timeline,
     }
     try:
-        return commands[name](**options)
+        status = commands[name](**options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, at exit
+        return _BROKEN_PIPE
     except RoundPipeError as error:
         said = " ".join(str(error).split())
     except OSError as error:

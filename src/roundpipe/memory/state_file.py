@@ -30,7 +30,7 @@ from .page_cache import PageCache
 _log = logging.getLogger("roundpipe")
 LEAST_BYTES = 64 << 10  # of a tensor that is worth pages of its own
 FILLED_BYTES = 256 << 20
-_EXTENT = 4 << 30
+_EXTENT_BYTES = 4 << 30
 _MOUNTS = Path("/proc/self/mountinfo")
 _WRITE_AND_WAIT = 1 | 2 | 4  # of sync_file_range
 _PUNCH = 1 | 2  # of fallocate: makes a hole and keeps the size
@@ -44,12 +44,21 @@ class Memory(Protocol):
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
 
+class _Extent(mmap.mmap):
+    """A part of the file in memory, which begins at this address and byte of the file."""
+
+    address: int
+    offset: int
+
+
 class Span(NamedTuple):
-    """The bytes of one tensor, in memory and in the file."""
+    """The bytes of one tensor, in memory and in the file. ``extent`` keeps the address from being
+    given to somebody else, who would lose what he has there."""
 
     address: int
     offset: int
     num_bytes: int
+    extent: _Extent
 
 
 class _Unnamed:
@@ -73,7 +82,7 @@ class StateFile:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         if not isinstance(folder, (str, os.PathLike)):
             raise ConfigError(f"optimizer_state_dir is {folder!r}; give the path of a folder")
-        self._folder = os.fspath(folder)
+        self._folder = os.path.expanduser(os.fspath(folder))
         if not hasattr(mmap, "MADV_DONTFORK") or not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"optimizer_state_dir is {self._folder!r}, and only Linux can do it")
         try:
@@ -91,8 +100,8 @@ class StateFile:
             )
         self._lock = threading.Lock()
         self._cache = PageCache()
-        self._maps: list[Span] = []
-        self._memory: memoryview | None = None  # of the newest map
+        self._extents = weakref.WeakSet[_Extent]()
+        self._newest: _Extent | None = None
         self._used = 0  # of that
         self._filled: list[Span] = []
 
@@ -110,15 +119,19 @@ class StateFile:
 
     def refuse_lack_of(self, num_bytes: int) -> None:
         """Raises ConfigError if the disk has no room for so many bytes more."""
-        if num_bytes > shutil.disk_usage(self._folder).free:
+        if num_bytes > self._free_bytes():
             raise self._lack_of(num_bytes)
 
-    def _lack_of(self, num_bytes: int) -> ConfigError:
+    def _free_bytes(self) -> int:
+        """Of the file's disk, whatever has become of the folder."""
+        return shutil.disk_usage(self._file.descriptor).free
+
+    def _lack_of(self, num_bytes: int, why: str = "") -> ConfigError:
         return ConfigError(
             f"optimizer state needs {num_bytes} bytes more in optimizer_state_dir="
             f"{self._folder!r}, beside {self.num_bytes} that it has there, and the disk has "
-            f"{shutil.disk_usage(self._folder).free} free; name a folder on a larger one, or use "
-            "an optimizer with less state"
+            f"{self._free_bytes()} free{why}; name a folder on a larger one, or use an optimizer "
+            "with less state"
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -133,8 +146,13 @@ class StateFile:
         if num_bytes < LEAST_BYTES:
             return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        with self._lock:
-            memory, span = self._take(whole)
+        try:
+            with self._lock:
+                memory, span = self._take(whole)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._lack_of(whole, f" ({error.strerror})") from error
+            raise
         weakref.finalize(memory, _give_back, self._file, span, os.getpid()).atexit = False
         made = torch.frombuffer(memory, dtype=dtype, count=count)
         return made.view(tuple(shape)).data  # as in huge_pages.py
@@ -146,41 +164,40 @@ class StateFile:
             for span in self._filled:
                 self.let_go(span)
             self._filled = []
-        if self._memory is None or self._used + num_bytes > len(self._memory):
-            self._map(max(num_bytes, _EXTENT))
-        assert self._memory is not None
-        address, offset, _ = self._maps[-1]
-        span = Span(address + self._used, offset + self._used, num_bytes)
+        if self._newest is None or self._used + num_bytes > len(self._newest):
+            self._newest, self._used = self._map(max(num_bytes, _EXTENT_BYTES)), 0
+        begin, extent = self._used, self._newest
+        span = Span(extent.address + begin, extent.offset + begin, num_bytes, extent)
         try:
             os.posix_fallocate(self._file.descriptor, span.offset, num_bytes)
-        except OSError as error:
+        except OSError:
             _give_back(self._file, span, os.getpid())  # what was allocated until then
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._lack_of(num_bytes) from error
             raise
-        memory = self._memory[self._used : self._used + num_bytes]
         self._used += num_bytes
         self._filled.append(span)
-        return memory, span
+        return memoryview(extent)[begin : begin + num_bytes], span
 
-    def _map(self, num_bytes: int) -> None:
+    def _map(self, num_bytes: int) -> _Extent:
         offset = os.fstat(self._file.descriptor).st_size
         os.ftruncate(self._file.descriptor, offset + num_bytes)
-        mapped = mmap.mmap(self._file.descriptor, num_bytes, offset=offset)
-        mapped.madvise(mmap.MADV_DONTFORK)
+        made = _Extent(self._file.descriptor, num_bytes, offset=offset)
+        made.madvise(mmap.MADV_DONTFORK)
         # Else a fault reads what lies before it as well, which has just been let go.
-        mapped.madvise(mmap.MADV_SEQUENTIAL)
-        address = torch.frombuffer(mapped, dtype=torch.uint8, count=1).data_ptr()
-        self._maps.append(Span(address, offset, num_bytes))
-        self._memory, self._used = memoryview(mapped), 0
+        made.madvise(mmap.MADV_SEQUENTIAL)
+        made.address = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
+        made.offset = offset
+        self._extents.add(made)
+        return made
 
     def span_of(self, tensor: torch.Tensor) -> Span | None:
         """Where the tensor's bytes are; None if they are not in the file."""
         with torch._C.DisableTorchFunctionSubclass():  # because it is not read
             address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        for start, offset, size in self._maps:
-            if start <= address < start + size:
-                return Span(address, offset + address - start, num_bytes)
+        with self._lock:
+            for extent in self._extents:
+                begin = address - extent.address
+                if 0 <= begin < len(extent):
+                    return Span(address, extent.offset + begin, num_bytes, extent)
         return None
 
     # Pages.

@@ -93,7 +93,7 @@ def running_step(optimizers: "StepOptimizers") -> Iterator[None]:
     _local.step = optimizers
     _local.depth += 1
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), optimizers.watching():
             yield
     finally:
         _local.step = None

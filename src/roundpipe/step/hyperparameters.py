@@ -14,6 +14,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,9 +49,10 @@ class Taken(NamedTuple):
 
 class LearntOptimizers:
     """The optimizers over an engine's masters. Changed where they are made or stepped, read by the
-    caller."""
+    caller. ``pages``: those of state on a disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, pages: StatePages | None = None) -> None:
+        self.pages = pages
         self._known: dict[int, weakref.ref[Optimizer]] = {}
         self.self_written: dict[int, set[str]] = {}
         self.have_stepped = False
@@ -88,12 +90,10 @@ class StepOptimizers:
     """What one ``step_fn`` may step, and with which hyper-parameters. ``on_enter`` is told when a
     step begins.
 
-    ``updates`` are those decided in it and not computed yet, ``pages`` those of state on a disk;
-    set by the optimizer thread.
+    ``updates`` are those decided in it and not computed yet; set by the optimizer thread.
     """
 
     updates: PendingUpdates
-    pages: StatePages | None = None
 
     def __init__(
         self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]
@@ -102,6 +102,10 @@ class StepOptimizers:
         self._learnt = learnt
         self._taken = taken
         self._stepped: list[Optimizer] = []
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """A context for ``step_fn``, in which state on a disk is read as it is passed."""
+        return nullcontext() if self._learnt.pages is None else self._learnt.pages.watching()
 
     def end(self, step_fn: Callable[..., Any]) -> None:
         """``step_fn`` has returned. If it is an optimizer's own ``step``, which had nobody to drop
@@ -117,8 +121,8 @@ class StepOptimizers:
     def stand_in(self, optimizer: Optimizer) -> Optimizer:
         self._stepped.append(optimizer)
         self._learnt.learn(optimizer)
-        if self.pages is not None:
-            self.pages.begin_step(optimizer)
+        if self._learnt.pages is not None:
+            self._learnt.pages.begin_step(optimizer)
         then = self._taken.get(id(optimizer))
         if then is not None and then.optimizer() is optimizer:
             taken = then.groups

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -75,21 +75,18 @@ class StepThread:
         pages: StatePages | None = None,
     ) -> None:
         self._condition = condition
-        self._pages = pages
         self._store = store
         self._masters = masters
         self._new_window = new_window
         self._window = new_window()
-        self._learnt = LearntOptimizers()
+        self._learnt = LearntOptimizers(pages)
         self._late = LateError(condition)
         self._write_back = WriteBack(condition, store, masters, device_states, self._late, pages)
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
-        self._flushed = 0
-        self.num_steps = 0
+        self._flushed = self.num_steps = self.num_loads = 0
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
-        self.num_loads = 0
         self.load_listeners: list[Callable[[], None]] = []
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
@@ -313,7 +310,6 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         window, following = windows
         updates = optimizers.updates = PendingUpdates()
-        optimizers.pages = self._pages
         try:
             self._write_back.write_back_behind(number - 1)
             if window.error is not None:
@@ -324,7 +320,6 @@ class StepThread:
                     _noted(f"step_fn of step {number}"),
                     spans.span("step_fn", step=number),
                     context.running_step(optimizers),
-                    nullcontext() if self._pages is None else self._pages.watching(),
                 ):
                     result = step_fn()
                     optimizers.end(step_fn.func)

@@ -58,7 +58,12 @@ def load(model: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "pause", [None, random_delays(0), every_third()], ids=["fast", "random", "every-third"]
+    "pause",
+    [
+        pytest.param(None, id="fast"),
+        pytest.param(random_delays(0), id="random", marks=pytest.mark.slow),
+        pytest.param(every_third(), id="every-third"),
+    ],
 )
 def test_staleness_is_one_step(pause: Any) -> None:
     """The rate of each step is its own, though the scheduler has moved on when a slow update reads

@@ -119,7 +119,7 @@ def test_same_as_trl(processor: ProcessorMixin, adapters: LoraConfig | None, dev
     pair.ours.model_wrapped.close()
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", [pytest.param("qwen2.5-vl", marks=pytest.mark.slow), "qwen3-vl"])
 def test_images_of_different_sizes(processor: ProcessorMixin, name: str) -> None:
     """The user's collator makes what Qwen's processors make, which need more than is installed
     here."""

@@ -150,7 +150,7 @@ def test_adapters_and_the_model_without_them(kind: str, folder: Path) -> None:
     assert_same(pair)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_an_adapter_that_was_trained_before(kind: str, folder: Path) -> None:
     """TRL keeps a copy of it, named ref."""
 
@@ -166,7 +166,7 @@ def test_an_adapter_that_was_trained_before(kind: str, folder: Path) -> None:
     assert_same(trained(kind, folder, adapted))
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_reference_computed_beforehand(kind: str, folder: Path) -> None:
     assert_same(trained(kind, folder, reference=True, precompute_ref_log_probs=True))
 
@@ -270,7 +270,7 @@ def test_a_reference_that_follows_is_refused(folder: Path) -> None:
         make_one("dpo", True, folder, make_model(), sync_ref_model=True)
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_loss_that_runs_again_counts_once(kind: str, folder: Path) -> None:
     """The second batch of a window runs out of memory when both have been counted."""
     pair = make_both(kind, folder, reference=True, gradient_accumulation_steps=2, max_steps=2)
