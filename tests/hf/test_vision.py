@@ -31,7 +31,7 @@ def make(name: str, *, lora: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
 def test_training_and_evaluation(name: str, lora: bool) -> None:
     rows = seen_rows(make_seeing(name), NUM_IMAGES)
     pair = train_both(

@@ -102,7 +102,7 @@ def test_xlnet_whose_transformer_is_one_part(wrap: Wrap, devices: DeviceSet, tok
     model = make_xlnet()
     ids = torch.randint(3, 50, (ROWS, tokens))
     plain = copy.deepcopy(model)
-    engine = wrap(model, devices, lower_threshold=1)
+    engine = wrap(model, devices, lower_threshold=1, upper_threshold=num_bytes(model.first))
     assert "transformer" in engine.statistics()["engines"]
     check(engine, plain, devices, input_ids=ids, labels=ids)
 
@@ -139,6 +139,42 @@ def test_a_part_that_turns_its_output(wrap: Wrap, devices: DeviceSet, tokens: in
     engine = wrap(model, devices, lower_threshold=1, upper_threshold=num_bytes(model.embed))
     assert "embed" in engine.statistics()["engines"]
     check(engine, plain, devices, ids=torch.randint(50, (ROWS, tokens)))
+
+
+class Placed(nn.Module):
+    """Takes positions of three kinds, as the language models of Qwen that see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x``: (rows, tokens, width); ``positions``: (kinds, rows, tokens)."""
+        made: Tensor = self.linear(x) + positions.float().mean(0).cos().unsqueeze(-1)
+        return made
+
+
+class Placing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(50, WIDTH), Placed(), Placed()
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        positions = torch.stack([ids, ids.flip(1), ids + 1])
+        x = self.second(self.first(self.embed(ids), positions), positions)
+        return {"loss": x.square().mean()}
+
+
+@one_and_three
+def test_an_input_with_rows_second(wrap: Wrap, devices: DeviceSet) -> None:
+    """Its three kinds are not the batch, so it was not cut, and each microbatch of the others met
+    the positions of all rows."""
+    torch.manual_seed(0)
+    model = Placing()
+    plain = copy.deepcopy(model)
+    engine = wrap(model, devices, lower_threshold=1, upper_threshold=num_bytes(model.first))
+    assert "first" in engine.statistics()["engines"]
+    check(engine, plain, devices, ids=torch.randint(50, (ROWS, 4)))
 
 
 class Seen(nn.Module):

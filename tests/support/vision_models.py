@@ -20,6 +20,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -103,18 +105,28 @@ def qwen2_5_vl() -> Any:
 
 def qwen3_vl() -> Any:
     """Two of the tower's depths are added to hidden states of the language model."""
-    return Qwen3VLForConditionalGeneration(
-        Qwen3VLConfig(
-            vision_config={
-                **_PATCHES,
-                "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 2],
-            },
-            text_config={**TINY, "head_dim": 8, "rope_parameters": _SECTIONS},
-            image_token_id=IMAGE,
-            video_token_id=IMAGE - 1,
-        )
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**_deepstack()))
+
+
+def qwen3_vl_moe() -> Any:
+    """The middle block of the language model has no experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3VLMoeForConditionalGeneration(
+        Qwen3VLMoeConfig(**_deepstack(**experts, mlp_only_layers=[1]))
     )
+
+
+def _deepstack(**of_text: Any) -> dict[str, Any]:
+    return {
+        "vision_config": {
+            **_PATCHES,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        "text_config": {**TINY, "head_dim": 8, "rope_parameters": _SECTIONS, **of_text},
+        "image_token_id": IMAGE,
+        "video_token_id": IMAGE - 1,
+    }
 
 
 SEEING: dict[str, Callable[[], Any]] = {
@@ -123,6 +135,7 @@ SEEING: dict[str, Callable[[], Any]] = {
     "gemma3": gemma3,
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
+    "qwen3-vl-moe": qwen3_vl_moe,
 }
 # (time, height, width) in patches: images of 4, 2 and 6 tokens, in turn.
 _GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))

@@ -115,6 +115,9 @@ _PRESETS: dict[str, str | CutModel] = {
         "qwen2_5_vl"
     ),
     "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl"
+    ),
 }
 
 _WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")

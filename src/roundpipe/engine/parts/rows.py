@@ -8,7 +8,7 @@ like its transpose. If it is as long as a microbatch has rows, what the part ret
 its transpose. Some cases are clear all the same: the last dimension of floating-point numbers are
 features; what convolutions over two or three dimensions take has the batch first; and torch's own
 modules that compute each row for itself may be cut along whatever it is. All that is not clear runs
-whole, which is always right.
+whole, which is always right. So does what is clearly given rows second: it would not be cut.
 """
 
 import logging
@@ -65,8 +65,9 @@ class BatchRows:
         [Note: rows]."""
         leaves = pytree.tree_leaves((args, kwargs))
         first = batch_size_of(args, kwargs)
+        by_kind = any(self._has_rows_second(part, leaf) for leaf in leaves)
         if any(isinstance(leaf, RoundPipePackedData) for leaf in leaves) or first in (None, 1):
-            return None  # because it is cut already, or cannot be
+            return _IS_PLAIN if by_kind else None  # because it is cut already, or cannot be
         if self.count is None:
             return "the model was called with no tensor whose rows could be counted"
         if first != self.count:
@@ -81,7 +82,17 @@ class BatchRows:
             for leaf in leaves
         ):
             return "the second dimension of an input is as long as the batch or a microbatch"
-        return None
+        return _IS_PLAIN if by_kind else None
+
+    def _has_rows_second(self, part: PartInputs, leaf: Any) -> bool:
+        """Whether each microbatch would get all rows of it, as of position ids of three kinds."""
+        return (
+            isinstance(leaf, torch.Tensor)
+            and leaf.dim() > 1
+            and leaf.shape[0] != self.count != 1
+            and leaf.shape[1] == self.count
+            and part.may_have_rows_second(leaf)
+        )
 
     def tell(self, part: PartInputs, why: str) -> None:
         """Logs once for each reason that ``part``, the first of possibly many, runs whole."""
