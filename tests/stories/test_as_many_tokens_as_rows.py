@@ -102,7 +102,7 @@ def test_xlnet_whose_transformer_is_one_part(wrap: Wrap, devices: DeviceSet, tok
     model = make_xlnet()
     ids = torch.randint(3, 50, (ROWS, tokens))
     plain = copy.deepcopy(model)
-    engine = wrap(model, devices, lower_threshold=1, upper_threshold=num_bytes(model.first))
+    engine = wrap(model, devices, lower_threshold=1)
     assert "transformer" in engine.statistics()["engines"]
     check(engine, plain, devices, input_ids=ids, labels=ids)
 

@@ -44,7 +44,7 @@ with roundpipe.RoundPipe(
     optimizer = {"torch": torch.optim.AdamW, "ours": roundpipe.optim.AdamW}[make](
         engine.optim_parameters()
     )
-    pages = engine._steps._pages
+    pages = engine._steps._write_back._pages
     reach = pages and pages.reach
     def reached(masters):
         global most

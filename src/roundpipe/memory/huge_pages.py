@@ -45,7 +45,7 @@ def mapping(num_bytes: int, kind: type[Mapping]) -> tuple[Mapping, int]:
     memory = kind(-1, num_bytes + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE
     memory.madvise(mmap.MADV_DONTFORK)
-    _keep_forks_from_unmapping()
+    keep_forks_from_unmapping()
     with contextlib.suppress(OSError):  # a system without large pages
         memory.madvise(
             mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE
@@ -54,7 +54,7 @@ def mapping(num_bytes: int, kind: type[Mapping]) -> tuple[Mapping, int]:
 
 
 @functools.cache
-def _keep_forks_from_unmapping() -> None:
+def keep_forks_from_unmapping() -> None:
     """Because a forked process that collected what was garbage before would unmap where a mapping
     was, whatever it has put there since."""
     os.register_at_fork(after_in_child=gc.freeze)

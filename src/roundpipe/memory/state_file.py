@@ -182,6 +182,7 @@ class StateFile:
         os.ftruncate(self._file.descriptor, offset + num_bytes)
         made = _Extent(self._file.descriptor, num_bytes, offset=offset)
         made.madvise(mmap.MADV_DONTFORK)
+        huge_pages.keep_forks_from_unmapping()
         # Else a fault reads what lies before it as well, which has just been let go.
         made.madvise(mmap.MADV_SEQUENTIAL)
         made.address = torch.frombuffer(made, dtype=torch.uint8, count=1).data_ptr()
