@@ -146,8 +146,12 @@ class StatePages:
                 yield partial(self._read, piece, span, offset, self._for_writing)
 
     def _read(self, piece: _Piece, span: Span, offset: int, for_writing: bool) -> None:
-        if not piece.is_over:  # a reader may be late
-            self.file.read(span, offset, _CHUNK_BYTES, for_writing=for_writing)
+        was_over = piece.is_over  # a reader may be late
+        if was_over:
+            return
+        self.file.read(span, offset, _CHUNK_BYTES, for_writing=for_writing)
+        if piece.is_over and not piece.is_kept:  # it was, perhaps behind the writer
+            self._let_go([span])
 
     def _leave(self, place: int) -> None:
         for piece in self._pieces[self._left : place]:
@@ -160,15 +164,17 @@ class StatePages:
         self._left = max(self._left, place)
 
     def _write(self, piece: _Piece) -> None:
+        self._let_go(piece.spans)
+        with self._written:
+            self._unwritten -= piece.num_bytes
+            self._written.notify_all()
+
+    def _let_go(self, spans: Iterable[Span]) -> None:
         try:
-            for span in piece.spans:
+            for span in spans:
                 self.file.let_go(span)
         except OSError as error:
             self._error = error
-        finally:
-            with self._written:
-                self._unwritten -= piece.num_bytes
-                self._written.notify_all()
 
     # Optimizers that update where they are stepped, and make state as torch does.
 
