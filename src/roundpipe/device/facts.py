@@ -1,4 +1,4 @@
-"""What is known of a device before anything runs on it."""
+"""Asks the system and its cards what they are, before anything runs on them."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -271,7 +271,7 @@ class RoundPipe(Engine):
     def _is_joint(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
     ) -> bool:
-        """Whether such a batch has a loss that no sum over its microbatches gives."""
+        """Says if such a batch has a loss that no sum over its microbatches gives."""
         count, cut = config.num_microbatch or self.default_num_microbatch, config.split_input
         return count > 1 and isinstance(cut, SplitForward) and cut.is_joint(args, kwargs)
 
@@ -308,6 +308,9 @@ class RoundPipe(Engine):
             inputs: tensors of shape (rows, ...), and images, which go with their rows where the
                 model has a preset that knows whose they are.
             num_microbatch: how many parts there are to be; fewer where there are fewer rows.
+
+        Returns:
+            The parts in order, each with the names of ``inputs``.
 
         Raises:
             ConfigError: images and their placeholders differ.

@@ -54,7 +54,7 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
 
 
 def optimizer_bytes(step: PlannedStep) -> tuple[int, int]:
-    """Of masters and of moments."""
+    """Counts the bytes of masters, and those of moments."""
     trained = [p for p in step.store.parameters if p.requires_grad]
     moment_bytes = OPTIMIZERS[step.choice.optimizer].moment_bytes
     return (

@@ -112,7 +112,7 @@ def cells(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def matmul_tflops(devices: Sequence[Device], dtype: torch.dtype) -> float:
-    """What products of large matrices reach on the slowest device, in 10**12 operations a second,
+    """Times products of large matrices on the slowest device, in 10**12 operations a second,
     all of them at work."""
     size = _MATRIX if devices[0].torch_device.type != "cpu" else _MATRIX_ON_CPU
 
@@ -190,7 +190,7 @@ def _weight() -> UpdateInto:
 
 
 def _rate(works: Sequence[tuple[Lane, Callable[[], None]]], seconds: float | None = None) -> float:
-    """How often a second the slowest lane does its work, while the others do theirs."""
+    """Counts how often a second the slowest lane does its work while the others do theirs."""
 
     def take(count: int) -> float:
         marks = []

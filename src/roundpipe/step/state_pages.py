@@ -65,7 +65,7 @@ class StatePages:
         self.writer = Worker("roundpipe-state-writes", helper)
         self._written = threading.Condition()
         self._unwritten = 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._begin_pass([], for_writing=False)
 
     def _begin_pass(self, pieces: list[_Piece], *, for_writing: bool) -> None:
@@ -94,7 +94,7 @@ class StatePages:
         over.
 
         Raises:
-            OSError: some state could not be written to the disk.
+            OSError: some state could not be written to the disk (or what else failed there).
         """
         if self._error is not None:
             raise self._error
@@ -173,7 +173,7 @@ class StatePages:
         try:
             for span in spans:
                 self.file.let_go(span)
-        except OSError as error:
+        except Exception as error:  # of any kind, because the optimizer thread waits for the writer
             self._error = error
 
     # Optimizers that update where they are stepped, and make state as torch does.

@@ -85,7 +85,7 @@ class BatchRows:
         return _IS_PLAIN if by_kind else None
 
     def _has_rows_second(self, part: PartInputs, leaf: Any) -> bool:
-        """Whether each microbatch would get all rows of it, as of position ids of three kinds."""
+        """Says if each microbatch would get all rows of it, as of position ids of three kinds."""
         return (
             isinstance(leaf, torch.Tensor)
             and leaf.dim() > 1
