@@ -10,7 +10,8 @@ import torch
 
 from ..errors import ConfigError
 from .generators import state_of
-from .protocol import MemoryInUse
+from .graphs import record
+from .protocol import MemoryInUse, Recorded, Work
 
 
 class StreamLane:
@@ -177,6 +178,9 @@ class AcceleratorDevice:
     def lend_to_caller(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def capture(self, *works: Work) -> Recorded | None:
+        return record(self.torch_device, works)
 
     def trim(self) -> None:
         torch._C._cuda_clearCublasWorkspaces()

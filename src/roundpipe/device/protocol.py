@@ -1,6 +1,7 @@
 """What the engine asks of a device. Everything above is blind to the kind of device and is tested
 on virtual ones."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -60,6 +61,17 @@ class MemoryInUse(NamedTuple):
 
     now: int
     most: int
+
+
+Work = Callable[[], None]
+
+
+class Recorded(NamedTuple):
+    """Work that can be queued again, as it was recorded. ``num_bytes``: of the device, which it
+    keeps as long as this is there."""
+
+    replays: tuple[Work, ...]
+    num_bytes: int
 
 
 class Device(Protocol):
@@ -135,6 +147,15 @@ class Device(Protocol):
 
     def lend_to_caller(self, tensor: torch.Tensor) -> None:
         """The calling thread will use ``tensor``, made on a lane, in its own stream order."""
+        ...
+
+    def capture(self, *works: Work) -> Recorded | None:
+        """Records what ``works`` queue on the compute lane, inside of which this is called. They
+        are to be done in this order, and the last before the first is done again.
+
+        Returns None for work that cannot be recorded. What was recorded reads and writes the
+        memory that it did then.
+        """
         ...
 
     def trim(self) -> None:

@@ -65,6 +65,9 @@ class RoundPipe(Engine):
             file instead of in memory, for as long as the engine is there; see `docs/optimizers.md`.
         compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, faster and less
             exact; see `docs/internals/fp8.md`.
+        cuda_graphs: whether layers that stay on a GPU queue their kernels as CUDA graphs, which is
+            what small steps wait for. None for blocks of transformers, torch and PEFT alone; True
+            says that the layers do nothing but compute; see `docs/internals/device-graphs.md`.
 
     Raises:
         ConfigError: a bad setting, a model without parameters, weights that cannot be staged, a
@@ -96,6 +99,7 @@ class RoundPipe(Engine):
         process_group: Any = None,
         optimizer_state_dir: str | os.PathLike[str] | None = None,
         compute_dtype: ComputeDtype | None = None,
+        cuda_graphs: bool | None = None,
     ) -> None:
         check_model(model)
         settings = HostSettings.of(
@@ -108,6 +112,7 @@ class RoundPipe(Engine):
             max_gpu_memory=max_gpu_memory,
             optimizer_state_dir=optimizer_state_dir,
             compute_dtype=compute_dtype,
+            cuda_graphs=cuda_graphs,
         )
         layers, name = layers_of(model), name if name is not None else call_site()
         host = Host(name, layers, settings.choose_devices(), settings)

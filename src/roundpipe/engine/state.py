@@ -57,6 +57,7 @@ class HostSettings:
     max_gpu_memory: str | float | None = None
     optimizer_state_dir: str | os.PathLike[str] | None = None
     compute_dtype: ComputeDtype | None = None
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
@@ -159,6 +160,7 @@ class Host:
             self.memory,
             BlockCompiler(layers if settings.compile else (), devices, prepare),
             read_ahead,
+            captures=settings.cuda_graphs,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         self._working = WorkingWeights(store.parameters)

@@ -26,6 +26,7 @@ from ..transfer.boundaries import (
 from ..transfer.spill import Spills
 from .autograd import reaches_leaves_beside
 from .call import Call, Cancelled, MicrobatchLoss, describe
+from .captured import CapturedLayers
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader, Uploads
@@ -52,6 +53,7 @@ class Executor:
         spills: Spills,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
+        captured: CapturedLayers,
         is_written_back: Callable[[int, int], bool],
     ) -> None:
         self.device = device
@@ -62,7 +64,10 @@ class Executor:
         self._spills = spills
         self._watch = Stopwatch()
         self._uploads = Uploads(loader, is_written_back)
-        self._layers = LayerRunner(device, replicas, self._uploads, spills, layer_names, knowledge)
+        self._captured = captured
+        self._layers = LayerRunner(
+            device, replicas, self._uploads, spills, layer_names, knowledge, captured
+        )
         self._stages: dict[StageRun, Stage] = {}
         self._parked = ParkedStages()
         self._offloading: deque[Event] = deque()  # when the sums of the latest stage runs are down
@@ -98,6 +103,7 @@ class Executor:
                 call.memory.slot_limit,
             )
             self._replicas.begin_call()
+            self._captured.begin_call()
             for action in actions:
                 call.check()
                 self._layers.current = None
@@ -122,6 +128,7 @@ class Executor:
                         # Because a notebook keeps it, and the next call needs the memory.
                         clear_frames(error)
                         call.memory.measured.record_shortage()
+                        self._captured.give_up()
                     call.fail(error)
                     break
         except Cancelled:
@@ -137,6 +144,7 @@ class Executor:
     def close(self) -> None:
         """Frees the device's memory. Called on the worker thread after its last call."""
         self._parked.drop(self._let_go)
+        self._captured.forget()
         self._replicas.forget()
         self._loader.close()
         self.device.trim()
@@ -154,6 +162,7 @@ class Executor:
         for stage in self._stages.values():
             self._let_go(stage)
         self._stages.clear()
+        self._captured.forget()
         self._replicas.forget()
         self._loader.forget()
 
@@ -215,6 +224,7 @@ class Executor:
             self._parked.put(call.kept, stage)
         else:
             self._let_go(stage)
+        self._captured.let_inputs_go()
         self._watch.read()
 
     def _let_go(self, stage: Stage) -> None:

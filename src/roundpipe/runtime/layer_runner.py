@@ -17,6 +17,7 @@ from ..recompute.user_data import LayerRun, Running
 from ..transfer.boundaries import Boundary, boundary_of, bring, copied
 from ..transfer.spill import Spills
 from .call import Call
+from .captured import CapturedLayers, called
 from .loader import Uploads
 from .replica_cache import ReplicaCache
 from .stage import MicrobatchRun, Stage
@@ -71,6 +72,7 @@ class LayerRunner:
         spills: Spills,
         layer_names: Sequence[str],
         knowledge: LayerKnowledge,
+        captured: CapturedLayers,
     ) -> None:
         self.current: str | None = None
         self._device = device
@@ -79,6 +81,7 @@ class LayerRunner:
         self._spills = spills
         self._layer_names = layer_names
         self._knowledge = knowledge
+        self._captured = captured
 
     def run_forward(self, run: MicrobatchRun, layers: range, boundary: Boundary) -> Boundary:
         """Layers without a graph. Learns, once, which of their outputs would carry a gradient."""
@@ -184,11 +187,13 @@ class LayerRunner:
                 if is_last:
                     stage.depart(layer, value, self._device.compute)
                 with self.counted(run, layer, value):
-                    value = self._run_layer(run, layer, value)
+                    value = self._run_layer(run, layer, value, with_graph=True)
                 stage.timer.made(layer, run.microbatch, value)
         return leaves, value
 
-    def _run_layer(self, run: MicrobatchRun, layer: int, value: Any) -> Any:
+    def _run_layer(
+        self, run: MicrobatchRun, layer: int, value: Any, *, with_graph: bool = False
+    ) -> Any:
         call, stage, microbatch, again, first_kept = run
         self.current = self._layer_names[layer]
         module = self._module(run, layer)
@@ -205,11 +210,10 @@ class LayerRunner:
             Running(said),
             stage.timer.layer("recompute" if again else "forward", layer, microbatch),
         ):
-            if layer == 0:
-                args, kwargs = value
-                output = module(*args, **kwargs)
+            if with_graph:
+                output = self._captured.call(run, layer, module, value)
             else:
-                output = module(value)
+                output = called(module, value, is_first=layer == 0)
         output = stage.apart(layer, value, output)
         if is_kept:
             self._replicas.watch(stage, layer).learn_writes()

@@ -22,6 +22,7 @@ from ..transfer.read_ahead import ReadAhead
 from ..transfer.sender import make_sender
 from ..transfer.spill import Spills
 from .call import Call
+from .captured import CapturedLayers
 from .changes import ModuleChanges
 from .executor import Executor
 from .layer_runner import LayerKnowledge
@@ -44,9 +45,12 @@ class WorkerPool:
         memory: HostMemory,
         compiler: BlockCompiler,
         read_ahead: ReadAhead | None = None,
+        *,
+        captures: bool | None = None,
     ) -> None:
         self.devices = list(devices)
         self.compiler = compiler  # one, because like layers may be in many parts
+        self._captures = captures
         self.next_device = 0
         # Held while a call is handed out. Calls of two threads, in another order on each device,
         # would wait for each other.
@@ -95,6 +99,7 @@ class WorkerPool:
                     spills,
                     layer_names,
                     knowledge,
+                    CapturedLayers(device, layers, slots, self._captures),
                     lambda layer, version: is_written_back(store.first + layer, version),
                 )
             )

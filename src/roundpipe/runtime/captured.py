@@ -1,0 +1,417 @@
+"""Layers whose kernels are queued again in one go, forward and backward.
+
+[Note: captured layers] A small layer's kernels take less time than queueing them one by one. Where
+a layer stays on its device, is given inputs of the same form and comes with the same modules, both
+passes are recorded once and replayed from then on: the same kernels on the same memory. See
+docs/internals/device-graphs.md for what may be recorded, and who owns which memory.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils import _pytree as pytree
+
+from ..device import Device
+from ..memory.slots import SlotPool
+from .stage import MicrobatchRun, Stage
+
+_log = logging.getLogger("roundpipe")
+_SEEN_BEFORE = 3  # stage runs alike before one is recorded
+_OF_SPARE = 0.5  # of the memory that a call leaves, what recorded work may keep
+# A layer that changes often, in its modules or the form of its inputs, is recorded so many times,
+# and once more after so many replays for each time.
+_RECORDED_FREELY, _WORTH_RECORDING = 3, 20
+# Whose modules do nothing in a forward but compute. Others may count, draw or print, which is not
+# recorded.
+_KNOWN = frozenset({"torch", "transformers", "peft", "roundpipe"})
+_CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype)
+
+
+class _Form(NamedTuple):
+    """What a recorded layer depends on, but for the values of tensors that it is given or has."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    only_loss: bool
+    ambient: Any
+    mode: tuple[bool, ...]
+
+
+def _form_of(run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any) -> _Form | None:
+    """None where a leaf is neither a tensor nor a constant."""
+    described: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append(
+                (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+            )
+        elif isinstance(leaf, _CONSTANTS):
+            described.append((type(leaf), leaf))
+        else:
+            return None
+    call = run.call
+    mode = run.stage.layer_modes[layer]
+    return _Form(spec, tuple(described), call.asked.only_loss, call.model.ambient, mode)
+
+
+class _Static:
+    """Memory that a recorded layer reads an input from. Filled before each replay, but where that
+    was the same tensor the last time."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        # Dimensions that are expanded stay so, because kernels are chosen by strides.
+        self._part = tuple(slice(None) if stride else slice(1) for stride in leaf.stride())
+        part = leaf.detach()[self._part]
+        self._own = torch.empty_strided(
+            part.shape, part.stride(), dtype=part.dtype, device=part.device
+        )
+        self.tensor = self._own.expand(leaf.shape)
+        self._last: tuple[torch.Tensor, int] | None = None
+
+    @torch.no_grad()
+    def fill(self, leaf: torch.Tensor) -> None:
+        if self._last is not None:
+            last, version = self._last
+            if last is leaf and version == leaf._version:
+                return
+        self._own.copy_(leaf[self._part])
+        # Only what carries no gradient is handed from layer to layer as it is.
+        self._last = None if leaf.requires_grad else (leaf, leaf._version)
+
+    def forget(self) -> None:
+        self._last = None
+
+
+class _CapturedLayer:
+    """One layer's forward and backward for inputs of one form. Used on the compute lane.
+
+    Args:
+        statics: of leaves that carry no gradient, shared by all layers of the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        leaves: Sequence[Any],
+        spec: Any,
+        statics: dict[Any, _Static],
+        *,
+        is_first: bool,
+    ) -> None:
+        self._module = module
+        self._is_first = is_first
+        self._spec = spec
+        self.inputs: dict[int, _Static] = {}
+        self._given = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            key = place, leaf.shape, leaf.stride(), leaf.dtype
+            static = _Static(leaf) if leaf.requires_grad else statics.get(key)
+            if static is None:
+                static = statics[key] = _Static(leaf)
+            static.fill(leaf)
+            self.inputs[place] = static
+            self._given[place] = static.tensor.detach().requires_grad_(leaf.requires_grad)
+        self.carrying = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
+        self._parameters = parameters
+        self._arriving: list[torch.Tensor] | None = None
+
+    def forward(self) -> None:
+        """Makes ``outputs``: of each leaf itself, or the place of the input that it is."""
+        value = pytree.tree_unflatten(self._given, self._spec)
+        with torch.enable_grad():
+            output = called(self._module, value, is_first=self._is_first)
+        made, self.output_spec = pytree.tree_flatten(output)
+        places = {id(self._given[place]): place for place in self.inputs}
+        self.passed = [places.get(id(leaf)) for leaf in made]
+        self.outputs = made
+        self.tensors = [
+            leaf
+            for leaf, place in zip(made, self.passed, strict=True)
+            if place is None and isinstance(leaf, torch.Tensor)
+        ]
+        self._tracked = [tensor for tensor in self.tensors if tensor.requires_grad]
+        if self._arriving is None:
+            self._arriving = [torch.empty_like(tensor) for tensor in self._tracked]
+
+    def backward(self) -> None:
+        """Makes ``gradients`` of what ``forward`` has made, for each input that carries one and
+        each parameter that trains."""
+        self.gradients = torch.autograd.grad(
+            self._tracked,
+            [*(self._given[place] for place in self.carrying), *self._parameters],
+            self._arriving,
+            allow_unused=True,
+        )
+
+    def _is_recordable(self, device: torch.device) -> bool:
+        """Whether what ``forward`` has made is all there is to it."""
+        leaves = zip(self.outputs, self.passed, strict=True)
+        return (
+            bool(self._tracked)
+            and all(tensor.device == device for tensor in self.tensors)
+            and all(
+                place is not None or isinstance(leaf, (torch.Tensor, *_CONSTANTS))
+                for leaf, place in leaves
+            )
+        )
+
+    def arrive(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients of its tracked outputs come."""
+        assert self._arriving is not None
+        for own, gradient in zip(self._arriving, gradients, strict=True):
+            if gradient is None:
+                own.zero_()
+            else:
+                own.copy_(gradient)
+
+    def run(self, leaves: Sequence[Any], parameters: Sequence[nn.Parameter]) -> Any:
+        """The layer's output for leaves of its form. ``parameters``: those of this stage run, which
+        are where those were that it was recorded with."""
+        self._parameters = parameters
+        carried = [leaves[place] for place in self.carrying]
+        tensors = _Replayed.apply(self, leaves, *carried, *parameters)
+        made = iter(tensors)
+        given = [
+            leaves[place]
+            if place is not None
+            else next(made)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf, place in zip(self.outputs, self.passed, strict=True)
+        ]
+        return pytree.tree_unflatten(given, self.output_spec)
+
+    def record(self, device: Device) -> int | None:
+        """Bytes of the device that it keeps; None if it cannot be recorded."""
+        self.forward()
+        if not self._is_recordable(device.torch_device):
+            return None
+        recorded = device.capture(self.forward, self.backward)
+        if recorded is None:
+            return None
+        self.replay_forward, self.replay_backward = recorded.replays
+        return recorded.num_bytes
+
+    @property
+    def tracks(self) -> list[bool]:
+        return [tensor.requires_grad for tensor in self.tensors]
+
+
+class _Replayed(torch.autograd.Function):
+    """What autograd sees of a captured layer. Copies go out, because the next microbatch overwrites
+    what a replay has made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: _CapturedLayer, leaves: Sequence[Any], *_: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        for place, static in layer.inputs.items():
+            static.fill(leaves[place])
+        layer.replay_forward()
+        made = tuple(tensor.detach().clone() for tensor in layer.tensors)
+        ctx.layer = layer
+        ctx.tracks = layer.tracks
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, tracked in zip(made, ctx.tracks, strict=True) if not tracked)
+        )
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        layer = ctx.layer
+        layer.arrive(
+            [gradient for gradient, is_in in zip(gradients, ctx.tracks, strict=True) if is_in]
+        )
+        layer.replay_backward()
+        # Autograd copies those of parameters itself, because somebody else holds on to them.
+        num_inputs = len(layer.carrying)
+        passed_on = (
+            None if gradient is None else gradient.clone()
+            for gradient in layer.gradients[:num_inputs]
+        )
+        return None, None, *passed_on, *layer.gradients[num_inputs:]
+
+
+class _Seen:
+    """A layer, as its last stage runs saw it: ``slot`` has its weights, ``module`` is its replica.
+    ``captured`` once it is recorded."""
+
+    def __init__(self, form: _Form, module: nn.Module, slot: torch.Tensor) -> None:
+        self.form = form
+        self.module = module
+        self.slot = slot
+        self.num_stages = 0
+        self.stage: weakref.ref[Stage] | None = None  # the last one
+        self.is_in_use = True  # in this call
+        self.is_refused = False
+        self.captured: _CapturedLayer | None = None
+
+    def is_of(self, form: _Form, module: nn.Module, slot: torch.Tensor) -> bool:
+        return self.module is module and self.slot is slot and self.form == form
+
+
+class CapturedLayers:
+    """Of one device. Used by its worker, on the compute lane.
+
+    Args:
+        layers: of the model; those whose class is there once are left as they are.
+        is_wanted: None for layers that are known to do nothing but compute, on accelerators.
+    """
+
+    def __init__(
+        self, device: Device, layers: Sequence[nn.Module], slots: SlotPool, is_wanted: bool | None
+    ) -> None:
+        self._device = device
+        self._slots = slots
+        counts = Counter(map(type, layers))
+        is_accelerated = device.torch_device.type != "cpu"
+        self._layers = frozenset(
+            index
+            for index, layer in enumerate(layers)
+            if is_wanted is not False
+            and counts[type(layer)] > 1
+            and not any(True for _ in layer.buffers())
+            and (is_wanted or (is_accelerated and _is_known(layer)))
+        )
+        self._seen: dict[int, _Seen] = {}
+        self._recorded: Counter[int] = Counter()
+        self._replayed: Counter[int] = Counter()
+        self._statics: dict[Any, _Static] = {}
+        self._num_bytes = 0
+
+    def call(self, run: MicrobatchRun, layer: int, module: nn.Module, value: Any) -> Any:
+        """The layer's output, as ``module`` would make it, with a graph whose backward comes before
+        the layer runs again."""
+        is_out = layer not in self._layers or run.again or run.stage.keeps_graphs or _is_watched()
+        if is_out:
+            return called(module, value, is_first=layer == 0)
+        leaves, spec = pytree.tree_flatten(value)
+        form = _form_of(run, layer, leaves, spec)
+        seen = None if form is None else self._find(run.stage, layer, module, form)
+        if seen is not None and seen.captured is None and self._is_due(seen, run, layer):
+            self._capture(seen, run, layer, leaves, spec)
+        if seen is None or seen.captured is None:
+            return called(module, value, is_first=layer == 0)
+        self._replayed[layer] += 1
+        return seen.captured.run(leaves, _trained(run.stage, layer))
+
+    def _find(self, stage: Stage, layer: int, module: nn.Module, form: _Form) -> _Seen | None:
+        """What is known of the layer in this form; None if it changes too often."""
+        slot = stage.uploaded[layer].slot.buffer
+        seen = self._seen.get(layer)
+        if seen is None or not seen.is_of(form, module, slot):
+            times = self._recorded[layer]
+            if times >= _RECORDED_FREELY and self._replayed[layer] < times * _WORTH_RECORDING:
+                return None
+            seen = self._seen[layer] = _Seen(form, module, slot)
+        if seen.stage is None or seen.stage() is not stage:
+            seen.stage = weakref.ref(stage)
+            seen.num_stages += 1
+        seen.is_in_use = True
+        return seen
+
+    def _is_due(self, seen: _Seen, run: MicrobatchRun, layer: int) -> bool:
+        """Whether the layer is to be recorded now. Not in a call that is timed, which would take
+        the recording for the layer."""
+        memory = run.call.memory
+        return (
+            not seen.is_refused
+            and seen.num_stages > _SEEN_BEFORE
+            and run.stage.replicas[layer].is_as_made
+            and not memory.is_timed
+            and memory.measured.knows_graph(layer)
+        )
+
+    def _capture(
+        self, seen: _Seen, run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any
+    ) -> None:
+        """Records the layer, if there is room."""
+        spare = _OF_SPARE * (run.call.memory.slot_limit - self._slots.num_bytes)
+        num_held = sum(known.captured is not None for known in self._seen.values())
+        if self._num_bytes + self._num_bytes / max(num_held, 1) >= spare:
+            seen.is_refused = True
+            return
+        self._recorded[layer] += 1
+        captured = _CapturedLayer(
+            seen.module,
+            _trained(run.stage, layer),
+            leaves,
+            spec,
+            self._statics,
+            is_first=layer == 0,
+        )
+        state = self._device.rng_state()
+        try:
+            num_bytes = captured.record(self._device)
+        finally:
+            self._device.set_rng_state(state)  # because the layer itself is still to draw
+        if num_bytes is None:
+            seen.is_refused = True
+            _log.info("layer %d cannot be captured: it waits for values", layer)
+            return
+        self._num_bytes += num_bytes
+        seen.captured = captured
+
+    def begin_call(self) -> None:
+        """Lets go of all if some layer was not run in the call before: memory that it holds may be
+        what another plan counts on."""
+        if not all(seen.is_in_use for seen in self._seen.values()):
+            self.forget()
+        for seen in self._seen.values():
+            seen.is_in_use = False
+
+    def let_inputs_go(self) -> None:
+        """A stage run is over."""
+        for static in self._statics.values():
+            static.forget()
+
+    def forget(self) -> None:
+        """Lets go of all that was recorded, and its memory."""
+        self._seen.clear()
+        self._statics.clear()
+        self._num_bytes = 0
+
+    def give_up(self) -> None:
+        """The device's memory did not suffice: nothing is recorded any more."""
+        self.forget()
+        self._layers = frozenset()
+
+
+def _trained(stage: Stage, layer: int) -> list[nn.Parameter]:
+    return [own for own in stage.residents[layer].parameters.values() if own.requires_grad]
+
+
+def called(module: nn.Module, value: Any, *, is_first: bool) -> Any:
+    """What a layer makes of its input, which is the model's own for the first one."""
+    if is_first:
+        args, kwargs = value
+        return module(*args, **kwargs)
+    return module(value)
+
+
+def _is_known(layer: nn.Module) -> bool:
+    """Whether all its modules are of libraries whose forwards do nothing but compute."""
+    return all(
+        type(part).__module__.partition(".")[0] in _KNOWN and "forward" not in vars(part)
+        for part in layer.modules()
+    )
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to see every operation as it runs."""
+    return bool(modules._has_any_global_hook()) or torch.is_anomaly_enabled()
