@@ -60,6 +60,8 @@ class PipelineArguments:
         optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie instead
             of in memory, as in `RoundPipe`.
         compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, as in `RoundPipe`.
+        cuda_graphs: whether blocks that stay on a GPU queue their kernels as CUDA graphs, as in
+            `RoundPipe`; None where that is known to be right.
         loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
             where that is not known.
         trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
@@ -125,6 +127,13 @@ class PipelineArguments:
         metadata={
             "help": "fp8: the blocks' linear layers multiply in it, where the devices can; faster, "
             "less exact."
+        },
+    )
+    cuda_graphs: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether blocks that stay on a GPU queue their kernels as CUDA graphs; by "
+            "default those of transformers and PEFT do."
         },
     )
     loss_reduction: LossReduction | None = field(

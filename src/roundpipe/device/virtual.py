@@ -159,6 +159,8 @@ class VirtualDevice:
 
     def capture(self, *works: Work) -> Recorded | None:
         """What is recorded is done anew each time, on the memory that it was given."""
+        for work in works:
+            work()
         return Recorded(works, 0)
 
     def trim(self) -> None:

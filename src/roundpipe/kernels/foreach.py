@@ -100,11 +100,13 @@ def _together(pieces: Sequence[_Piece]) -> None:
 
 
 def _like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """None if there is no memory for them."""
+    """In one piece of memory, because asking for many takes longer than small updates. None if
+    there is none."""
     try:
-        return [torch.empty_like(tensor) for tensor in tensors]
+        whole = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     except torch.OutOfMemoryError:
         return None
+    return list(torch._C._nn.unflatten_dense_tensors(whole, list(tensors)))
 
 
 def sum_of_squares(parts: Sequence[torch.Tensor]) -> float:

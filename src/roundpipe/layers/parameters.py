@@ -8,7 +8,6 @@ from torch import nn
 from ..params.dtypes import GradientRules
 from ..params.gradients import Accumulator
 from ..params.working import LayerParameters, view_of
-from ..transfer.residency import Residency
 
 
 class ReplicaParameters:
@@ -27,7 +26,7 @@ class ReplicaParameters:
         rules: GradientRules,
     ) -> None:
         self.accumulator = Accumulator(layer, rules)
-        self._slot = slot
+        self.slot = slot
         self._trains = trains
         # ``data``, because views would share one count of writes: writing to one would spoil the
         # graphs of all.
@@ -68,11 +67,7 @@ class ReplicaParameters:
 
     def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:
         """Whether others, made now, would be the same."""
-        return slot is self._slot and trains == self._trains and self._are_as_made()
-
-    def are_in(self, residency: Residency) -> bool:
-        """Whether their slot still is the layer's."""
-        return residency.holds(self.accumulator.layer.layer, self._slot)
+        return slot is self.slot and trains == self._trains and self._are_as_made()
 
     def _are_as_made(self) -> bool:
         """Whether the layer's code has left nothing on them."""

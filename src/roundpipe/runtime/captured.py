@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.modules import module as modules
 from torch.utils import _pytree as pytree
 
@@ -23,10 +24,11 @@ from .stage import MicrobatchRun, Stage
 
 _log = logging.getLogger("roundpipe")
 _SEEN_BEFORE = 3  # stage runs alike before one is recorded
+_KEPT_UNUSED = 20  # calls
 _OF_SPARE = 0.5  # of the memory that a call leaves, what recorded work may keep
 # A layer that changes often, in its modules or the form of its inputs, is recorded so many times,
 # and once more after so many replays for each time.
-_RECORDED_FREELY, _WORTH_RECORDING = 3, 20
+_RECORDED_FREELY, _WORTH_RECORDING = 8, 20
 # Whose modules do nothing in a forward but compute. Others may count, draw or print, which is not
 # recorded.
 _KNOWN = frozenset({"torch", "transformers", "peft", "roundpipe"})
@@ -66,21 +68,26 @@ class _Static:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         # Dimensions that are expanded stay so, because kernels are chosen by strides.
-        self._part = tuple(slice(None) if stride else slice(1) for stride in leaf.stride())
-        part = leaf.detach()[self._part]
+        self._expanded = [place for place, stride in enumerate(leaf.stride()) if not stride]
+        part = self._part_of(leaf.detach())
         self._own = torch.empty_strided(
             part.shape, part.stride(), dtype=part.dtype, device=part.device
         )
         self.tensor = self._own.expand(leaf.shape)
         self._last: tuple[torch.Tensor, int] | None = None
 
-    @torch.no_grad()
+    def _part_of(self, leaf: torch.Tensor) -> torch.Tensor:
+        for place in self._expanded:
+            leaf = leaf.narrow(place, 0, 1)
+        return leaf
+
     def fill(self, leaf: torch.Tensor) -> None:
+        """To be called without grad."""
         if self._last is not None:
             last, version = self._last
             if last is leaf and version == leaf._version:
                 return
-        self._own.copy_(leaf[self._part])
+        self._own.copy_(self._part_of(leaf))
         # Only what carries no gradient is handed from layer to layer as it is.
         self._last = None if leaf.requires_grad else (leaf, leaf._version)
 
@@ -117,7 +124,8 @@ class _CapturedLayer:
             static = _Static(leaf) if leaf.requires_grad else statics.get(key)
             if static is None:
                 static = statics[key] = _Static(leaf)
-            static.fill(leaf)
+            with torch.no_grad():
+                static.fill(leaf)
             self.inputs[place] = static
             self._given[place] = static.tensor.detach().requires_grad_(leaf.requires_grad)
         self.carrying = [
@@ -125,14 +133,23 @@ class _CapturedLayer:
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        self._parameters = parameters
+        # Of its own, because autograd has what leads to a parameter run where that was used first.
+        own = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters}
+        self._parameters: dict[str, torch.Tensor] = {
+            name: own[id(p)]
+            for name, p in module.named_parameters(remove_duplicate=False)
+            if id(p) in own
+        }
+        self._trained = [p for p in own.values() if p.requires_grad]
+        self.num_bytes = 0  # of the device, that it keeps
         self._arriving: list[torch.Tensor] | None = None
 
     def forward(self) -> None:
-        """Makes ``outputs``: of each leaf itself, or the place of the input that it is."""
+        """Makes ``outputs``, and in ``passed`` says of each which input it is, if it is one."""
         value = pytree.tree_unflatten(self._given, self._spec)
+        args, kwargs = value if self._is_first else ((value,), {})
         with torch.enable_grad():
-            output = called(self._module, value, is_first=self._is_first)
+            output = functional_call(self._module, self._parameters, args, kwargs)
         made, self.output_spec = pytree.tree_flatten(output)
         places = {id(self._given[place]): place for place in self.inputs}
         self.passed = [places.get(id(leaf)) for leaf in made]
@@ -151,7 +168,7 @@ class _CapturedLayer:
         each parameter that trains."""
         self.gradients = torch.autograd.grad(
             self._tracked,
-            [*(self._given[place] for place in self.carrying), *self._parameters],
+            [*(self._given[place] for place in self.carrying), *self._trained],
             self._arriving,
             allow_unused=True,
         )
@@ -180,7 +197,6 @@ class _CapturedLayer:
     def run(self, leaves: Sequence[Any], parameters: Sequence[nn.Parameter]) -> Any:
         """The layer's output for leaves of its form. ``parameters``: those of this stage run, which
         are where those were that it was recorded with."""
-        self._parameters = parameters
         carried = [leaves[place] for place in self.carrying]
         tensors = _Replayed.apply(self, leaves, *carried, *parameters)
         made = iter(tensors)
@@ -194,16 +210,14 @@ class _CapturedLayer:
         ]
         return pytree.tree_unflatten(given, self.output_spec)
 
-    def record(self, device: Device) -> int | None:
-        """Bytes of the device that it keeps; None if it cannot be recorded."""
-        self.forward()
-        if not self._is_recordable(device.torch_device):
-            return None
+    def record(self, device: Device) -> bool:
+        """False if it cannot be recorded."""
         recorded = device.capture(self.forward, self.backward)
-        if recorded is None:
-            return None
+        if recorded is None or not self._is_recordable(device.torch_device):
+            return False
         self.replay_forward, self.replay_backward = recorded.replays
-        return recorded.num_bytes
+        self.num_bytes = recorded.num_bytes
+        return True
 
     @property
     def tracks(self) -> list[bool]:
@@ -256,8 +270,8 @@ class _Seen:
         self.module = module
         self.slot = slot
         self.num_stages = 0
+        self.last_call = 0
         self.stage: weakref.ref[Stage] | None = None  # the last one
-        self.is_in_use = True  # in this call
         self.is_refused = False
         self.captured: _CapturedLayer | None = None
 
@@ -288,7 +302,10 @@ class CapturedLayers:
             and not any(True for _ in layer.buffers())
             and (is_wanted or (is_accelerated and _is_known(layer)))
         )
-        self._seen: dict[int, _Seen] = {}
+        self._call = 0
+        # By layer, address of its weights, of which there may be two in turn, and form of its
+        # inputs: a batch without padding may come without a mask.
+        self._seen: dict[Any, _Seen] = {}
         self._recorded: Counter[int] = Counter()
         self._replayed: Counter[int] = Counter()
         self._statics: dict[Any, _Static] = {}
@@ -313,16 +330,19 @@ class CapturedLayers:
     def _find(self, stage: Stage, layer: int, module: nn.Module, form: _Form) -> _Seen | None:
         """What is known of the layer in this form; None if it changes too often."""
         slot = stage.uploaded[layer].slot.buffer
-        seen = self._seen.get(layer)
+        key = layer, slot.data_ptr(), form.leaves
+        seen = self._seen.get(key)
         if seen is None or not seen.is_of(form, module, slot):
             times = self._recorded[layer]
             if times >= _RECORDED_FREELY and self._replayed[layer] < times * _WORTH_RECORDING:
                 return None
-            seen = self._seen[layer] = _Seen(form, module, slot)
+            if seen is not None:
+                self._drop(seen)
+            seen = self._seen[key] = _Seen(form, module, slot)
         if seen.stage is None or seen.stage() is not stage:
             seen.stage = weakref.ref(stage)
             seen.num_stages += 1
-        seen.is_in_use = True
+        seen.last_call = self._call
         return seen
 
     def _is_due(self, seen: _Seen, run: MicrobatchRun, layer: int) -> bool:
@@ -349,7 +369,7 @@ class CapturedLayers:
         self._recorded[layer] += 1
         captured = _CapturedLayer(
             seen.module,
-            _trained(run.stage, layer),
+            list(run.stage.residents[layer].parameters.values()),
             leaves,
             spec,
             self._statics,
@@ -357,28 +377,32 @@ class CapturedLayers:
         )
         state = self._device.rng_state()
         try:
-            num_bytes = captured.record(self._device)
+            is_recorded = captured.record(self._device)
         finally:
             self._device.set_rng_state(state)  # because the layer itself is still to draw
-        if num_bytes is None:
+        if not is_recorded:
             seen.is_refused = True
             _log.info("layer %d cannot be captured: it waits for values", layer)
             return
-        self._num_bytes += num_bytes
+        self._num_bytes += captured.num_bytes
         seen.captured = captured
 
     def begin_call(self) -> None:
-        """Lets go of all if some layer was not run in the call before: memory that it holds may be
-        what another plan counts on."""
-        if not all(seen.is_in_use for seen in self._seen.values()):
-            self.forget()
-        for seen in self._seen.values():
-            seen.is_in_use = False
+        """Lets go of what the last calls did not run: memory that it holds may be what another plan
+        counts on."""
+        self._call += 1
+        for key, seen in list(self._seen.items()):
+            if seen.last_call < self._call - _KEPT_UNUSED:
+                self._drop(self._seen.pop(key))
 
     def let_inputs_go(self) -> None:
         """A stage run is over."""
         for static in self._statics.values():
             static.forget()
+
+    def _drop(self, seen: _Seen) -> None:
+        if seen.captured is not None:
+            self._num_bytes -= seen.captured.num_bytes
 
     def forget(self) -> None:
         """Lets go of all that was recorded, and its memory."""

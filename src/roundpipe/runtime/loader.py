@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
 
+import torch
 from torch import nn
 
 from ..device import Device
@@ -171,6 +172,13 @@ class StageLoader:
                     self.residency.returned(uploaded.slot.buffer)
                 self.residency.release(uploaded.layer, uploaded.slot, early.get(index, over))
         stage.uploaded.clear()
+
+    def keeps(self, layer: int, slot: torch.Tensor) -> bool:
+        """Whether the layer's weights stay there, in a slot or in an image of its device state."""
+        if self.residency.holds(layer, slot):
+            return True
+        device_state = self._store.device_states.get(layer)
+        return device_state is not None and device_state.owns(slot)
 
     def is_on_device(self, layer: LayerParameters) -> bool:
         """Whether the layer's optimizer state is on the device, so that its gradients need not

@@ -1,10 +1,11 @@
 """The modules that stage runs of one device compute with: made, or left by the stage run before.
 Sends nothing anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ..device import Device
@@ -15,7 +16,6 @@ from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch, Writers
 from ..params.dtypes import GradientRules
 from ..plan.actions import Pass
-from ..transfer.residency import Residency
 from .stage import Stage
 
 
@@ -30,8 +30,8 @@ class ReplicaCache:
     """See [Note: replicas used again]. Used by the device's worker.
 
     Args:
-        residency: tells which slots stay their layer's, so that its residents can be used again
-            too.
+        stays: tells whether a layer's weights stay in a slot, so that its residents can be used
+            again too.
     """
 
     def __init__(
@@ -42,28 +42,28 @@ class ReplicaCache:
         compiler: BlockCompiler,
         buffers: BufferCache,
         writers: Writers,
-        residency: Residency,
+        stays: Callable[[int, torch.Tensor], bool],
     ) -> None:
         self._device = device
         self._layers = layers
         self._rules = rules
         self._compiler = compiler
         self._writers = writers
-        self._residency = residency
+        self._stays = stays
         self.buffers = buffers
         self._left: dict[int, _Left] = {}
-        self._residents: dict[int, ReplicaParameters] = {}
+        # By layer and address of its weights, of which there may be two in turn.
+        self._residents: dict[tuple[int, int], ReplicaParameters] = {}
         # Layers, and whether they train, of which a forward was seen.
         self._seen: set[tuple[int, bool]] = set()
 
     def begin_call(self) -> None:
         """Slots of some layers may have gone."""
-        kept = {
-            index: residents
-            for index, residents in self._residents.items()
-            if residents.are_in(self._residency)
+        self._residents = {
+            key: residents
+            for key, residents in self._residents.items()
+            if self._stays(key[0], residents.slot)
         }
-        self._residents = kept
 
     def module(self, stage: Stage, index: int) -> nn.Module:
         """The layer's replica, made when it is first asked for. To be called on the compute
@@ -76,7 +76,7 @@ class ReplicaCache:
         layer, slot, sent, _ = stage.uploaded[index]
         sent.arrive(self._device.compute)
         _, *trains = stage.layer_modes[index]
-        residents = self._residents.pop(index, None)
+        residents = self._residents.pop((index, slot.buffer.data_ptr()), None)
         if residents is None or not residents.fit(slot.buffer, trains):
             residents = ReplicaParameters(layer, slot.buffer, trains, self._rules)
         if stage.stage_run.pass_ is not Pass.FORWARD or stage.keeps_graphs:
@@ -126,8 +126,8 @@ class ReplicaCache:
                 self._compiler.let_go(replica.module)
         for index, residents in stage.residents.items():
             residents.accumulator.let_go()
-            if residents.are_in(self._residency):
-                self._residents[index] = residents
+            if self._stays(index, residents.slot):
+                self._residents[index, residents.slot.data_ptr()] = residents
         stage.replicas.clear()
         stage.watches.clear()
         stage.residents.clear()

@@ -87,7 +87,7 @@ class WorkerPool:
             loader = StageLoader(device, layers, store, sender, slots, self.read_ahead)
             copies = BufferCache(device, known_buffers)
             replicas = ReplicaCache(
-                device, layers, rules, self.compiler, copies, writers, loader.residency
+                device, layers, rules, self.compiler, copies, writers, loader.keeps
             )
             executors.append(
                 Executor(

@@ -226,6 +226,7 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
         max_gpu_memory=pipeline.max_gpu_memory,
         optimizer_state_dir=pipeline.optimizer_state_dir,
         compute_dtype=pipeline.compute_dtype,
+        cuda_graphs=pipeline.cuda_graphs,
         compile=args.torch_compile,
         model_run_config=run_config,
         name=type(model).__name__,

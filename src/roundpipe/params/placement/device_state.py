@@ -65,6 +65,7 @@ class DeviceState:
         self._patience = _PATIENCE
         self._holds: dict[int, Hold] = {}  # what is on the device, by the id of the master
         self._images: list[torch.Tensor] = []
+        self._views: list[dict[int, torch.Tensor]] = []  # of each image, by place in the layer
         self._stamps: list[_Stamps] = []  # by image, of the user's parameters when it was written
 
     def work(self) -> AbstractContextManager[None]:
@@ -75,6 +76,7 @@ class DeviceState:
         """Nothing of it is on the device any more. Said because device states are part of a circle,
         the group: what is in here would stay until the circle is found."""
         self._images.clear()
+        self._views.clear()
         self._stamps.clear()
         self.group.clear()
 
@@ -154,8 +156,16 @@ class DeviceState:
         """None if the user has written to his own parameters since it was written."""
         return self._images[index] if self._stamps[index] == _stamps(self.layer) else None
 
+    def owns(self, image: torch.Tensor) -> bool:
+        """Whether it is one of the images there are."""
+        return any(own is image for own in list(self._images))
+
     def in_image(self, index: int, uses: Sequence[ParameterUse]) -> list[torch.Tensor]:
-        return [view_of(self._images[index], use) for use in uses]
+        views = self._views[index]
+        for use in uses:
+            if use.place not in views:
+                views[use.place] = view_of(self._images[index], use)
+        return [views[use.place] for use in uses]
 
     def has_image(self, index: int) -> bool:
         """Makes it if there is room."""
@@ -174,6 +184,7 @@ class DeviceState:
             )
         self._stamps.append(())
         self._images.append(image)
+        self._views.append({})
 
     def note_written(self, index: int) -> None:
         """An update has written that image."""

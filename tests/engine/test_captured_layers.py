@@ -1,0 +1,259 @@
+"""Layers whose kernels are recorded and replayed: the numbers of layers that run, whatever comes
+between. On virtual devices a recording is the layer's code, done again on the memory that the
+recording owns; what only CUDA can do wrong is in tests/gpu."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import roundpipe
+from roundpipe.runtime import captured
+from tests.support.device_sets import ONE, DeviceSet
+from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
+from tests.support.models import Batch
+from tests.support.reference import Reference
+
+WIDTH, ROWS, STEPS, MICROBATCHES = 16, 12, 14, 2
+TWO = DeviceSet(kind="virtual", count=2)
+SETTINGS = {"max_gpu_memory": "1GB", "optim_dtype": torch.float32}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.drop(torch.tanh(self.up(hidden))))
+
+
+class Head(nn.Linear):
+    """The only one of its class."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 3)
+
+
+def make(dropout: float = 0.0, blocks: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    inner = (Block(dropout) for _ in range(blocks))
+    return nn.Sequential(nn.Linear(8, WIDTH), *inner, Head())
+
+
+def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, labels, reduction="sum") / ROWS
+
+
+def batches(count: int = STEPS, rows: int = ROWS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Batch(
+            (torch.randn(rows, 8, generator=generator),),
+            {},
+            torch.randint(0, 3, (rows,), generator=generator),
+            loss_fn,
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each replay of a layer."""
+    seen: list[int] = []
+    run = captured._CapturedLayer.run
+
+    def counted(self: Any, *args: Any) -> Any:
+        seen.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(captured._CapturedLayer, "run", counted)
+    return seen
+
+
+def trained(
+    engines: Engines,
+    model: nn.Module,
+    on: DeviceSet,
+    *,
+    captures: bool,
+    is_async: bool,
+    between: Callable[[int, Any], None] = lambda step, engine: None,
+    **settings: Any,
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(3)
+    engine = engines(model, on, cuda_graphs=captures, **SETTINGS, **settings)
+    optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-2)
+    losses = []
+    for step, batch in enumerate(batches()):
+        between(step, engine)
+        losses += train_steps(engine, optimizer, [batch], MICROBATCHES, is_async=is_async)
+    weights = engine_weights(engine)
+    engine.close()
+    return losses, weights
+
+
+def check_same(engines: Engines, on: DeviceSet, dropout: float = 0.0, **how: Any) -> None:
+    expected = trained(engines, make(dropout), on, captures=False, **how)
+    actual = trained(engines, make(dropout), on, captures=True, **how)
+    assert [loss.item() for loss in actual[0]] == [loss.item() for loss in expected[0]]
+    on.check(actual[1], expected[1])
+
+
+def test_captured_layers_train_like_plain_pytorch(engines: Engines, replays: list[int]) -> None:
+    model = make()
+    reference = Reference(make(), lambda own: torch.optim.SGD(own, lr=0.1))
+    engine = engines(model, ONE, cuda_graphs=True, **SETTINGS)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    losses = train_steps(engine, optimizer, batches(), MICROBATCHES, is_async=False)
+    expected = reference_steps(reference, batches(), MICROBATCHES)
+    assert replays
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
+
+
+@pytest.mark.parametrize("on", [ONE, TWO], ids=str)
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["plain", "dropout"])
+def test_the_numbers_are_those_of_layers_that_run(
+    engines: Engines, replays: list[int], on: DeviceSet, dropout: float, *, is_async: bool
+) -> None:
+    check_same(engines, on, dropout, is_async=is_async)
+    if on == ONE:
+        assert replays, "nothing was captured"
+
+
+def test_what_changes_between_steps_is_seen(engines: Engines, replays: list[int]) -> None:
+    """A module set to another mode, a hook, and an input of another form."""
+    handles: list[Any] = []
+
+    def between(step: int, engine: Any) -> None:
+        block = engine.model[2]
+        if step == 9:
+            block.drop.p = 0.5
+        if step == 11:
+            handles.append(block.up.register_forward_hook(lambda *seen: 2 * seen[2]))
+        if step == 13:
+            handles.pop().remove()
+
+    check_same(engines, ONE, is_async=False, between=between)
+    assert replays
+
+
+def test_a_layer_may_get_and_return_more_than_one_tensor(
+    engines: Engines, replays: list[int]
+) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, given: dict[str, Any]) -> dict[str, Any]:
+            hidden = torch.tanh(self.inner(given["hidden"])) * given["scale"] * given["mask"]
+            return {**given, "hidden": hidden, "count": (hidden > 0).sum()}
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, WIDTH)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            mask = (x[:, :1] > -1).expand(len(x), WIDTH)
+            return {"hidden": self.inner(x), "mask": mask, "scale": 1.5, "count": x.sum() > 0}
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, 3)
+
+        def forward(self, given: dict[str, Any]) -> Tensor:
+            return self.inner(given["hidden"]) + 0 * given["count"]
+
+    def make_pairs() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(First(), *(Pair() for _ in range(3)), Last())
+
+    expected = trained(engines, make_pairs(), ONE, captures=False, is_async=False)
+    actual = trained(engines, make_pairs(), ONE, captures=True, is_async=False)
+    assert replays
+    assert [loss.item() for loss in actual[0]] == [loss.item() for loss in expected[0]]
+    ONE.check(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_model_of_transformers(engines: Engines, replays: list[int], *, lora: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+
+    def run(*, captures: bool) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        if lora:
+            adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+            model = get_peft_model(model, adapters)
+        engine = engines(model.train(), ONE, cuda_graphs=captures, **SETTINGS)
+        optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-2)
+        generator, losses = torch.Generator().manual_seed(2), []
+        for step in range(STEPS):
+            ids = torch.randint(0, 64, (4, 10), generator=generator)
+            mask = torch.ones_like(ids)
+            mask[0, 6 + step % 3 :] = 0
+            inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+            losses.append(engine.forward_backward(input_kwargs=inputs).item())
+            engine.step(optimizer.step, is_async=True)
+        weights = engine_weights(engine)
+        engine.close()
+        return losses, weights
+
+    expected, actual = run(captures=False), run(captures=True)
+    assert replays
+    assert actual[0] == expected[0]
+    ONE.check(actual[1], expected[1])
+
+
+def test_layers_with_buffers_are_left_alone(engines: Engines, replays: list[int]) -> None:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3))
+    model = nn.Sequential(nn.Linear(8, WIDTH), *blocks, Head())
+    trained(engines, model, ONE, captures=True, is_async=False)
+    assert not replays
+
+
+def test_a_failed_call_lets_go_of_what_was_recorded(engines: Engines, replays: list[int]) -> None:
+    failing = [False]
+
+    def loss_or_error(outputs: Tensor, labels: Tensor) -> Tensor:
+        if failing[0]:
+            raise ArithmeticError("as asked for")
+        return loss_fn(outputs, labels)
+
+    def run(*, captures: bool) -> dict[str, Tensor]:
+        engine = engines(make(), ONE, cuda_graphs=captures, **SETTINGS)
+        optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-2)
+        for step, batch in enumerate(batches()):
+            failing[0] = step == 10
+            batch = batch._replace(loss_fn=loss_or_error)
+            if failing[0]:
+                with pytest.raises(ArithmeticError):
+                    train_steps(engine, optimizer, [batch], MICROBATCHES, is_async=False)
+                continue
+            train_steps(engine, optimizer, [batch], MICROBATCHES, is_async=False)
+        weights = engine_weights(engine)
+        engine.close()
+        return weights
+
+    expected = run(captures=False)
+    ONE.check(run(captures=True), expected)
+    assert replays

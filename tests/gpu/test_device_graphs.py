@@ -1,0 +1,132 @@
+"""CUDA graphs of layers: the numbers without them to the bit, and what cannot be recorded."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import roundpipe
+from roundpipe.device import AcceleratorDevice
+from roundpipe.runtime import captured
+from tests.support.device_sets import ACCELERATORS, DeviceSet
+from tests.support.engines import Engines, engine_weights
+
+pytestmark = pytest.mark.gpu
+ONE = DeviceSet(kind="cuda", count=1)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    seen: list[int] = []
+    run = captured._CapturedLayer.run
+
+    def counted(self: Any, *args: Any) -> Any:
+        seen.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(captured._CapturedLayer, "run", counted)
+    return seen
+
+
+def test_work_that_waits_for_a_value_is_not_recorded_and_draws_go_on() -> None:
+    device = AcceleratorDevice(torch.device("cuda", 0))
+    x = torch.ones(4, device=device.torch_device)
+    made: list[Tensor] = []
+
+    def waits() -> None:
+        made[:] = [x * x.sum().item()]
+
+    def draws() -> None:
+        made[:] = [x + torch.rand_like(x)]
+
+    with device.compute.work():
+        assert device.capture(waits) is None
+        assert device.capture(draws, waits) is None
+        device.seed(3)
+        expected = x + torch.rand_like(x)
+        recorded = device.capture(draws)
+        assert recorded is not None
+        device.seed(3)
+        recorded.replays[0]()
+        assert torch.equal(made[0], expected)
+        assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
+
+
+@pytest.mark.parametrize("on", ACCELERATORS, ids=str)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_losses_and_weights_are_equal_to_the_bit(
+    engines: Engines, replays: list[int], on: DeviceSet, *, lora: bool, is_async: bool
+) -> None:
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+
+    def run(captures: bool | None) -> tuple[list[float], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config).bfloat16()
+        if lora:
+            adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+            model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+        engine = engines(model.train(), on, cuda_graphs=captures, optim_dtype=torch.float32)
+        optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-3)
+        generator, losses = torch.Generator().manual_seed(2), []
+        for _ in range(16):
+            ids = torch.randint(0, 128, (8, 32), generator=generator)
+            losses.append(
+                engine.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}).item()
+            )
+            engine.step(optimizer.step, is_async=is_async)
+        weights = engine_weights(engine)
+        engine.close()
+        return losses, weights
+
+    expected, actual = run(captures=False), run(captures=None)
+    assert actual[0] == expected[0]
+    assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())
+    if on.count == 1:
+        assert replays, "nothing was captured"
+
+
+class Sorting(nn.Module):
+    """Looks at a value, as some routers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) if hidden.sum().item() > -1e9 else hidden
+
+
+def test_a_layer_that_looks_at_values_runs_as_it_is(
+    engines: Engines, replays: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*, captures: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Sorting() for _ in range(4)))
+        engine = engines(model, ONE, cuda_graphs=captures, optim_dtype=torch.float32)
+        optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+        losses = []
+        for step in range(12):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+            loss = engine.forward_backward((x,), label=x, loss_fn=nn.functional.mse_loss)
+            losses.append(loss.item())
+            engine.step(optimizer.step, is_async=False)
+        engine.close()
+        return losses
+
+    with caplog.at_level(logging.INFO, logger="roundpipe"):
+        actual = run(captures=True)
+    assert "cannot be captured" in caplog.text
+    assert not replays
+    assert actual == run(captures=False)
