@@ -22,12 +22,22 @@ if TYPE_CHECKING:
 
 WATCHED_FOLDERS = ("transparency", "failures", "stories", "gpu")
 LONGEST_S, LONGEST_SLOW_S = 60, 300
-GRID = 4
+GRID, COSTLY_GRID = 4, 2
 # Their tests take milliseconds.
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
 # A case takes a good part of a second, and most of these tests have one device or three, with
 # asynchronous steps or without: each test draws two of the four by its name.
-COSTLY_FOLDERS = {"benchmarks", "hf", "presets", "stories", "transparency"}
+COSTLY_FOLDERS = {
+    "benchmarks",
+    "engine",
+    "failures",
+    "forecast",
+    "hf",
+    "optim",
+    "presets",
+    "stories",
+    "transparency",
+}
 FOLDER = Path(__file__).parent
 
 
@@ -60,8 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_grids(items: list[pytest.Item]) -> None:
-    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`; where a case takes long
-    no more stay than show every value of every argument. The others are slow."""
+    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`. Where a case takes long
+    at least `COSTLY_GRID` stay, and no more than show every value of every argument. The others are
+    slow."""
     grids = defaultdict(list)
     for item in items:
         is_left = not any(map(item.get_closest_marker, ("slow", "gpu", "bitsandbytes")))
@@ -71,7 +82,7 @@ def _mark_grids(items: list[pytest.Item]) -> None:
         covering, others = _covering(name, cases)
         staying = max(GRID, len(cases) // 6)
         if COSTLY_FOLDERS & {*cases[0].path.relative_to(FOLDER).parts}:
-            staying = min(staying, len(covering))
+            staying = min(max(COSTLY_GRID, len(cases) // 6), len(covering))
         for item in [*covering, *others][staying:]:
             item.add_marker(pytest.mark.slow)
 
