@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 from roundpipe.autoplan import planner as planning
-from roundpipe.autoplan.planner import Planned, Planner
+from roundpipe.autoplan.planned import Planned
+from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.working import ParameterStore

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..autoplan.free_memory import FreeMemory
-from ..autoplan.planner import Planned, Planner
+from ..autoplan.planned import Planned
+from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
 from ..params.gradients import is_small
@@ -25,7 +26,7 @@ from .machine import ImaginedDevice, Machine
 from .sketch import LayerSketch
 from .ways import OPTIMIZERS, Choice
 
-# Updates after which an engine believes their times (`autoplan/measurements.py`).
+# Updates after which an engine believes their times (`autoplan/rates.py`).
 _UPDATES = 8
 
 
