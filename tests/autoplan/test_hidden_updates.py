@@ -13,7 +13,7 @@ from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.working import ParameterStore
-from roundpipe.plan.execute_plan import step_ms
+from roundpipe.plan.best import step_ms
 
 LAYERS = 4
 

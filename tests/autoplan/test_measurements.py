@@ -21,7 +21,8 @@ from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.microbatch.sizes import size_class, tokens_of
 from roundpipe.params.working import ParameterStore
-from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
+from roundpipe.plan.best import plan_for
+from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.plan.schedule import group_of
 
 MIB = 2**20

@@ -10,15 +10,9 @@ from ..device import Device
 from ..errors import PlanError
 from ..params.dtypes import GradientRules
 from ..params.working import ParameterStore
+from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms
 from ..plan.costs import Grain, LayerCosts, Workload
-from ..plan.execute_plan import (
-    ModelExecutePlan,
-    RunType,
-    plan_for,
-    plan_peak,
-    smallest_plan,
-    step_ms,
-)
+from ..plan.execute_plan import ModelExecutePlan, RunType
 from .measurements import ShapeMeasurements
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems

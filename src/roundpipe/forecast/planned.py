@@ -18,8 +18,8 @@ from ..params.gradients import is_small
 from ..params.placement.device_state import DeviceStates, state_bytes
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Pass
+from ..plan.best import plan_peak, smallest_plan, step_ms
 from ..plan.costs import LayerCosts, StageSums, Workload
-from ..plan.execute_plan import plan_peak, smallest_plan, step_ms
 from ..plan.memory import held_beside
 from ..plan.schedule import fused_passes
 from .machine import ImaginedDevice, Machine
