@@ -27,7 +27,7 @@ GRID, COSTLY_GRID = 4, 2
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
 # A case takes a good part of a second, and most of these tests have one device or three, with
 # asynchronous steps or without: each test draws two of the four by its name.
-COSTLY_FOLDERS = {
+COSTLY = {
     "benchmarks",
     "engine",
     "failures",
@@ -36,6 +36,7 @@ COSTLY_FOLDERS = {
     "optim",
     "presets",
     "stories",
+    "test_reached_peak.py",
     "transparency",
 }
 FOLDER = Path(__file__).parent
@@ -76,15 +77,20 @@ def _mark_grids(items: list[pytest.Item]) -> None:
     grids = defaultdict(list)
     for item in items:
         is_left = not any(map(item.get_closest_marker, ("slow", "gpu", "bitsandbytes")))
-        if is_left and "[" in item.name and item.path.parent.name not in WHOLE_FOLDERS:
+        is_whole = item.path.parent.name in WHOLE_FOLDERS and not _is_costly(item)
+        if is_left and "[" in item.name and not is_whole:
             grids[item.nodeid.partition("[")[0]].append(item)
     for name, cases in grids.items():
         covering, others = _covering(name, cases)
         staying = max(GRID, len(cases) // 6)
-        if COSTLY_FOLDERS & {*cases[0].path.relative_to(FOLDER).parts}:
+        if _is_costly(cases[0]):
             staying = min(max(COSTLY_GRID, len(cases) // 6), len(covering))
         for item in [*covering, *others][staying:]:
             item.add_marker(pytest.mark.slow)
+
+
+def _is_costly(item: pytest.Item) -> bool:
+    return not COSTLY.isdisjoint(item.path.relative_to(FOLDER).parts)
 
 
 def _covering(name: str, cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
