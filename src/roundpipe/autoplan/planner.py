@@ -165,7 +165,7 @@ class Planner:
         grain: Grain = "stage",
     ) -> ModelExecutePlan:
         """The plan that inputs like those of the latest call would get, without a call."""
-        return self._of(self._plan_key_like_latest(run_type, num_microbatches, chosen, grain)).plan
+        return self._of(self._plan_key(run_type, num_microbatches, chosen, grain)).plan
 
     def reconsider(self) -> None:
         """Looks for a better plan for the next call like the latest, if enough was learnt since.
@@ -210,7 +210,7 @@ class Planner:
         self, run_type: RunType, num_microbatches: int, *, grain: Grain = "stage"
     ) -> tuple[LayerCosts, Workload]:
         """What a plan has to solve, with inputs like those of the latest call."""
-        plan_key = self._plan_key_like_latest(run_type, num_microbatches, grain=grain)
+        plan_key = self._plan_key(run_type, num_microbatches, grain=grain)
         return self._problems.of(plan_key, self._problems.measured(plan_key))
 
     def problem_of(self, planned: Planned) -> tuple[LayerCosts, Workload]:
@@ -219,7 +219,7 @@ class Planner:
 
     def measured(self) -> ShapeMeasurements:
         """Where workers record the costs of microbatches like those of the latest call."""
-        return self._problems.measured(self._plan_key_like_latest("fused", 1))
+        return self._problems.measured(self._plan_key("fused", 1))
 
     def hides_update(self, planned: Planned) -> bool:
         """Whether updates on the host take no longer than the rounds beside which they run, as far
@@ -254,38 +254,29 @@ class Planner:
         self,
         run_type: RunType,
         num_microbatches: int,
-        chosen: ModelExecutePlan | None,
-        grain: Grain,
+        chosen: ModelExecutePlan | None = None,
+        grain: Grain = "stage",
         *,
         shapes: Hashable = None,
-        wants_gradients: bool = False,
+        wants_gradients: bool | None = None,
         returns: bool = False,
     ) -> PlanKey:
-        if shapes is None and self._latest is not None:
-            shapes = self._latest.shapes
+        """``shapes`` and ``wants_gradients`` are the latest call's where they are None."""
+        latest = self._latest
+        if latest is not None:
+            shapes = latest.shapes if shapes is None else shapes
+            wants_gradients = latest.wants_gradients if wants_gradients is None else wants_gradients
         return PlanKey(
             run_type=run_type,
             num_microbatches=num_microbatches,
             grain=grain,
             shapes=shapes,
-            wants_gradients=wants_gradients,
+            wants_gradients=bool(wants_gradients),
             overlaps=self._overlaps and run_type == "fused",
             trains=self._problems.cost_model.trains(),
             modes=tuple(layer.training for layer in self._layers),
             chosen=chosen,
             returns=returns,
-        )
-
-    def _plan_key_like_latest(
-        self,
-        run_type: RunType,
-        num_microbatches: int,
-        chosen: ModelExecutePlan | None = None,
-        grain: Grain = "stage",
-    ) -> PlanKey:
-        wants_gradients = self._latest is not None and self._latest.wants_gradients
-        return self._plan_key(
-            run_type, num_microbatches, chosen, grain, wants_gradients=wants_gradients
         )
 
     def _first(self, plan_key: PlanKey, measured: ShapeMeasurements) -> InUse:
