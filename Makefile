@@ -8,6 +8,10 @@ PYTEST := $(RUN) -m pytest
 # In a folder of its own, because every process that imports PEFT imports what it finds of it.
 BITSANDBYTES := $(VENV)/only-bitsandbytes
 
+# Where the environment forbids it, every process of the tests compiles all it imports again: a third
+# of collecting them, and seconds of each process that a test starts.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help quickstart notebooks test test-slow test-gpu lint shape format clean
 
 help:

@@ -5,6 +5,8 @@ Less exact than `roundpipe.kernels.linear_cross_entropy` (gradients are summed o
 16 bits) and faster: a ceiling.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +29,10 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]
     return loss, gradient.to(logits.dtype)
 
 
-_compiled_loss_and_gradient = torch.compile(_loss_and_gradient, dynamic=False)
+@cache
+def _compiled_loss_and_gradient() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Made when it is first asked for, because that imports torch's compiler."""
+    return torch.compile(_loss_and_gradient, dynamic=False)
 
 
 class _ChunkedCrossEntropy(Function):
@@ -36,9 +41,10 @@ class _ChunkedCrossEntropy(Function):
         loss = torch.zeros((), device=hidden.device)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        compiled = _compiled_loss_and_gradient()
         for start in range(0, len(hidden), CHUNK):
             rows = slice(start, start + CHUNK)
-            part, d_logits = _compiled_loss_and_gradient(hidden[rows] @ weight.T, targets[rows])
+            part, d_logits = compiled(hidden[rows] @ weight.T, targets[rows])
             loss += part
             d_hidden[rows] = d_logits @ weight
             if d_weight is not None:

@@ -16,8 +16,8 @@ from roundpipe.autoplan.planner import Planner
 from roundpipe.device import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.working import ParameterStore
+from roundpipe.plan.best import plan_for
 from roundpipe.plan.costs import LayerCosts, Workload
-from roundpipe.plan.execute_plan import plan_for
 
 MIB = 2**20
 

@@ -25,9 +25,14 @@ LONGEST_S, LONGEST_SLOW_S = 60, 300
 GRID = 4
 # Their tests take milliseconds.
 WHOLE_FOLDERS = ("architecture", "autoplan", "microbatch", "plan", "quantized", "trace")
-# A case takes a good part of a second, and most of these tests have one device or three, with
-# asynchronous steps or without: each test draws two of the four by its name.
-COSTLY_FOLDERS = {"benchmarks", "hf", "presets", "stories", "transparency"}
+# Cases that stay at least where one takes a good part of a second: most of these tests have one
+# device or three, with asynchronous steps or without, and each draws two of the four by its name.
+# Cases of Trainers are two trainings each.
+COSTLY = {
+    **dict.fromkeys(("benchmarks", "engine", "failures", "forecast", "hf", "optim"), 2),
+    **dict.fromkeys(("presets", "stories", "test_reached_peak.py", "transparency"), 2),
+    **dict.fromkeys(("trainer", "trl"), 1),
+}
 FOLDER = Path(__file__).parent
 
 
@@ -60,20 +65,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_grids(items: list[pytest.Item]) -> None:
-    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`; where a case takes long
-    no more stay than show every value of every argument. The others are slow."""
+    """Of a test with more than `GRID` cases a sixth stays, at least `GRID`. Where a case takes long
+    at least as many stay as `COSTLY` says, and no more than show every value of every argument. The
+    others are slow."""
     grids = defaultdict(list)
     for item in items:
         is_left = not any(map(item.get_closest_marker, ("slow", "gpu", "bitsandbytes")))
-        if is_left and "[" in item.name and item.path.parent.name not in WHOLE_FOLDERS:
+        is_whole = item.path.parent.name in WHOLE_FOLDERS and _least_of(item) is None
+        if is_left and "[" in item.name and not is_whole:
             grids[item.nodeid.partition("[")[0]].append(item)
     for name, cases in grids.items():
         covering, others = _covering(name, cases)
-        staying = max(GRID, len(cases) // 6)
-        if COSTLY_FOLDERS & {*cases[0].path.relative_to(FOLDER).parts}:
-            staying = min(staying, len(covering))
+        least, sixth = _least_of(cases[0]), len(cases) // 6
+        staying = max(GRID, sixth) if least is None else min(max(least, sixth), len(covering))
         for item in [*covering, *others][staying:]:
             item.add_marker(pytest.mark.slow)
+
+
+def _least_of(item: pytest.Item) -> int | None:
+    """Cases that stay at least; None where they do not take long."""
+    parts = item.path.relative_to(FOLDER).parts
+    return min((COSTLY[part] for part in parts if part in COSTLY), default=None)
 
 
 def _covering(name: str, cases: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

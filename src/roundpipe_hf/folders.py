@@ -13,12 +13,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
+from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
@@ -27,6 +29,23 @@ CONFIG = "config.json"
 _MARK = "made_from"  # in the files' metadata, so that a finished folder is known again
 _SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+SAFETENSORS_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+Progress = Callable[[int], Any]
+"""Is told of bytes when they are written."""
 
 
 class NewFolder:
@@ -85,6 +104,28 @@ class NewFolder:
         """Makes the folder, unless it is there, and says in it what it will be."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.write(self._note.name, json.dumps(self._begun).encode())
+
+    def write_files(
+        self, sizes: Mapping[str, int], write: Callable[[str, Progress, Path], Any], doing: str
+    ) -> None:
+        """Has ``write`` make those files that are missing, under a bar that says ``doing``.
+
+        Args:
+            sizes: the bytes of all files, by name in their order.
+            write: makes the file of that name at a path.
+
+        Raises:
+            ConfigError: the disk has no room for them. None is written.
+        """
+        missing = {name for name in sizes if not self.has(name)}
+        self.check_room(sum(sizes[name] for name in missing))
+        self.begin()
+        with tqdm(total=sum(sizes.values()), desc=doing, unit="B", unit_scale=True) as bar:
+            for name, size in sizes.items():
+                if name in missing:
+                    self.save(name, partial(write, name, bar.update))
+                else:
+                    bar.update(size)
 
     def save(self, name: str, write: Callable[[Path], Any]) -> None:
         """Has ``write`` make a file and gives it its name once it is on the disk."""
@@ -176,19 +217,32 @@ def _keep(beside: Path, target: Path) -> None:
 
 
 def write_tensors(
-    path: Path, entries: Mapping[str, Any], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path,
+    held: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: Mapping[str, str],
+    progress: Progress,
 ) -> None:
     """Writes a safetensors file tensor by tensor, so that one of them is in memory at once.
 
     Args:
         path: of the file.
-        entries: its header: of each tensor ``dtype``, as safetensors calls it, ``shape`` and
-            ``data_offsets``, in bytes; and ``__metadata__``.
+        held: dtype and shape of each tensor.
         tensors: all of these, in any order.
+        metadata: what the file says of itself.
+        progress: is told of each tensor.
     """
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    start = 0
+    # The largest elements first, so that all of them lie where they can be mapped.
+    for name, (dtype, shape) in sorted(held.items(), key=lambda item: -item[1][0].itemsize):
+        end = start + shape.numel() * dtype.itemsize
+        said = SAFETENSORS_NAMES[str(dtype).removeprefix("torch.")]
+        entries[name] = {"dtype": said, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # because readers map tensors where they are
-    left = entries.keys() - {"__metadata__"}
+    left = set(held)
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for name, tensor in tensors:
@@ -198,4 +252,5 @@ def write_tensors(
             left.remove(name)
             file.seek(8 + len(header) + start)
             file.write(content.data)
+            progress(content.nbytes)
     assert not left, left

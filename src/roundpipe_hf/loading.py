@@ -25,6 +25,7 @@ from roundpipe.memory.mmap import FileMappings, can_tell_mappings
 from .arguments import pipeline_of
 from .compat import model_class_of
 from .files import OF_THE_FILES, Checkpoint
+from .folders import SAFETENSORS_NAMES
 from .quantization.packing import default_folder, quantize_checkpoint, quantized_keys
 from .quantization.reading import method_of, read_quantized, refuse_damaged
 
@@ -242,22 +243,6 @@ def _why(name: str, parameter: nn.Parameter, checkpoint: Checkpoint, missing: se
             'load it with dtype="auto" to leave it as it is'
         )
     return "changed while loading"
-
-
-SAFETENSORS_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 
 
 def _short(names: list[str]) -> Iterable[str]:

@@ -8,11 +8,12 @@ import pytest
 from torch import nn
 
 from roundpipe.autoplan import planner as planning
-from roundpipe.autoplan.planner import Planned, Planner
+from roundpipe.autoplan.planned import Planned
+from roundpipe.autoplan.planner import Planner
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.params.working import ParameterStore
-from roundpipe.plan.execute_plan import step_ms
+from roundpipe.plan.best import step_ms
 
 LAYERS = 4
 

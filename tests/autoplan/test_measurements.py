@@ -7,23 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.autoplan.measurements import (
-    Computation,
-    GraphBytes,
+from roundpipe.autoplan.cost_model import (
     LayerSize,
-    Measurements,
-    Rates,
-    ShapeMeasurements,
     estimate_costs,
     estimate_update_ms,
     with_guessed_graphs,
 )
+from roundpipe.autoplan.graph_bytes import GraphBytes
+from roundpipe.autoplan.measurements import Computation, Measurements, ShapeMeasurements
 from roundpipe.autoplan.planner import Planner
+from roundpipe.autoplan.rates import Rates
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.microbatch.sizes import size_class, tokens_of
 from roundpipe.params.working import ParameterStore
-from roundpipe.plan.execute_plan import ModelExecutePlan, plan_for
+from roundpipe.plan.best import plan_for
+from roundpipe.plan.execute_plan import ModelExecutePlan
 from roundpipe.plan.schedule import group_of
 
 MIB = 2**20

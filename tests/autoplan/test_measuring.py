@@ -14,8 +14,8 @@ from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.memory.slots import Slot, SlotPool
+from roundpipe.plan.best import plan_for
 from roundpipe.plan.costs import LayerCosts
-from roundpipe.plan.execute_plan import plan_for
 from roundpipe.runtime.worker_pool import WorkerPool
 from tests.support.device_sets import ONE, TWO
 from tests.support.engines import Engines, engine_gradients, run_batch

@@ -9,15 +9,9 @@ from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.errors import ConfigError, PlanError
 from roundpipe.memory.slot_sizes import ALIGNMENT
 from roundpipe.plan.actions import Pass
+from roundpipe.plan.best import plan_for, plan_peak, plans_for, smallest_plan, step_ms
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
-from roundpipe.plan.execute_plan import (
-    RunType,
-    plan_for,
-    plan_peak,
-    plans_for,
-    smallest_plan,
-    step_ms,
-)
+from roundpipe.plan.execute_plan import RunType
 from roundpipe.plan.memory import least_peak, predicted_peak
 from roundpipe.plan.schedule import group_of
 from tests.support.device_sets import DeviceSet

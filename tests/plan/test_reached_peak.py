@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.autoplan.free_memory import FreeMemory
 from roundpipe.device.virtual import VirtualDevice
+from roundpipe.plan.best import plan_peak
 from roundpipe.plan.costs import StageSums
-from roundpipe.plan.execute_plan import plan_peak
 from roundpipe.plan.memory import Peak, predicted_peak
 from roundpipe.runtime.executor import Executor
 from tests.support.engines import Engines

@@ -8,9 +8,9 @@ from roundpipe import ModelExecutePlan
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
-from roundpipe.plan.cutting import Sizes, Stages
 from roundpipe.plan.memory import fitted_peak, predicted_peak
 from roundpipe.plan.one_way import plan_one_way
+from roundpipe.plan.partition import Sizes, Stages
 from roundpipe.plan.predict import least_period_ms, period_ms, predicted_ms, round_ms
 from roundpipe.plan.schedule import fused_passes
 from roundpipe.plan.search import MAX_STAGE_RUNS_TIMED, Search, plan_fused

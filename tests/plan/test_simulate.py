@@ -9,9 +9,9 @@ import pytest
 
 from roundpipe import ModelExecutePlan
 from roundpipe.errors import InternalError
+from roundpipe.plan.best import step_ms
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
-from roundpipe.plan.cutting import Sizes
-from roundpipe.plan.execute_plan import step_ms
+from roundpipe.plan.partition import Sizes
 from roundpipe.plan.predict import predicted_ms
 from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused

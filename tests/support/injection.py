@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from roundpipe import ModelExecutePlan, RoundPipe
 from roundpipe.memory.pinning import HostArena
-from roundpipe.testing.adversarial import AdversarialDevice, AdversarialLane
+from roundpipe.testing.adversarial import AdversarialDevice
+from roundpipe.testing.lanes import AdversarialLane
 from tests.support.adversaries import FullDevice
 from tests.support.engines import engine_gradients, engine_weights, run_batch
 from tests.support.models import MLP_WIDTH, Batch, mlp_batch

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.testing.adversarial import AdversarialDevice, AdversarialEvent, AdversarialLane
+from roundpipe.testing.adversarial import AdversarialDevice
+from roundpipe.testing.lanes import AdversarialEvent, AdversarialLane
 from roundpipe.testing.ordering import poison
 from tests.support.adversaries import Adversaries
 from tests.support.device_sets import ONE

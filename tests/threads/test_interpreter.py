@@ -77,6 +77,20 @@ def test_another_one_finds_what_was_dropped_before() -> None:
     second.close()
 
 
+def test_what_the_program_has_frozen_stays_so_where_no_call_has_settled() -> None:
+    """Every engine that was closed thawed it, also one that had run nothing."""
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    quiet, another = QuietInterpreter(), QuietInterpreter()
+    quiet.begin_call()
+    quiet.rest()
+    quiet.close()
+    another.close()
+    # Some of what was frozen may have gone by itself.
+    assert gc.get_freeze_count() > frozen // 2
+    gc.unfreeze()
+
+
 def test_the_last_one_open_restores_everything() -> None:
     before = sys.getswitchinterval()
     first, second = QuietInterpreter(), QuietInterpreter()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-from roundpipe.testing.adversarial import AdversarialLane
+from roundpipe.testing.lanes import AdversarialLane
 from tests.support.adversaries import Adversaries, FullDevice
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, engine_gradients, run_batch

@@ -1,6 +1,8 @@
 """A model in numbers before anything was measured: what planning begins with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
 from typing import NamedTuple
 
 import torch
@@ -9,7 +11,26 @@ from torch import nn
 from ..params.dtypes import GradientRules
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.costs import LayerCosts
-from .measurements import LayerSize, estimate_costs, estimate_update_ms
+
+# Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate,
+# copy rate, what any layer costs, and the host's memory bandwidth. 16-bit weights then take as long
+# to go up over PCIe gen4 as to run.
+_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
+# An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and
+# two moments.
+_UPDATE_BYTES = 28
+
+
+class LayerSize(NamedTuple):
+    """What is known of a layer before it runs. ``matmul_elements``: its weights that every token is
+    multiplied by."""
+
+    weight_bytes: int
+    upload_bytes: int
+    gradient_bytes: int
+    offloaded_bytes: int
+    matmul_elements: int
+    trained_elements: int
 
 
 def first_trained(store: ParameterStore, *, wants_gradients: bool) -> int:
@@ -77,3 +98,65 @@ class CostModel:
 
 def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
     return [module.weight for module in layer.modules() if isinstance(module, nn.Embedding)]
+
+
+def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
+    """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient
+    of the backward."""
+    forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
+    gradients = [
+        (index >= first_trained) * (1 + (layer.trained_elements > 0))
+        for index, layer in enumerate(layers)
+    ]
+    return LayerCosts(
+        forward=tuple(forward),
+        backward=tuple(ms * count for ms, count in zip(forward, gradients, strict=True)),
+        weight_bytes=tuple(layer.weight_bytes for layer in layers),
+        upload_bytes=tuple(layer.upload_bytes for layer in layers),
+        gradient_bytes=tuple(layer.gradient_bytes for layer in layers),
+        offloaded_bytes=tuple(layer.offloaded_bytes for layer in layers),
+        up_ms_per_byte=1 / _BYTES_PER_MS,
+        down_ms_per_byte=1 / _BYTES_PER_MS,
+    )
+
+
+def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
+    """An update, from its bytes."""
+    return sum(layer.trained_elements for layer in layers) * _UPDATE_BYTES / _HOST_BYTES_PER_MS
+
+
+def with_guessed_graphs(
+    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0
+) -> LayerCosts:
+    """Activations of each layer of which nothing was measured, as if it were a transformer block
+    with as many weights; for a first call to be careful.
+
+    34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention
+    scores, which fused kernels do not keep); 12 weights per unit of width squared. As much more as
+    that was too little for those measured.
+
+    Args:
+        tokens: of the largest microbatch; a guess that is too small is worse than one that is too
+            large.
+    """
+    token_widths = [max(tokens, _TOKENS) * sqrt(layer.matmul_elements / 12) for layer in layers]
+
+    def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
+        guesses = [int(bytes_per_width * width) for width in token_widths]
+        both = [
+            (num_bytes, guess)
+            for num_bytes, guess in zip(measured, guesses, strict=True)
+            if num_bytes and guess
+        ]
+        scale = max((num_bytes / guess for num_bytes, guess in both), default=1.0)
+        return tuple(
+            num_bytes or int(scale * guess)
+            for num_bytes, guess in zip(measured, guesses, strict=True)
+        )
+
+    return replace(
+        costs,
+        saved_bytes=filled(costs.saved_bytes, 34),
+        passing_bytes=filled(costs.passing_bytes, 8),
+        input_bytes=filled(costs.input_bytes, 2),
+    )

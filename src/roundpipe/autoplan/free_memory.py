@@ -11,7 +11,8 @@ from ..plan.costs import LayerCosts, StageSums
 from ..plan.kept_layers import graphs_kept_from, resident_layers
 from ..plan.memory import predicted_peak
 from ..plan.schedule import group_of
-from .planner import Planned, Planner
+from .planned import Planned
+from .planner import Planner
 
 # Of free memory, what kept graphs may fill: allocators lose some of it between many tensors.
 _OF_FREE = 0.9

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..autoplan.free_memory import FreeMemory
-from ..autoplan.planner import Needs, Planned
+from ..autoplan.planned import Needs, Planned
 from ..plan.actions import Passes
 from ..plan.schedule import saved_layers
 from .state import Host

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..autoplan.cost_model import first_trained
-from ..autoplan.planner import Planned, Planner
+from ..autoplan.planned import Planned
+from ..autoplan.planner import Planner
 from ..config import RoundPipeRunConfig
 from ..device import MemoryInUse
 from ..errors import ConfigError

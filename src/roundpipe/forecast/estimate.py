@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..autoplan.planner import MOST_SHORTAGES
+from ..autoplan.problem import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
 from ..plan.memory import readable
 from ..transfer.read_ahead import KEPT_OF_FREE

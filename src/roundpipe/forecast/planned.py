@@ -10,22 +10,23 @@ import torch
 from torch import nn
 
 from ..autoplan.free_memory import FreeMemory
-from ..autoplan.planner import Planned, Planner
+from ..autoplan.planned import Planned
+from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
 from ..params.gradients import is_small
 from ..params.placement.device_state import DeviceStates, state_bytes
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Pass
+from ..plan.best import plan_peak, smallest_plan, step_ms
 from ..plan.costs import LayerCosts, StageSums, Workload
-from ..plan.execute_plan import plan_peak, smallest_plan, step_ms
 from ..plan.memory import held_beside
 from ..plan.schedule import fused_passes
 from .machine import ImaginedDevice, Machine
 from .sketch import LayerSketch
 from .ways import OPTIMIZERS, Choice
 
-# Updates after which an engine believes their times (`autoplan/measurements.py`).
+# Updates after which an engine believes their times (`autoplan/rates.py`).
 _UPDATES = 8
 
 

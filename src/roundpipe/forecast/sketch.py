@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..autoplan.measurements import GraphBytes
+from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
 from ..errors import ConfigError
 

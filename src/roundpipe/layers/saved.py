@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..transfer.boundaries import Boundary, address_of
 from ..transfer.spill import KeptInput, Spilled
-from .snapshot import LayerState
+from .module_state import LayerState
 
 Key = tuple[int, int]  # layer, microbatch
 

@@ -17,105 +17,20 @@ call has written to the user's modules, by later calls, by the user.
     nobody.
 """
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..device import Device, Event
+from ..device import Device
 from ..transfer.boundaries import bring, copied
-from .buffers import BufferCache, BufferValue
+from .buffers import BufferCache
 from .contents import Contents, has_tensors, is_container
 from .modes import Modes
+from .module_state import KeptTensor, LayerState, Loan, ModuleState, ModuleTensors, is_tensor
 from .replica import STRUCTURE, attributes_of, attributes_set, is_plain
 from .structure import Snapshot
-
-_NOTHING = object()
-# A set of names among them, which no forward looks at.
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
-KeptTensor = torch.Tensor | BufferValue  # by [2] or by [1]
-
-
-class ModuleState(NamedTuple):
-    """Plain attributes, buffers, and tensors set as plain attributes, by name."""
-
-    attributes: dict[str, Any]
-    buffers: dict[str, KeptTensor | None]
-    tensors: dict[str, KeptTensor]
-
-    def is_that_of(self, attributes: dict[str, Any], kept: Iterable[str]) -> bool:
-        """Whether a module without tensors of its own has these ``attributes``, of which ``kept``
-        are what is kept."""
-        return (
-            not (self.buffers or self.tensors)
-            and all(
-                attributes.get(name, _NOTHING) is value for name, value in self.attributes.items()
-            )
-            and all(name in self.attributes for name in kept)
-        )
-
-    def containers(self) -> dict[str, Any]:
-        """Those among the attributes."""
-        return {
-            n: value
-            for n, value in self.attributes.items()
-            if is_container(value) and n not in _OF_ALL_MODULES
-        }
-
-    def kept(self) -> Iterator[KeptTensor]:
-        yield from (kept for kept in self.buffers.values() if kept is not None)
-        yield from self.tensors.values()
-
-
-class LayerState(NamedTuple):
-    """The states of a layer's modules, in the order of ``pairs``; copies are ``source``'s, complete
-    once ``ready``.
-
-    ``contents``: of the containers among all attributes, see [4].
-    """
-
-    modules: tuple[ModuleState, ...]
-    contents: Contents
-    source: Device
-    ready: Event
-
-
-class _Loan:
-    """Copies of the containers of ``state``, which replicas have in the places of those during a
-    recompute: see [4]."""
-
-    def __init__(self, state: LayerState, replicas: Iterable[nn.Module]) -> None:
-        self.state = state
-        copies = state.contents.copies()
-        self._contents = Snapshot((), copies.values())
-        self._places = [
-            (replica.__dict__, own, {name: copies[id(value)] for name, value in own.items()})
-            for replica, module in zip(replicas, state.modules, strict=True)
-            if (
-                own := {
-                    name: value
-                    for name, value in module.containers().items()
-                    if id(value) in copies
-                }
-            )
-        ]
-        self.is_out = False
-
-    @property
-    def is_unwritten(self) -> bool:
-        return self._contents.is_true
-
-    def begin(self) -> None:
-        self.is_out = True
-        for attributes, _, copies in self._places:
-            attributes.update(copies)
-
-    def end(self) -> None:
-        for attributes, own, _ in self._places:
-            attributes.update(own)
-        self.is_out = False
 
 
 class Writers:
@@ -126,45 +41,6 @@ class Writers:
 
     def add(self, module: nn.Module) -> None:
         self.known.add(id(module))
-
-
-class _ModuleTensors(NamedTuple):
-    """The tensors of a module's replica but for its weights: buffers, and those set as plain
-    attributes."""
-
-    buffers: dict[str, torch.Tensor | None]
-    tensors: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, replica: nn.Module) -> "_ModuleTensors":
-        tensors = {name: value for name, value in replica.__dict__.items() if _is_tensor(value)}
-        return cls(replica._buffers.copy(), tensors)
-
-    def is_still_of(self, replica: nn.Module) -> bool:
-        """Whether the module still has these very tensors, written to or not."""
-        return (
-            replica._buffers.keys() == self.buffers.keys()
-            and all(map(operator.is_, replica._buffers.values(), self.buffers.values()))
-            and all(replica.__dict__.get(name) is tensor for name, tensor in self.tensors.items())
-        )
-
-    def has_only_names_of(self, owner: nn.Module) -> bool:
-        return (
-            self.tensors.keys() <= owner.__dict__.keys()
-            and self.buffers.keys() <= owner._buffers.keys()
-        )
-
-    def all(self) -> Iterator[torch.Tensor]:
-        yield from (tensor for tensor in self.buffers.values() if tensor is not None)
-        yield from self.tensors.values()
-
-    def beside(self, owner: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The user's own tensors, each with the device's."""
-        for held, originals in ((self.buffers, owner._buffers), (self.tensors, owner.__dict__)):
-            for name, tensor in held.items():
-                original = originals.get(name)
-                if tensor is not None and isinstance(original, torch.Tensor):
-                    yield original, tensor
 
 
 class LayerWatch:
@@ -186,12 +62,12 @@ class LayerWatch:
         self._modes = modes
         self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
-        self._held: list[_ModuleTensors] = []  # when it was looked at
+        self._held: list[ModuleTensors] = []  # when it was looked at
         self._unclear: list[
             list[tuple[torch.Tensor, torch.Tensor]]
         ] = []  # what of that has to be compared
         self._versions: dict[int, int] = {}
-        self._loan: _Loan | None = None  # the last one
+        self._loan: Loan | None = None  # the last one
         # By id: the replica's own lists, of its modules or weights.
         self._made = {
             id(value): value
@@ -214,7 +90,7 @@ class LayerWatch:
         """The state now; the same as last time if nothing has changed, which is nearly always."""
         if self._state is not None and self._is_as_left() and self._state.contents.is_true:
             return self._state
-        self._held = [_ModuleTensors.of(replica) for _, replica in self._replicas]
+        self._held = [ModuleTensors.of(replica) for _, replica in self._replicas]
         self._unclear = []
         for (owner, _), held in zip(self._replicas, self._held, strict=True):
             training = self._modes.training.get(id(owner), owner.training)
@@ -299,7 +175,7 @@ class LayerWatch:
     def _has_written(
         self,
         replica: nn.Module,
-        held: _ModuleTensors,
+        held: ModuleTensors,
         unclear: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> bool:
         return (
@@ -317,7 +193,7 @@ class LayerWatch:
         if not state.contents.containers:
             return
         if self._loan is None or self._loan.state is not state:
-            self._loan = _Loan(state, (replica for _, replica in self._replicas))
+            self._loan = Loan(state, (replica for _, replica in self._replicas))
         self._loan.begin()
 
     def give_back(self) -> None:
@@ -353,7 +229,7 @@ class LayerWatch:
                 name
                 for name, value in attributes.items()
                 if name not in STRUCTURE
-                and (_is_tensor(value) or self._is_kept_as_it_is(owner, name, value))
+                and (is_tensor(value) or self._is_kept_as_it_is(owner, name, value))
             ]
             if not replica._buffers and module.is_that_of(attributes, own):
                 continue  # because a module that nothing was set on can be used again
@@ -371,11 +247,6 @@ class LayerWatch:
 def _containers_set(owner: nn.Module, replica: nn.Module) -> Iterator[Any]:
     """Those of the replica that are not the user's own."""
     return (value for _, value in attributes_set(owner, replica) if is_container(value))
-
-
-def _is_tensor(value: Any) -> bool:
-    """But for weights, of which a replica's are those of its stage run."""
-    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

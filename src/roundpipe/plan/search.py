@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 from .actions import Pass
 from .costs import LayerCosts, StageSums, Workload
-from .cutting import Sizes, Stages
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
-from .partition import cuts_within, even_limits
+from .partition import Sizes, Stages, cuts_within, even_limits
 from .predict import least_period_ms, period_ms, round_ms, stage_runs_in_period
 
 # Stage runs that the searches for one plan may look at, each in about a microsecond: some 40 ms. To

@@ -103,7 +103,7 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
     "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
     "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen3",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen2",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "qwen3_moe",
     "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": "qwen3_moe",
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",

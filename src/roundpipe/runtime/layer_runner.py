@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..autoplan.measurements import GraphBytes
+from ..autoplan.graph_bytes import GraphBytes
 from ..device import Device
 from ..errors import ConfigError
 from ..layers.output_use import wanting

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ..autoplan.measurements import Computation, ShapeMeasurements, Way
+from ..autoplan.measurements import Computation, ShapeMeasurements
+from ..autoplan.rates import Way
 from ..device import Device, Lane, Mark
 from ..plan.actions import StageRun
 

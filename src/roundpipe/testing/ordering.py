@@ -82,6 +82,10 @@ class Ledger:
         return memory
 
 
+ledger = Ledger()
+"""Of all devices together; guarded by their one lock."""
+
+
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Whether anything but this tensor object keeps its memory alive."""
     storage = tensor.untyped_storage()

@@ -24,7 +24,9 @@ _SWITCH_INTERVAL_S = 1e-4
 _SETTLED = frozenset({4, 16, 128})
 
 _lock = threading.RLock()  # because a finalizer may come while its own thread is inside
-_thaws = SimpleNamespace(count=0)  # so that all who are open know that calls have to settle again
+# Thaws are counted, so that all who are open know that calls have to settle again. Only what was
+# frozen here is thawed, because a program may have frozen what it had before.
+_state = SimpleNamespace(thaws=0, is_frozen=False)
 _before: list[float] = []  # the switch interval as each quiet interpreter alive has found it
 
 
@@ -34,7 +36,7 @@ class QuietInterpreter:
 
     def __init__(self) -> None:
         with _lock:
-            is_frozen = bool(_before) and gc.get_freeze_count() > 0
+            is_frozen = bool(_before) and _state.is_frozen
             _before.append(sys.getswitchinterval())
         if is_frozen:
             _thaw()
@@ -45,13 +47,14 @@ class QuietInterpreter:
 
     def begin_call(self) -> None:
         """An engine call begins."""
-        if self._thaws_before != _thaws.count:
+        if self._thaws_before != _state.thaws:
             self._begin_counting()
         self._num_calls += 1
         if self._num_calls in _SETTLED:
             gc.collect()  # because frozen garbage would stay
             with _lock:
                 gc.freeze()
+                _state.is_frozen = True
 
     def rest(self) -> None:
         """No call is likely for a while: what has been dropped can be collected, and calls have to
@@ -63,13 +66,15 @@ class QuietInterpreter:
         self._finalizer()
 
     def _begin_counting(self) -> None:
-        self._num_calls, self._thaws_before = 0, _thaws.count
+        self._num_calls, self._thaws_before = 0, _state.thaws
 
 
 def _thaw() -> None:
     with _lock:
-        _thaws.count += 1
-        gc.unfreeze()
+        _state.thaws += 1
+        if _state.is_frozen:
+            gc.unfreeze()
+            _state.is_frozen = False
 
 
 def _restore() -> None:

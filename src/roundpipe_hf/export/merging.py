@@ -2,20 +2,18 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
 
 from ..compat import model_class_of
 from ..files import Checkpoint
-from ..folders import CONFIG, NewFolder, identity_of, write_tensors
-from ..loading import SAFETENSORS_NAMES, class_of, config_of
+from ..folders import CONFIG, NewFolder, Progress, identity_of, write_tensors
+from ..loading import class_of, config_of
 from .adapter import Adapter, folder_of, model_of_stand_ins
 from .layout import Source, Tensors, sources
 from .weights import Weights, dense
@@ -64,17 +62,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
             return
         folder.check()
         merge = _Merge(files, config_of(base, {}), adapter, identity)
-        needed = {file: size for file, size in merge.sizes.items() if not folder.has(file)}
-        folder.check_room(sum(needed.values()))
-        folder.begin()
-        with tqdm(
-            total=sum(merge.sizes.values()), desc="Merging", unit="B", unit_scale=True
-        ) as bar:
-            for file, size in merge.sizes.items():
-                if file in needed:
-                    folder.save(file, partial(merge.write, file, bar=bar))
-                else:
-                    bar.update(size)
+        folder.write_files(merge.sizes, merge.write, "Merging")
         if list(merge.sizes) != [SAFE_WEIGHTS_NAME]:
             folder.write_index(merge.weight_map, sum(merge.sizes.values()))
         folder.finish(files.folder, merge.config, ".py")
@@ -115,22 +103,13 @@ class _Merge:
             files[file] += self._weights[name].numel() * self._weights[name].dtype.itemsize
         return files
 
-    def write(self, file: str, path: Path, *, bar: Any) -> None:
+    def write(self, file: str, progress: Progress, path: Path) -> None:
         """Writes that file to ``path``."""
-        entries: dict[str, Any] = {"__metadata__": self._metadata}
-        start = 0
-        # The largest elements first, so that all of them lie where they can be mapped.
-        own = [name for name in self._weights if self.weight_map[name] == file]
-        for name in sorted(own, key=lambda name: (-self._weights[name].dtype.itemsize, name)):
-            weight = self._weights[name]
-            end = start + weight.numel() * weight.dtype.itemsize
-            dtype = SAFETENSORS_NAMES[str(weight.dtype).removeprefix("torch.")]
-            shape = list(weight.shape)
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-            start = end
-        write_tensors(path, entries, self._tensors(own, bar))
+        own = sorted(name for name in self._weights if self.weight_map[name] == file)
+        held = {name: (self._weights[name].dtype, self._weights[name].shape) for name in own}
+        write_tensors(path, held, self._tensors(own), self._metadata, progress)
 
-    def _tensors(self, names: list[str], bar: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         left = set(names)
         for group in self._groups:
             keys = {key for source in group.sources for key in source.keys}
@@ -138,12 +117,9 @@ class _Merge:
                 for key, tensor in self._merged(group).items():
                     if key in left:
                         yield key, tensor
-                        bar.update(tensor.nbytes)
                 left -= keys
         for name in sorted(left):
-            tensor = dense(self._weights[name])
-            yield name, tensor
-            bar.update(tensor.nbytes)
+            yield name, dense(self._weights[name])
 
     def _merged(self, group: _Group) -> Tensors:
         values: Tensors = {}

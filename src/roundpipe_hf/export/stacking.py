@@ -2,19 +2,17 @@
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from roundpipe.errors import ConfigError
 
 from ..compat import model_class_of
 from ..files import Checkpoint
-from ..folders import CONFIG, NewFolder, identity_of, write_tensors
-from ..loading import SAFETENSORS_NAMES, class_of, config_of
+from ..folders import CONFIG, NewFolder, Progress, identity_of, write_tensors
+from ..loading import class_of, config_of
 from ..quantization.reading import EXPERT, method_of
 from .adapter import model_of_stand_ins
 from .layout import Source, sources
@@ -59,14 +57,9 @@ def stack_experts(base: str | Path, out: str | Path) -> None:
         folder.check()
         files = _files(checkpoint, config_of(base, {}))
         sizes = {name: sum(one.num_bytes for one in held) for name, held in files.items()}
-        missing = {name for name in files if not folder.has(name)}
-        folder.check_room(sum(sizes[name] for name in missing))
-        folder.begin()
-        with tqdm(total=sum(sizes.values()), desc="Stacking", unit="B", unit_scale=True) as bar:
-            for name, held in files.items():
-                if name in missing:
-                    folder.save(name, partial(_write, held, identity))
-                bar.update(sizes[name])
+        folder.write_files(
+            sizes, lambda name, *how: _write(files[name], identity, *how), "Stacking"
+        )
         index = {key: file for file, held in files.items() for one in held for key in one.shapes}
         folder.write_index(index, sum(sizes.values()))
         config = json.loads((checkpoint.folder / CONFIG).read_text())
@@ -123,17 +116,9 @@ def _files(checkpoint: Checkpoint, config: Any) -> dict[str, list[_Held]]:
     return {f"model-{n:05}-of-{last:05}.safetensors": held for n, held in enumerate(files, 1)}
 
 
-def _write(held: list[_Held], identity: str, path: Path) -> None:
-    entries: dict[str, Any] = {"__metadata__": NewFolder.metadata(identity)}
-    start = 0
-    # The largest elements first, so that all of them lie where they can be mapped.
-    for one in sorted(held, key=lambda one: -one.dtype.itemsize):
-        dtype = SAFETENSORS_NAMES[str(one.dtype).removeprefix("torch.")]
-        for name, shape in one.shapes.items():
-            end = start + shape.numel() * one.dtype.itemsize
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-            start = end
-    write_tensors(path, entries, _made(held))
+def _write(held: list[_Held], identity: str, progress: Progress, path: Path) -> None:
+    shapes = {name: (one.dtype, shape) for one in held for name, shape in one.shapes.items()}
+    write_tensors(path, shapes, _made(held), NewFolder.metadata(identity), progress)
 
 
 def _made(held: list[_Held]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
 
-from ..loading import SAFETENSORS_NAMES
-from ..quantization.reading import as_dict, dense_dtype, quantized_weights
+from ..folders import SAFETENSORS_NAMES
+from ..quantization.reading import as_dict, dense_dtype, quantized_weights, tensors_of
 
 
 class Weights:
@@ -32,13 +31,9 @@ class Weights:
         self.tensors: dict[str, torch.Tensor] = {}
         in_file: dict[str, str] = {}
         for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    keys = opened.keys()
-                    self.tensors |= {key: opened.get_tensor(key) for key in keys}
-                    in_file |= dict.fromkeys(keys, file.name)
-            except SafetensorError as error:
-                raise ConfigError(f"{file} is damaged ({error}); get it again") from error
+            own = tensors_of(file)
+            self.tensors |= own
+            in_file |= dict.fromkeys(own, file.name)
         for name, tensor in self.tensors.items():
             if str(tensor.dtype).removeprefix("torch.") not in SAFETENSORS_NAMES:
                 raise ConfigError(f"{name} is {tensor.dtype}, which is not written again")

@@ -59,9 +59,7 @@ def read_quantized(
     del config.quantization_config
     tensors: Tensors = {}
     for file in files:
-        with _opened(file) as opened:
-            keys = opened.keys()
-            tensors |= {key: opened.get_tensor(key) for key in keys}
+        tensors |= tensors_of(file)
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     dtype = kwargs.pop("dtype", "auto")
@@ -80,6 +78,13 @@ def read_quantized(
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
     return model
+
+
+def tensors_of(file: Path) -> Tensors:
+    """All that is in a file, mapped. Raises ConfigError if it is damaged."""
+    with _opened(file) as opened:
+        keys = opened.keys()
+        return {key: opened.get_tensor(key) for key in keys}
 
 
 def refuse_damaged(files: Iterable[Path]) -> None:

@@ -1,4 +1,5 @@
-"""Qwen2: Llama whose config says block by block which of them attend within a sliding window."""
+"""Qwen2 and Qwen3: Llama whose config says block by block which of them attend within a sliding
+window."""
 
 from transformers import PreTrainedModel
 

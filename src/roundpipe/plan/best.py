@@ -1,0 +1,201 @@
+"""The best plan for layers, devices and a limit: the one with the shortest predicted steps among
+those that each way to make one gives."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from ..errors import PlanError
+from .actions import Pass
+from .costs import LayerCosts, StageSums, Workload
+from .execute_plan import ModelExecutePlan, RunType
+from .kept_layers import with_all_resident
+from .memory import Peak, fitted_peak
+from .one_way import plan_one_way
+from .predict import predicted_ms
+from .schedule import forward_passes, group_of
+from .search import MAX_STAGE_RUNS_TIMED, plan_fused
+from .together import Member, plan_together
+
+# Of the limit, what a forward may fill whose backward comes in a round of its own: what is fastest
+# first.
+_FORWARD_SHARES = (1.0, 0.5, 0.25)
+
+
+def plan_for(run_type: RunType, costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
+    """The plan with the shortest predicted steps that fits into memory.
+
+    Raises:
+        PlanError: nothing fits; says what the smallest plan needs.
+    """
+    best: tuple[float, ModelExecutePlan] | None = None
+    # Not the error itself: raised from here it would hold this frame, which holds it, and all
+    # callers' with what they have on devices.
+    failure = ""
+    counts, resident = _share_counts(workload), with_all_resident(costs, workload)
+    problems = [(costs, workload, MAX_STAGE_RUNS_TIMED)]
+    if resident is not None:
+        problems = [
+            (costs, workload, MAX_STAGE_RUNS_TIMED * 3 // 4),
+            (*resident, MAX_STAGE_RUNS_TIMED // 4),
+        ]
+    for (left, whole, max_stage_runs), num_shares in product(problems, counts):
+        if best is not None and _least_ms(run_type, left, whole, num_shares) >= best[0]:
+            continue  # because not even a round without any waiting would be shorter
+        try:
+            share = whole.of_share(num_shares)
+            plan = _pipelined(run_type, left, share, max_stage_runs // len(counts)).shared(
+                num_shares
+            )
+        except PlanError as error:
+            failure = failure if best or left is not costs else str(error)
+            continue
+        ms = _step_ms(plan, run_type, left, whole)
+        if best is None or ms < best[0]:
+            best = ms, plan
+    if best is None:
+        raise PlanError(failure)
+    return best[1]
+
+
+def step_ms(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> float:
+    """Predicted time from step to step, without what the caller's own graph takes."""
+    return _step_ms(plan, run_type, *_problem_of(plan, run_type, costs, workload))
+
+
+def plan_peak(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> Peak:
+    """What the plan needs on one device beside layers that stay there, and what it has to keep on
+    the host for that."""
+    return _plan_peak(plan, run_type, *_problem_of(plan, run_type, costs, workload))
+
+
+def _problem_of(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> tuple[LayerCosts, Workload]:
+    """With all layers resident, if the plan leaves room for that and is faster then."""
+    resident = with_all_resident(costs, workload)
+    if (
+        resident is None
+        or _plan_peak(plan, run_type, *resident).bytes.total > resident[1].limit_bytes
+    ):
+        return costs, workload
+    is_faster = _step_ms(plan, run_type, *resident) < _step_ms(plan, run_type, costs, workload)
+    return resident if is_faster else (costs, workload)
+
+
+def _step_ms(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> float:
+    group = group_of(plan.rounds(run_type, workload.first_trained), workload)
+    totals = StageSums(costs)
+    round_ms = sum(predicted_ms(passes, totals, group.workload) for passes in group.rounds)
+    return round_ms if run_type == "infer" else workload.step_ms(round_ms, group.num_groups)
+
+
+def _plan_peak(
+    plan: ModelExecutePlan, run_type: RunType, costs: LayerCosts, workload: Workload
+) -> Peak:
+    group = group_of(plan.rounds(run_type, workload.first_trained), workload)
+    return fitted_peak(
+        [stage_run for passes in group.rounds for stage_run in passes],
+        StageSums(costs),
+        group.workload,
+    )
+
+
+def _share_counts(workload: Workload) -> list[int]:
+    """Ways to divide devices into groups that each run the whole model for a share, the largest
+    groups last.
+
+    One device a group, one group, and one way between, because each is a search of its own.
+    """
+    if not workload.may_share:
+        return [1]
+    devices = workload.num_devices
+    between = max(n for n in range(1, devices + 1) if devices % n == 0 and n * n <= devices)
+    return sorted(
+        (n for n in {1, between, devices} if n <= workload.num_microbatches), reverse=True
+    )
+
+
+def _least_ms(run_type: RunType, costs: LayerCosts, workload: Workload, num_shares: int) -> float:
+    """No plan with so many shares can be faster: nothing recomputed, nobody waiting."""
+    share = workload.of_share(num_shares)
+    compute = sum(costs.forward) + (sum(costs.backward) if run_type != "infer" else 0.0)
+    round_ms = compute * share.num_microbatches / share.num_devices
+    return round_ms if run_type == "infer" else workload.step_ms(round_ms, num_shares)
+
+
+def _pipelined(
+    run_type: RunType, costs: LayerCosts, workload: Workload, max_stage_runs: int
+) -> ModelExecutePlan:
+    """A plan that stage runs each stage once."""
+    if run_type == "fused":
+        stages = plan_fused(costs, workload, max_stage_runs)
+        return ModelExecutePlan(stages.forward, stages.backward)
+    if run_type == "infer":
+        return ModelExecutePlan(plan_one_way(Pass.FORWARD, costs, workload))
+    return _there_and_back(costs, workload)
+
+
+def _there_and_back(costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
+    """The backward finds what the forward has kept, in slots too, so the forward may have to be
+    content with less."""
+    failure = ""
+    for share in _FORWARD_SHARES:
+        try:
+            forward = plan_one_way(
+                Pass.FORWARD, costs, replace(workload, limit_bytes=workload.limit_bytes * share)
+            )
+            backward = plan_one_way(Pass.BACKWARD, costs, workload, before=forward_passes(forward))
+            return ModelExecutePlan(forward, _complete(backward))
+        except PlanError as error:
+            failure = failure or str(error)  # not the error itself, see `plan_for`
+    smallest = smallest_plan("train", costs.num_layers)
+    if _plan_peak(smallest, "train", costs, workload).bytes.total <= workload.limit_bytes:
+        return smallest
+    raise PlanError(failure)
+
+
+def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:
+    """One layer in every stage: what needs least of a device, whatever layers turn out to need."""
+    layers = [range(layer, layer + 1) for layer in range(num_layers)]
+    return ModelExecutePlan(layers[:-1], layers[::-1]).for_run(run_type)
+
+
+def plans_for(
+    run_type: RunType,
+    parts: Sequence[tuple[LayerCosts, Workload]],
+    *,
+    min_stages: int,
+    upper_threshold: float,
+) -> list[ModelExecutePlan]:
+    """Plans for models that run one after another, see ``plan_together``."""
+    together = plan_together(
+        [
+            Member(costs, workload, run_type != "infer", run_type == "fused")
+            for costs, workload in parts
+        ],
+        min_stages=min_stages,
+        upper_threshold=upper_threshold,
+    )
+    plans = []
+    for passes in together:
+        forward = [layers for pass_, layers in passes if pass_ is Pass.FORWARD]
+        backward = [layers for pass_, layers in passes if pass_ is not Pass.FORWARD]
+        plans.append(ModelExecutePlan(forward, _complete(backward)))
+    return plans
+
+
+def _complete(backward: Sequence[range]) -> list[range]:
+    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that
+    is not fused."""
+    if not backward or backward[-1].start == 0:
+        return list(backward)
+    if len(backward) == 1:
+        return [*backward, range(backward[0].start)]
+    return [*backward[:-1], range(backward[-1].stop)]
