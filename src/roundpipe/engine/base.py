@@ -111,6 +111,8 @@ class Engine(ForwardingModule):
         self._masters = host.masters
         self._steps = host.steps
         self._runners: list[BatchRunner] = []
+        trained = [parameter for parameter in host.store.parameters if parameter.requires_grad]
+        host.ranks.share([*trained, *model.buffers()])
         # The finalizer only signals: it may run on any thread, also on one of those it would have
         # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
@@ -336,6 +338,10 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
+        if self._host.ranks.count > 1 and not is_async:
+            # What fails behind the caller's back is for him alone then, who may run it again.
+            self._steps.wait_idle()
+            self._steps.raise_late_error()
         self._steps.user_writes.follow()
         for runner in self._runners:
             runner.planner.note_step(is_async)

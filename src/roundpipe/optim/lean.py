@@ -193,10 +193,10 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
     def _has_rules(self) -> bool:
         for group in self.param_groups:
             for master in group["params"]:
-                if not isinstance(master, Master) or master.dtype not in (
-                    torch.float32,
-                    torch.bfloat16,
-                ):
+                is_known = isinstance(master, Master) and (
+                    not master.is_owned or master.dtype in (torch.float32, torch.bfloat16)
+                )
+                if not is_known:
                     raise ConfigError(
                         f"LeanAdamW has a {type(master).__name__} in {master.dtype}; make it over "
                         "RoundPipe.optim_parameters() with optim_dtype torch.float32 or "

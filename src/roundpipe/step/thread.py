@@ -236,6 +236,7 @@ class StepThread:
         self.turns.tell_others()
         is_first = self._learnt.forget_gone()
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
+        optimizers.ranks = self._masters.ranks
         context.tell_called(optimizers, handle, is_async)
         windows = window, self._window
         self._jobs.submit(
@@ -310,22 +311,25 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         window, following = windows
         updates = optimizers.updates = PendingUpdates()
+        ranks = self._masters.ranks
         try:
-            self._write_back.write_back_behind(number - 1)
-            if window.error is not None:
-                raise window.error
-            window.show(self._masters)
-            try:
-                with (
-                    _noted(f"step_fn of step {number}"),
-                    spans.span("step_fn", step=number),
-                    context.running_step(optimizers),
-                ):
-                    result = step_fn()
-                    optimizers.end(step_fn.func)
-            finally:
-                # Before an update gives the window's memory back.
-                following.begin_with_left(self._masters)
+            with ranks.agreeing(f"before step {number}"):
+                self._write_back.write_back_behind(number - 1)
+                if window.error is not None:
+                    raise window.error
+            with ranks.agreeing(f"in step {number}"):
+                window.show(self._masters)
+                try:
+                    with (
+                        _noted(f"step_fn of step {number}"),
+                        spans.span("step_fn", step=number),
+                        context.running_step(optimizers),
+                    ):
+                        result = step_fn()
+                        optimizers.end(step_fn.func)
+                finally:
+                    # Before an update gives the window's memory back.
+                    following.begin_with_left(self._masters)
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):
