@@ -53,11 +53,12 @@ class Ranks:
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
+            self._is_of_all = self.count == dist.get_world_size()
             self._group = dist.new_group(
                 self._members,
                 timeout=_timeout_of(process_group),
                 backend="gloo",
-                use_local_synchronization=True,
+                use_local_synchronization=not self._is_of_all,
             )
 
     def __repr__(self) -> str:
@@ -236,7 +237,10 @@ class Ranks:
         return own, [extra for _, extra in told]
 
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
+        """The others are told at once if they wait for this rank."""
+        # torch would give the next one of the same few ranks the name of one that is gone, under
+        # which they would find the old addresses.
+        if self._group is not None and self._is_of_all and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
 
