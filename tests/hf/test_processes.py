@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
-from roundpipe_hf.arguments import engine_devices
-from roundpipe_hf.processes import own_share
+from roundpipe_hf.arguments import engine_devices, own_share
 from tests.support import ROOT
 from tests.support.example_data import save_tokenizer
 from tests.support.trainers import (

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import nn
 
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..layers.structure import Structure
+from ..params.ranks import Ranks
 from ..step import context
 from ..step.handle import StepHandle
 from ..step.hyperparameters import know_master
@@ -346,6 +348,21 @@ class Engine(ForwardingModule):
         for runner in self._runners:
             runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
+
+    def add_gradients(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds to what the next step finds. Of a process group each rank adds its own, and all are
+        summed.
+
+        Args:
+            gradients: by the model's parameter, in its shape; not to be written from here on.
+        """
+        self._begin("add_gradients()")
+        self._steps.add_gradients(gradients)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this model together."""
+        return self._host.ranks
 
     def _begin(self, what: str) -> None:
         self._host.begin(what, self._structure)

@@ -213,6 +213,18 @@ class Ranks:
             if not torch.equal(first, sent):
                 tensor.copy_(first)
 
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each ``.grad`` becomes the mean over ranks; one that only some have counts as zero in the
+        others."""
+        own = list(parameters)
+        are_there = self.combined([float(one.grad is not None) for one in own], torch.maximum)
+        for parameter in (one for one, is_there in zip(own, are_there, strict=True) if is_there):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+            dist.all_reduce(total, group=self._group)
+            parameter.grad.copy_(total.div_(self.count))
+
     def gathered(
         self, tensors: Mapping[str, torch.Tensor], extra: Any
     ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:

@@ -4,7 +4,7 @@ of it each master shows to ``step_fn``."""
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,6 +78,12 @@ class GradientWindow:
         """Takes the gradients that the step before has not dropped. With no call committed yet."""
         found = ((id(parameter), master.left()) for parameter, master in masters.existing())
         self._left |= {key: gradient for key, gradient in found if gradient is not None}
+
+    def add(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds what came in another way than through calls."""
+        for parameter, gradient in gradients.items():
+            left = self._left.get(id(parameter))
+            self._left[id(parameter)] = gradient if left is None else left + gradient
 
     def show(self, masters: "Masters") -> None:
         """Opens every master's gradient to the step that begins, that of all ranks together.

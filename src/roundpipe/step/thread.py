@@ -11,12 +11,13 @@ their own step; see [Note: newest values].
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
@@ -252,6 +253,10 @@ class StepThread:
             self._flushed = number
             handle.wait()
         return handle
+
+    def add_gradients(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        window = self._window
+        self._jobs.submit(lambda: window.add(gradients))
 
     def zero_grad(self) -> None:
         """Drops gradients not yet stepped, those still in flight included."""
