@@ -72,7 +72,7 @@ def of_owned(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> di
     """The ``state_dict`` without the state of what other ranks own."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
     held = [one for group in optimizer.param_groups for one in group["params"]]
-    foreign = {key for key, one in zip(saved, held, strict=False) if not _is_owned(one)}
+    foreign = {key for key, one in zip(saved, held, strict=False) if not is_owned(one)}
     state = {key: value for key, value in state_dict["state"].items() if key not in foreign}
     return {**state_dict, "state": state}
 
@@ -99,5 +99,6 @@ def gathered_state_dict(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[
     return {**own, "state": dict(sorted(whole.items()))}
 
 
-def _is_owned(parameter: torch.Tensor) -> bool:
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Whether this rank has the state of the ``parameter``."""
     return not isinstance(parameter, Master) or parameter.is_owned

@@ -123,7 +123,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.has_begun = True
         for master in self._masters:
             # The engine sums over processes, and Trainer means the mean over them.
-            master.scale /= self.engine.ranks.count
+            master.scale /= self.engine.ranks.count  # type: ignore[attr-defined]  # a `Master`
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
