@@ -39,9 +39,10 @@ class Ranks:
 
     def __init__(self, process_group: Any = None) -> None:
         self.rank, self.count = 0, 1
-        self._owners: dict[int, int] = {}  # by the id of the parameter
+        self._owners: dict[int, int] = {}  # by the parameter's id
         self._lost: RankError | None = None
         self._group: Any = None
+        self._is_summing = False
         if process_group is None:
             return
         if not isinstance(process_group, dist.ProcessGroup):
@@ -94,38 +95,35 @@ class Ranks:
             yield
             return
         self._refuse_lost()
+        # As long as what `combined` says in step_fn, which others may be in.
+        nothing = torch.zeros(1, dtype=torch.float64)
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
-            with suppress(RankError):
-                self._tell(f"rank {self.rank} raised {type(error).__name__} {what}: {error}")
+            if not self._is_summing:  # else none would listen: they learn of it when this one ends
+                with suppress(RankError):
+                    said = f"rank {self.rank} raised {type(error).__name__} {what}: {error}"
+                    self._talk(nothing, torch.maximum, said)
             raise
-        self._tell("")
-
-    def _tell(self, failure: str) -> None:
-        self._talk(torch.zeros(0, dtype=torch.uint8), torch.maximum, failure)
+        self._talk(nothing, torch.maximum)
 
     def combined(self, values: Sequence[float], combine: Combine) -> list[float]:
-        """``combine`` of all ranks' ``values``, in the order of ranks; the same to the bit on
-        all."""
+        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all."""
         if self.count == 1:
             return list(values)
         self._refuse_lost()
-        told: list[float] = self._talk(torch.tensor(values, dtype=torch.float64), combine).tolist()
-        return told
+        return list(map(float, self._talk(torch.tensor(values, dtype=torch.float64), combine)))
 
     def _talk(self, values: torch.Tensor, combine: Combine, failure: str = "") -> torch.Tensor:
         """The first rank hears all others and answers them all. The first failure is told, too."""
         message = torch.cat((_coded(failure), values.view(torch.uint8)))
-        heard = {peer: torch.empty_like(message) for peer in self._others() if self.rank == 0}
         if self.rank != 0:
-            heard = {0: torch.empty_like(message)}
-            self._exchange({0: message}, {})
-            self._exchange({}, heard)
-            answer = heard[0]
+            answer = torch.empty_like(message)
+            self._exchange({0: message}, {0: answer})
         else:
+            heard = {peer: torch.empty_like(message) for peer in self._others()}
             failures, result = [failure], values
             for peer, from_peer in list(heard.items()):
                 try:
@@ -159,6 +157,7 @@ class Ranks:
         are_there = self.combined([float(one is not None) for one in own.values()], torch.maximum)
         wanted = {key for key, is_there in zip(own, are_there, strict=True) if is_there}
         totals: dict[int, Offloaded] = {}
+        self._is_summing = True
         for layer in reversed(store.layers):
             dtypes = {
                 use.parameter: torch.promote_types(
@@ -180,6 +179,7 @@ class Ranks:
                     mine.tensor.add_(one)
                 totals |= {id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts}
             window.release_layers([layer])
+        self._is_summing = False
         return totals
 
     @torch.no_grad()
@@ -214,8 +214,7 @@ class Ranks:
                 tensor.copy_(first)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each ``.grad`` becomes the mean over ranks; one that only some have counts as zero in the
-        others."""
+        """Each ``.grad`` becomes the mean over ranks, where one that is not there is zero."""
         own = list(parameters)
         are_there = self.combined([float(one.grad is not None) for one in own], torch.maximum)
         for parameter in (one for one, is_there in zip(own, are_there, strict=True) if is_there):
@@ -341,7 +340,7 @@ def _decoded(head: torch.Tensor) -> str:
     return bytes(head.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def _timeout_of(process_group: dist.ProcessGroup) -> timedelta | None:
+def _timeout_of(process_group: Any) -> timedelta | None:
     """That of its backend for host memory, or for the devices; None for gloo's own."""
     for device in ("cpu", "cuda"):
         with suppress(RuntimeError):

@@ -74,7 +74,11 @@ class RoundPipeTrainerMixin(SavingMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuses what cannot be honoured, then does what Trainer does. It is the first thing that
-        every Trainer's constructor calls."""
+        every Trainer's constructor calls.
+
+        Raises:
+            ConfigError: what is not supported, by name.
+        """
         refuse_arguments(self.args)
         if self.model is not None:
             adopt_bitsandbytes(self.model)
