@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import roundpipe
 from roundpipe.errors import ConfigError, RankError
+from tests.support.branching import make_branches
 from tests.support.models import LORA_LLAMA, MLP, TIED_LLAMA, Batch, ModelCase, make_mlp, mlp_batch
 from tests.support.processes import check_in_processes, run_in_processes
 
@@ -59,6 +60,29 @@ def larger_as_one() -> None:
         (TIED_LLAMA, torch.optim.Adafactor, False, 1),
     )
     assert_state_is_shared_out()
+    in_parts_as_one(is_async=False)
+    in_parts_as_one(is_async=True)
+
+
+def in_parts_as_one(*, is_async: bool) -> None:
+    """A model that is no sequence, one of whose weights is used by two parts and by its own code;
+    some are on the host only."""
+    models = make_branches(), others_changed(make_branches())
+    for model, group in zip(models, (None, dist.group.WORLD), strict=True):
+        with roundpipe.wrap_model_to_roundpipe(
+            model, lower_threshold=1024, devices=2, process_group=group
+        ) as engine:
+            assert isinstance(engine, roundpipe.AutoRoundPipe)
+            optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=1e-3)
+            for number in range(STEPS):
+                batch = mlp_batch(ROWS, number)
+                for rows in shares(ROWS, number, is_alone=group is None, each=False):
+                    args, _, label = cut(batch, rows)
+                    batch.loss_fn(engine(*args), label).backward()
+                engine.step(optimizer.step, is_async)
+    alone, together = (dict(model.named_parameters()) for model in models)
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=0)
+    assert_equal_on_all(together.values())
 
 
 def trains_as_one(*grid: tuple[ModelCase, Optimizer, bool, int]) -> None:
