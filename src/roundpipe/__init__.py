@@ -8,7 +8,7 @@ from .engine.checkpoint import load_checkpoint, save_checkpoint
 from .engine.partitioned import AutoRoundPipe
 from .engine.sequential import RoundPipe
 from .engine.wrap import wrap_model_to_roundpipe
-from .errors import ClosedError, ConfigError, InternalError, PlanError, RankError, RoundPipeError
+from .errors import ClosedError, ConfigError, InternalError, PlanError, RoundPipeError
 from .forecast.estimate import estimate
 from .microbatch.packed import RoundPipePackedData
 from .optim import GradScaler, OptimizerCtx, clip_grad_norm_
@@ -28,7 +28,6 @@ __all__ = [
     "ModelExecutePlan",
     "OptimizerCtx",
     "PlanError",
-    "RankError",
     "RoundPipe",
     "RoundPipeError",
     "RoundPipePackedData",
