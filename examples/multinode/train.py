@@ -29,6 +29,7 @@ def main(argv: list[str] | None = None) -> list[float]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20, help="in all (default: %(default)s)")
+    parser.add_argument("--save-steps", type=int, default=10, help="between two checkpoints")
     parser.add_argument("--checkpoint", type=Path, default=Path("outputs/multinode.safetensors"))
     parser.add_argument("--virtual", type=int, help="virtual CPU devices; default: every GPU")
     options = parser.parse_args(argv)
@@ -60,10 +61,10 @@ def main(argv: list[str] | None = None) -> list[float]:
             losses.append(float(loss))
             if rank == 0:
                 print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
-        engine.synchronize()
-        engine.model.get_buffer("step").fill_(options.steps)
-        options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        roundpipe.save_checkpoint(options.checkpoint, engine, optimizer)
+            if (step + 1) % options.save_steps == 0 or step + 1 == options.steps:
+                engine.model.get_buffer("step").fill_(step + 1)
+                options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+                roundpipe.save_checkpoint(options.checkpoint, engine, optimizer)  # all call it
     dist.destroy_process_group()
     return losses
 
