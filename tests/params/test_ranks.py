@@ -297,7 +297,7 @@ def trained(
         masters = {
             name: master.detach().clone()
             for name, master in engine.optim_named_parameters()
-            if master.is_owned or group is None
+            if getattr(master, "is_owned", True)
         }
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return Trained(weights, masters, norms)
