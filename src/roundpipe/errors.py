@@ -21,6 +21,11 @@ class ClosedError(RoundPipeError):
     """The engine was closed by its owner and cannot be used again."""
 
 
+class RankError(RoundPipeError):
+    """Another process of the engine's group has raised, or was lost; names its rank. The group
+    cannot go on."""
+
+
 class InternalError(RoundPipeError):
     """An invariant of RoundPipe itself broke. Please report it."""
 

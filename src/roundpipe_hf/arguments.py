@@ -2,7 +2,7 @@
 they survive JSON."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
@@ -14,8 +14,6 @@ from transformers import TrainingArguments
 from roundpipe import RoundPipeRunConfig, virtual
 from roundpipe.errors import ConfigError
 from roundpipe.system.sizes import bytes_of
-
-from .processes import own_share
 
 PinModel = Literal["alloc", "register", "off"]
 LossReduction = Literal["sum", "rows", "tokens"]
@@ -279,3 +277,10 @@ def _check_device(name: str) -> None:
 def check_choice(option: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{option} is {value!r}; use one of {', '.join(map(repr, choices))}")
+
+
+def own_share(devices: Sequence[torch.device], index: int, count: int) -> list[torch.device]:
+    """The devices of one of ``count`` processes of a machine: as many for each, neighbours
+    together."""
+    each = len(devices) // count
+    return list(devices[index * each : (index + 1) * each])

@@ -82,11 +82,6 @@ def test_an_unknown_pin_model_is_refused_with_the_choices() -> None:
     assert all(word in str(caught.value) for word in ("nonsense", "alloc", "register", "off"))
 
 
-def test_several_processes_are_refused_rather_than_ignored() -> None:
-    with pytest.raises(ConfigError, match="process_group.*not supported"):
-        RoundPipe(make_mlp(), devices=1, process_group=object())
-
-
 @pytest.mark.parametrize("devices", [0, -1, []], ids=str)
 def test_no_devices_are_refused(devices: int | list[torch.device]) -> None:
     with pytest.raises(ConfigError, match="device"):

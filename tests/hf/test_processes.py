@@ -1,33 +1,31 @@
-"""Two processes, started as torchrun starts them, train as two of the plain Trainer's do: with
-averaged gradients.
+"""Two processes, started as torchrun starts them, train as two of the plain Trainer's do.
 
 Each process runs both trainers and compares; the plain one is wrapped by `DistributedDataParallel`.
 """
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Trainer
 
+from roundpipe import GradScaler, RoundPipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
-from roundpipe_hf.arguments import engine_devices
-from roundpipe_hf.processes import own_share
-from tests.support import ROOT
+from roundpipe_hf.arguments import engine_devices, own_share
+from tests.hf.trl import test_sft
 from tests.support.example_data import save_tokenizer
+from tests.support.processes import check_in_processes
 from tests.support.trainers import (
     MODELS,
     Pair,
     assert_same,
     assert_same_weights,
     differ,
+    logged,
     make_both,
     make_trainer,
     run,
@@ -41,45 +39,12 @@ from tests.support.trainers import (
 ROWS = token_rows(19)
 
 
-def in_two_processes(check: str, folder: Path) -> None:
-    """Runs the function of that name in this file in both."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    script = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import torch; torch.set_num_threads(1)\n"
-        f"from {__name__} import {check}; {check}()"
-    )
-    common = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=folder,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=100)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["trains_as_plain", "resumes"])
+@pytest.mark.parametrize(
+    "check", ["trains_as_plain", "resumes", "sft_trains_as_plain", "steps_in_fp16"]
+)
 def test_two_processes(check: str, tmp_path: Path) -> None:
-    in_two_processes(check, tmp_path)
+    check_in_processes(globals()[check], tmp_path)
 
 
 def trains_as_plain() -> None:
@@ -164,21 +129,75 @@ def test_every_process_gets_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
         engine_devices(args)
 
 
-def test_fp16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would skip steps by itself."""
+def sft_trains_as_plain() -> None:
+    """Metrics, too, which TRL gathers at every microbatch: here those of a batch are summed after
+    it. The processes have as many batches, but not as many tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(save_tokenizer(Path(f"of-{os.environ['RANK']}")))
+    batches_of_two: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2}
+    for settings in (
+        {"gradient_accumulation_steps": 2, "devices": 3, "eval_dataset": test_sft.HELD_OUT},
+        {"packing": True, "per_device_train_batch_size": 1},
+    ):
+        pair = test_sft.train_both(tokenizer, **batches_of_two | settings)
+        assert pair.ours.args.world_size == 2
+        assert {"entropy", "num_tokens"} <= logged(pair.ours)[0].keys()
+        assert_same(pair)
+        assert_equal_in_all_processes(weights(pair.ours))
+
+
+def steps_in_fp16() -> None:
+    """Both skip the first steps, in which the scale is too large, and then go on together."""
+    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, fp16=True, num_train_epochs=4)
+    trainer.scaler = GradScaler(init_scale=2.0**24)
+    first = weights(trainer)
+    run(trainer)
+    assert trainer.scaler.get_scale() < 2.0**24
+    assert differ(weights(trainer), first)
+    scale = torch.tensor(trainer.scaler.get_scale())
+    assert_equal_in_all_processes(weights(trainer) | {"scale": scale})
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_that_of_one_process(tmp_path: Path) -> None:
+    """Two processes write the optimizer's state as two of the plain Trainer's do, who each have
+    it whole, and one process goes on from it."""
+    check_in_processes(saves_as_plain, tmp_path)
+    ours, plain = (
+        torch.load(tmp_path / f"out-{which}/checkpoint-2/optimizer.pt")
+        for which in ("ours", "plain")
+    )
+    assert list(ours["state"]) == list(plain["state"])
+    for index, state in plain["state"].items():
+        torch.testing.assert_close(ours["state"][index], state, atol=1e-5, rtol=0)
+    alone = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, **SAVING)
+    run(alone, resume_from_checkpoint=str(tmp_path / "out-ours/checkpoint-2"))
+    assert alone.state.global_step == SAVING["max_steps"]
+
+
+SAVING: dict[str, Any] = {
+    "max_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "optim": "adamw_torch",
+}
+
+
+def saves_as_plain() -> None:
+    for cls in (RoundPipeTrainer, Trainer):
+        trained(cls, MODELS["full"](), ROWS, **SAVING)
+
+
+def test_an_engine_of_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients would be this process's alone."""
+    engine = RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), devices=1)
     monkeypatch.setattr(RoundPipeTrainingArguments, "world_size", 2)
-    with pytest.raises(ConfigError, match="fp16 in 2 processes.*bf16"):
-        make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, fp16=True)
+    with pytest.raises(ConfigError, match="engine of 1 processes.*process_group="):
+        make_trainer(RoundPipeTrainer, engine, ROWS)
+    engine.close()
 
 
-def test_sft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL's loss gathers from all processes at every microbatch, which are computed on several
-    threads."""
-    from roundpipe_hf.trl.sft import RoundPipeSFTTrainer
-    from tests.hf.trl.test_sft import make_trainer as make_sft_trainer
-
-    monkeypatch.setattr(RoundPipeSFTTrainer, "processes", object())
-    with pytest.raises(ConfigError, match="RoundPipeSFTTrainer does not support several processes"):
-        make_sft_trainer(
-            RoundPipeSFTTrainer, AutoTokenizer.from_pretrained(save_tokenizer(Path("tokenizer")))
-        )
+def test_saving_on_each_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first process has the optimizer's state as a whole."""
+    monkeypatch.setattr(RoundPipeTrainingArguments, "world_size", 2)
+    with pytest.raises(ConfigError, match="save_on_each_node"):
+        make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, save_on_each_node=True)

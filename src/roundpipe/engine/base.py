@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from html import escape
 from typing import Any, Self, TypeVar
 
+import torch
 from torch import nn
 
 from ..config import RoundPipeRunConfig
 from ..device import Device
 from ..errors import ConfigError
 from ..layers.structure import Structure
+from ..params.ranks import Ranks
 from ..step import context
 from ..step.handle import StepHandle
 from ..step.hyperparameters import know_master
@@ -111,6 +113,8 @@ class Engine(ForwardingModule):
         self._masters = host.masters
         self._steps = host.steps
         self._runners: list[BatchRunner] = []
+        trained = [parameter for parameter in host.store.parameters if parameter.requires_grad]
+        host.ranks.share([*trained, *model.buffers()])
         # The finalizer only signals: it may run on any thread, also on one of those it would have
         # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
@@ -336,10 +340,29 @@ class Engine(ForwardingModule):
                 "step() needs a function to call, such as optimizer.step; it was given "
                 f"{type(step_fn).__name__}"
             )
+        if self._host.ranks.count > 1 and not is_async:
+            # What fails behind the caller's back is for him alone then, who may run it again.
+            self._steps.wait_idle()
+            self._steps.raise_late_error()
         self._steps.user_writes.follow()
         for runner in self._runners:
             runner.planner.note_step(is_async)
         return self._steps.step(step_fn, is_async, args, kwargs)
+
+    def add_gradients(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds to what the next step finds. Of a process group each rank adds its own, and all are
+        summed.
+
+        Args:
+            gradients: by the model's parameter, in its shape; not to be written from here on.
+        """
+        self._begin("add_gradients()")
+        self._steps.add_gradients(gradients)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this model together."""
+        return self._host.ranks
 
     def _begin(self, what: str) -> None:
         self._host.begin(what, self._structure)

@@ -41,6 +41,7 @@ from .optimizer_files import (
     describe,
     refuse_other_names,
     restore,
+    together,
 )
 
 _FORMAT = {"format": "roundpipe", "version": "1"}
@@ -57,7 +58,8 @@ def save_checkpoint(
 
     A synchronisation point: waits for everything, so every step called so far is in it. Gradients
     not yet stepped are not: save after ``step`` (and after ``scaler.update()``). Tensors are
-    written from where they are, without a copy.
+    written from where they are, without a copy. Of several processes all call this: the first one
+    gathers what the others have in its memory, and writes the file that a single one would.
 
     Args:
         path: the file; one of the same name is replaced at the end.
@@ -80,27 +82,37 @@ def save_checkpoint(
     tensors = {f"model/{name}": tensor for name, tensor in weights.items()} | fixed
     with OptimizerCtx():
         masters = dict(model.optim_named_parameters())
-        for name, master in masters.items():
-            if _holds_more(master, weights[name]):
-                tensors[f"master/{name}"] = master
+        own: dict[str, torch.Tensor] = {
+            f"master/{name}": master
+            for name, master in masters.items()
+            if _holds_more(master, weights[name])
+        }
         extra = {
             name: value
             for name, value in model.state_dict().items()
             if not isinstance(value, torch.Tensor)
         }
+        described = []
+        for each in as_sequence(optimizer):
+            of_one, state = describe(each, masters)
+            described.append(of_one)
+            own |= state
+        random_state = _random_state(model)
         rest: dict[str, Any] = {
             "model": extra,
-            "optimizers": [],
             "scaler": scaler.state_dict() if _is_on(scaler) else None,
+            "rng": random_state[1],
         }
-        for each in as_sequence(optimizer):
-            described, state = describe(each, masters)
-            rest["optimizers"].append(described)
-            tensors |= state
-        generators, rest["rng"] = _random_state(model)
-        tensors |= generators
-        tensors[_REST] = _packed(rest)
-        _replace(target, {key: _writable(tensor) for key, tensor in tensors.items()})
+        found = model.ranks.gathered(own, (described, random_state))
+        with model.ranks.agreeing(f"writing {target}"):
+            if found is None:
+                return
+            gathered, told = found
+            rest["optimizers"] = together([optimizers for optimizers, _ in told])
+            rest["rng_of_others"] = [of_rank for _, of_rank in told[1:]]
+            tensors |= gathered | random_state[0]
+            tensors[_REST] = _packed(rest)
+            _replace(target, {key: _writable(tensor) for key, tensor in tensors.items()})
 
 
 def load_checkpoint(
@@ -112,7 +124,7 @@ def load_checkpoint(
     """Restores what ``save_checkpoint`` wrote, for any number of devices, plan and ``pin_model``.
 
     A synchronisation point; drops accumulated gradients. Training goes on to the bit as after the
-    save.
+    save. Of several processes, also of another number of them, each calls this and takes its share.
 
     Args:
         path: the file.
@@ -162,11 +174,10 @@ def load_checkpoint(
                 restore(each, described, masters, file, by_name)
         if _is_on(scaler):
             scaler.load_state_dict(rest["scaler"])
-        _set_random_state(
-            model,
-            {key: file.get_tensor(key) for key in keys if key.startswith("rng/")},
-            rest["rng"],
-        )
+        generators = {key: file.get_tensor(key) for key in keys if key.startswith("rng/")}
+        random_states = [(generators, rest["rng"]), *rest.get("rng_of_others", ())]
+        if model.ranks.rank < len(random_states):  # else there were fewer then
+            _set_random_state(model, *random_states[model.ranks.rank])
 
 
 def _is_on(scaler: GradScaler | None) -> TypeGuard[GradScaler]:

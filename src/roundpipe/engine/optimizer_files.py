@@ -7,7 +7,7 @@ import torch
 
 from ..errors import ConfigError
 from ..memory.state_file import Memory
-from ..optim.state import KERNEL_CHOICES
+from ..optim.state import KERNEL_CHOICES, is_owned
 from ..params.window import Master
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -57,7 +57,7 @@ def describe(
             {**{key: value for key, value in group.items() if key != "params"}, "names": names}
         )
         for name in names:
-            state = optimizer.state.get(masters[name], {})
+            state = optimizer.state.get(masters[name], {}) if is_owned(masters[name]) else {}
             values[name] = {
                 key: value for key, value in state.items() if not isinstance(value, torch.Tensor)
             }
@@ -67,6 +67,20 @@ def describe(
                 if isinstance(v, torch.Tensor)
             }
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}, tensors
+
+
+def together(of_ranks: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What ``describe`` says of each optimizer, as one process alone would say it."""
+    return [
+        {
+            **parts[0],
+            "values": {
+                name: next((part["values"][name] for part in parts if part["values"][name]), {})
+                for name in parts[0]["values"]
+            },
+        }
+        for parts in zip(*of_ranks, strict=True)
+    ]
 
 
 def check_optimizers(
@@ -113,6 +127,8 @@ def restore(
             {key: value for key, value in saved.items() if key not in KERNEL_CHOICES | {"names"}}
         )
     for name, values in described["values"].items():
+        if not is_owned(masters[name]):
+            continue
         tensors = {key.rpartition("/")[2]: file.get_tensor(key) for key in keys.get(name, ())}
         old = optimizer.state.pop(masters[name], {})
         memory = getattr(masters[name], "memory", Master.memory)

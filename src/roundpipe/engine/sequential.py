@@ -60,7 +60,9 @@ class RoundPipe(Engine):
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
             number of GB; a virtual device has no more.
-        process_group: not supported; anything but None is refused.
+        process_group: a group of torch.distributed's, such as ``dist.group.WORLD``, whose processes
+            each make this engine and train together: gradients are summed over them before each
+            step, and each has a share of the optimizer's state; see `docs/scale-out.md`.
         optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie in a
             file instead of in memory, for as long as the engine is there; see `docs/optimizers.md`.
         compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, faster and less
@@ -102,7 +104,7 @@ class RoundPipe(Engine):
         cuda_graphs: bool | None = None,
     ) -> None:
         check_model(model)
-        settings = HostSettings.of(
+        settings = HostSettings(
             process_group=process_group,
             optim_dtype=optim_dtype,
             pin_model=pin_model,

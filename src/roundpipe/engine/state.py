@@ -23,6 +23,7 @@ from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
+from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
 from ..runtime.worker_pool import WorkerPool
@@ -58,6 +59,7 @@ class HostSettings:
     optimizer_state_dir: str | os.PathLike[str] | None = None
     compute_dtype: ComputeDtype | None = None
     cuda_graphs: bool | None = None
+    process_group: Any = None
 
     def __post_init__(self) -> None:
         for name, dtype in (("optim_dtype", self.optim_dtype), ("grad_dtype", self.grad_dtype)):
@@ -67,25 +69,16 @@ class HostSettings:
                 raise ConfigError(
                     f"{name} is {dtype!r}; give a floating-point dtype, such as torch.float32"
                 )
+        if self.process_group is not None and self.optimizer_state_dir is not None:
+            raise ConfigError(
+                f"process_group with optimizer_state_dir={str(self.optimizer_state_dir)!r}: state "
+                "that is shared out over ranks has to be in memory; leave one of them out"
+            )
         if self.compute_dtype not in (None, "fp8"):
             raise ConfigError(
                 f"compute_dtype is {self.compute_dtype!r}; use 'fp8', or leave it out to compute "
                 "in the weights' dtype, or in autocast's"
             )
-
-    @classmethod
-    def of(cls, *, process_group: Any = None, **settings: Any) -> "HostSettings":
-        """From the keyword arguments of `RoundPipe`.
-
-        Raises:
-            ConfigError: a process group, or a dtype that is none.
-        """
-        if process_group is not None:
-            raise ConfigError(
-                "process_group: training over several processes is not supported; leave it out and "
-                "give this one process all its devices (devices=None takes every visible one)"
-            )
-        return cls(**settings)
 
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
@@ -127,6 +120,8 @@ class Host:
         if prepare is not None and is_accelerated and not settings.compile:
             _log.warning("%s: %s", name, _FP8_IS_SLOW)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
+        self.ranks = ranks = Ranks(settings.process_group)
+        is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
         self.store = store = ParameterStore(layers, self.memory, on_host)
@@ -134,9 +129,10 @@ class Host:
         read_ahead = make_read_ahead(store, self.memory)
         self.buffers = buffers = GradientBuffers(self.memory, rules)
         self.device_states = DeviceStates(
-            store, devices[0] if len(devices) == 1 and state_file is None else None, self.memory
+            store, devices[0] if len(devices) == 1 and is_alone else None, self.memory
         )
-        self.masters = Masters(store, rules, state_file or Master.memory)
+        ranks.assign(store.parameters)
+        self.masters = Masters(store, rules, state_file or Master.memory, ranks)
         pages = None if state_file is None else StatePages(state_file)
         self._worker = Worker("roundpipe-optimizer", None if pages is None else pages.writer)
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
@@ -244,6 +240,7 @@ class Host:
                 self.worker_pool.close()
             finally:
                 self._worker.join()
+                self.ranks.close()
                 # Only now, because until then that thread may update what is there.
                 self.device_states.clear()
         finally:

@@ -98,7 +98,7 @@ def wrap_model_to_roundpipe(
             f"there is no preset for {type(model).__name__}; pass use_sequential_preset=None to "
             "wrap it part by part"
         )
-    settings = HostSettings.of(**roundpipe_kwargs)
+    settings = HostSettings(**roundpipe_kwargs)
     _check_modules(model, skip_modules, "skip_modules")
     if upper_threshold is None:
         upper_threshold = default_upper_threshold(model, len(settings.choose_devices()))

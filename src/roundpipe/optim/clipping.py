@@ -36,12 +36,16 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
         ...     optimizer.zero_grad()
         ...     return norm
     """
-    if context.current_step() is None:
+    step = context.current_step()
+    if step is None:
         raise ConfigError(
             "clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside"
         )
     masters = list(_masters_of(optimizer_or_model))
-    total = math.fsum(_squares(masters))
+    others = [master for master in masters if not isinstance(master, Master)]
+    own = math.fsum(_squares([master for master in masters if isinstance(master, Master)]))
+    # In each rank a part of the gradients.
+    total = step.ranks.combined([own], torch.add)[0] + math.fsum(_squares(others))
     norm = math.sqrt(total) if total >= 0 else total
     # As torch: 1e-6 keeps the factor finite, and it never exceeds 1. A norm that is not finite
     # stays visible.

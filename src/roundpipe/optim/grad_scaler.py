@@ -74,6 +74,7 @@ class GradScaler:
         # running.
         self._scale = torch.full((), init_scale, dtype=torch.float32, device="cpu")
         self._multiplied: torch.Tensor | None = None  # the scale of the newest losses
+        self._has_scaled = False  # since the last update
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device="cpu")
         self._current = Iteration()
         self._pending: Iteration | None = None  # the one before, its findings not yet taken up
@@ -97,6 +98,7 @@ class GradScaler:
             return outputs
         with self._lock:
             self._multiplied = scale = self._scale
+            self._has_scaled = True
         return _times(outputs, scale)
 
     # In step_fn, on the optimizer thread.
@@ -105,7 +107,9 @@ class GradScaler:
         """Notes the scale that belongs to a step. `RoundPipe.step` calls it, on the caller's thread
         and before the step is queued, with the ``step``, its ``handle`` and its ``is_async``."""
         with self._lock:
-            self._calls[step] = Called(self._current, self._multiplied)
+            # A rank may have no losses of its own between two updates.
+            own = self._multiplied if self._has_scaled or step.ranks.count == 1 else self._scale
+            self._calls[step] = Called(self._current, own)
             self._current.steps.append(handle)
             self._is_async = is_async
 
@@ -184,7 +188,7 @@ class GradScaler:
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
         for parameter in parameters:
-            if parameter.dtype is torch.float16:
+            if parameter.dtype is torch.float16 and getattr(parameter, "is_owned", True):
                 raise ConfigError(
                     f"the optimizer's copy of a parameter of shape {tuple(parameter.shape)} is "
                     "torch.float16, in which "
@@ -197,7 +201,11 @@ class GradScaler:
             for parameter, square in zip(parameters, squares, strict=True)
         ]
         checks = [found_inf for found_inf in found if found_inf is not None]
-        checked.found_inf = any(checks) if checks else None
+        found_here = -1.0 if not checks else float(any(checks))
+        step = context.current_step()
+        assert step is not None
+        (found_anywhere,) = step.ranks.combined([found_here], torch.maximum)
+        checked.found_inf = None if found_anywhere < 0 else bool(found_anywhere)
 
     # On the caller's thread.
 
@@ -248,7 +256,7 @@ class GradScaler:
                 self._growth_interval,
             )
         with self._lock:
-            self._scale, self._growth_tracker = scale, tracker
+            self._scale, self._growth_tracker, self._has_scaled = scale, tracker, False
             self._pending = self._current if waits_on else None
             self._current = Iteration()
 

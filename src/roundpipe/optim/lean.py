@@ -19,6 +19,7 @@ from ..memory.scratch import scratch
 from ..params.window import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, root_, round_to_bf16
 from .optimizers import AdamFamily, AdamRule, update_of, whole_update_of
+from .state import of_owned
 
 MomentFormat = torch.dtype | Literal["8bit"]
 
@@ -193,10 +194,10 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
     def _has_rules(self) -> bool:
         for group in self.param_groups:
             for master in group["params"]:
-                if not isinstance(master, Master) or master.dtype not in (
-                    torch.float32,
-                    torch.bfloat16,
-                ):
+                is_known = isinstance(master, Master) and (
+                    not master.is_owned or master.dtype in (torch.float32, torch.bfloat16)
+                )
+                if not is_known:
                     raise ConfigError(
                         f"LeanAdamW has a {type(master).__name__} in {master.dtype}; make it over "
                         "RoundPipe.optim_parameters() with optim_dtype torch.float32 or "
@@ -208,6 +209,7 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         """Loads a ``state_dict`` of its own to the bit, or one of ``torch.optim.AdamW`` rounded
         into this optimizer's formats."""
         formats = [group["moments"] for group in self.param_groups]
+        state_dict = of_owned(self, state_dict)
         # Without the state, because torch would cast codes to the master's dtype.
         super().load_state_dict({**state_dict, "state": {}})
         for group, own in zip(self.param_groups, formats, strict=True):

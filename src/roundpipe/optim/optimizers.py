@@ -68,7 +68,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             group["fused"]
             and not group.get("capturable")
             and all(issubclass(kind, Master) for kind in set(map(type, group["params"])))
-            and set(map(operator.attrgetter("dtype"), group["params"])) <= {torch.float32}
+            and {one.dtype for one in group["params"] if one.is_owned} <= {torch.float32}
             for group in self.param_groups
         )
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..params.ranks import Ranks
+from ..params.window import Master
 from ..step import context
 
 # In param groups, yet no state.
@@ -32,6 +34,7 @@ class SteadyState(torch.optim.Optimizer):
             raise ConfigError(
                 "the state dict has moments in 8 bits; load it into LeanAdamW(moments='8bit')"
             )
+        state_dict = of_owned(self, state_dict)
         own = [
             {key: group[key] for key in KERNEL_CHOICES if key in group}
             for group in self.param_groups
@@ -60,3 +63,42 @@ def has_complex(params: Any) -> bool:
     if isinstance(params, dict):
         return has_complex(params.get("params", ()))
     return isinstance(params, (list, tuple)) and any(map(has_complex, params))
+
+
+# Of several processes; see [Note: ranks].
+
+
+def of_owned(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The ``state_dict`` without the state of what other ranks own."""
+    saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    foreign = {key for key, one in zip(saved, held, strict=False) if not is_owned(one)}
+    state = {key: value for key, value in state_dict["state"].items() if key not in foreign}
+    return {**state_dict, "state": state}
+
+
+def gathered_state_dict(optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """The state dict as one process alone would have it, on the first rank; on the others their own
+    part. All ranks call it, with no step under way."""
+    own = of_owned(optimizer, optimizer.state_dict())
+    tensors, rest = dict[str, torch.Tensor](), dict[int, dict[str, Any]]()
+    for index, state in own["state"].items():
+        rest[index] = dict(state)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}/{name}"] = value
+                rest[index][name] = None  # which keeps the order
+    found = ranks.gathered(tensors, rest)
+    if found is None:
+        return own
+    tensors, rests = found
+    whole = {index: state for rest in rests for index, state in rest.items()}
+    for key, value in tensors.items():
+        index, name = key.split("/", 1)
+        whole[int(index)][name] = value
+    return {**own, "state": dict(sorted(whole.items()))}
+
+
+def is_owned(parameter: torch.Tensor) -> bool:
+    """Whether this rank has the state of the ``parameter``."""
+    return not isinstance(parameter, Master) or parameter.is_owned

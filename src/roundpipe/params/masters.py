@@ -9,6 +9,7 @@ from torch import nn
 
 from ..memory.state_file import Memory
 from .dtypes import GradientRules
+from .ranks import Ranks
 from .window import Master
 from .working import ParameterStore
 
@@ -21,11 +22,17 @@ class Masters:
 
     Args:
         memory: where they are made.
+        ranks: the processes of which each has the masters that it owns; see [Note: ranks].
     """
 
     def __init__(
-        self, store: ParameterStore, rules: GradientRules, memory: Memory = Master.memory
+        self,
+        store: ParameterStore,
+        rules: GradientRules,
+        memory: Memory = Master.memory,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self._store = store
         self._memory = memory
         self._rules = rules
@@ -38,8 +45,10 @@ class Masters:
         """The master of a trainable parameter, made from its working copy on first use."""
         master = self.by_parameter.get(id(parameter))
         if master is None:
-            dtype = self._rules.master(parameter)
+            is_owned = self.ranks.owns(parameter)
+            dtype = self._rules.master(parameter) if is_owned else parameter.dtype
             master = Master(self._memory.empty(parameter.shape, dtype).copy_(parameter.detach()))
+            master.is_owned, master.is_shared_out = is_owned, self.ranks.count > 1
             if self._memory is not Master.memory:
                 master.memory = self._memory
             self.by_parameter[id(parameter)] = master

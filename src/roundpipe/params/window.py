@@ -4,7 +4,7 @@ of it each master shows to ``step_fn``."""
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -79,29 +79,37 @@ class GradientWindow:
         found = ((id(parameter), master.left()) for parameter, master in masters.existing())
         self._left |= {key: gradient for key, gradient in found if gradient is not None}
 
+    def add(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Adds what came in another way than through calls."""
+        for parameter, gradient in gradients.items():
+            left = self._left.get(id(parameter))
+            self._left[id(parameter)] = gradient if left is None else left + gradient
+
     def show(self, masters: "Masters") -> None:
-        """Opens every master's gradient to the step that begins.
+        """Opens every master's gradient to the step that begins, that of all ranks together.
 
         Raises:
             ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has
                 no master yet.
         """
         handed_out = bool(masters.by_parameter)
+        ranks = masters.ranks
+        totals = None if ranks.count == 1 else ranks.summed(self, self._store, self._rules)
         for parameter in self._store.parameters:
             # Also where it has been frozen since, as an adapter is when another one is set.
-            offloaded = self.offloaded(parameter)
+            own = self.offloaded(parameter) if totals is None else totals.get(id(parameter))
             master = masters.by_parameter.get(id(parameter))
             if master is None:
-                if offloaded is None and not parameter.requires_grad:
+                if own is None and not parameter.requires_grad:
                     continue
-                if handed_out and offloaded is not None:
+                if handed_out and own is not None:
                     raise ConfigError(
                         f"parameter {self._store.name_of(parameter)!r} became trainable after the "
                         "optimizer was made "
                         "and would get no update; make the optimizer again over optim_parameters()"
                     )
                 master = masters.of(parameter)
-            master.open(offloaded)
+            master.open(own)
 
     def offloaded(self, parameter: nn.Parameter) -> Offloaded | None:
         """What the step before has left and the calls committed so far have made; None if nothing
@@ -209,10 +217,13 @@ class Master(nn.Parameter):
     when somebody else first reads it. Only the optimizer thread sees the gradient: a ``zero_grad``
     of the caller's must not reach into a step under way.
 
-    ``memory``: where it lies, and where its moments are to be made.
+    ``memory``: where it lies, and where its moments are to be made. ``is_owned``: False if another
+    rank has it; then this is its weight, and has no gradient ([Note: ranks]).
     """
 
     memory: Memory = huge_pages
+    is_owned: bool = True
+    is_shared_out: bool = False
 
     _offloaded: Offloaded | None = None
     _made: torch.Tensor | None = None
@@ -277,7 +288,13 @@ class Master(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         if self._is_elsewhere:
             return None
-        _refuse_torch_grad_scaler(sys._getframe(1).f_globals.get("__name__", ""))
+        reader: str = sys._getframe(1).f_globals.get("__name__", "")
+        _refuse_torch_grad_scaler(reader)
+        if self.is_shared_out and reader == "torch.nn.utils.clip_grad":
+            raise ConfigError(
+                "torch's clipping was used in step_fn, where this rank has only a part of the "
+                "gradients; use roundpipe.clip_grad_norm_, which measures those of all ranks"
+            )
         if self._offloaded is not None:
             # A copy, because step_fn may keep it while the offloaded memory already serves the next
             # call.
@@ -289,7 +306,7 @@ class Master(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if not self._is_elsewhere:
+        if not self._is_elsewhere and self.is_owned:
             self._offloaded, self._made, self.scale = None, gradient, 1.0
 
 

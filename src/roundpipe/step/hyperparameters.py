@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from ..errors import ConfigError
 from ..params.placement.newest import PendingUpdates
+from ..params.ranks import Ranks
 from ..params.window import Master
 from ..threads.weak_registry import WeakRegistry
 from . import context
@@ -91,9 +92,11 @@ class StepOptimizers:
     step begins.
 
     ``updates`` are those decided in it and not computed yet; set by the optimizer thread.
+    ``ranks``: those that step together.
     """
 
     updates: PendingUpdates
+    ranks: Ranks
 
     def __init__(
         self, learnt: LearntOptimizers, taken: dict[int, Taken], on_enter: Callable[[], None]

@@ -11,12 +11,13 @@ their own step; see [Note: newest values].
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
@@ -236,6 +237,7 @@ class StepThread:
         self.turns.tell_others()
         is_first = self._learnt.forget_gone()
         optimizers = StepOptimizers(self._learnt, self._learnt.snapshot(), handle._enter)
+        optimizers.ranks = self._masters.ranks
         context.tell_called(optimizers, handle, is_async)
         windows = window, self._window
         self._jobs.submit(
@@ -251,6 +253,10 @@ class StepThread:
             self._flushed = number
             handle.wait()
         return handle
+
+    def add_gradients(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        window = self._window
+        self._jobs.submit(lambda: window.add(gradients))
 
     def zero_grad(self) -> None:
         """Drops gradients not yet stepped, those still in flight included."""
@@ -310,22 +316,25 @@ class StepThread:
         began, result, error = time.perf_counter(), None, None
         window, following = windows
         updates = optimizers.updates = PendingUpdates()
+        ranks = self._masters.ranks
         try:
-            self._write_back.write_back_behind(number - 1)
-            if window.error is not None:
-                raise window.error
-            window.show(self._masters)
-            try:
-                with (
-                    _noted(f"step_fn of step {number}"),
-                    spans.span("step_fn", step=number),
-                    context.running_step(optimizers),
-                ):
-                    result = step_fn()
-                    optimizers.end(step_fn.func)
-            finally:
-                # Before an update gives the window's memory back.
-                following.begin_with_left(self._masters)
+            with ranks.agreeing(f"before step {number}"):
+                self._write_back.write_back_behind(number - 1)
+                if window.error is not None:
+                    raise window.error
+            with ranks.agreeing(f"in step {number}"):
+                window.show(self._masters)
+                try:
+                    with (
+                        _noted(f"step_fn of step {number}"),
+                        spans.span("step_fn", step=number),
+                        context.running_step(optimizers),
+                    ):
+                        result = step_fn()
+                        optimizers.end(step_fn.func)
+                finally:
+                    # Before an update gives the window's memory back.
+                    following.begin_with_left(self._masters)
             self._masters.mark_ahead()
             if is_async:
                 with _noted(f"the update of step {number}"):

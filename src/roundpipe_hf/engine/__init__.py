@@ -1,4 +1,4 @@
 """A Trainer's engine: made, called, stepped and refused as Trainer's arguments ask.
 
-Imports `arguments`, `compat`, `processes` and `errors`.
+Imports `arguments`, `compat` and `errors`.
 """

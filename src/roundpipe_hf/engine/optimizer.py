@@ -7,7 +7,8 @@ therefore a promise until somebody reads it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe import GradScaler, RoundPipe, StepHandle, clip_grad_norm_
+from roundpipe import GradScaler, OptimizerCtx, RoundPipe, StepHandle, clip_grad_norm_
 from roundpipe.errors import ConfigError
 from roundpipe.optim import SGD, Adam, AdamW
+from roundpipe.optim.state import gathered_state_dict, of_owned
 from roundpipe.step.context import introduce
-
-from ..processes import Processes
 
 # torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as
 # they offloaded.
@@ -51,7 +51,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     Args:
         scaler: what the losses were multiplied with, for fp16. Only for a synchronous optimizer.
-        processes: those that average their gradients before each update.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         *,
         is_async: bool,
         scaler: GradScaler | None = None,
-        processes: Processes | None = None,
     ) -> None:
         # No super().__init__(): everything it would set up is the inner optimizer's and read
         # through below.
@@ -74,8 +72,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.has_begun = False
         self._owner = owner
         self._scaler = scaler
-        self._processes = processes
         self._last: StepHandle | None = None
+        self._gathered: dict[str, Any] | None = None
         # Listed once, because that walks through all modules of the model. They are the same for as
         # long as the engine is.
         self._masters = list(engine.optim_parameters())
@@ -109,23 +107,23 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self.has_begun = False
         # Read here, because the caller goes on to `zero_grad` while the update runs.
         elsewhere = [p.grad for p in self._weights if p.grad is not None]
-        named = self.engine.model.named_parameters() if penalties else ()
-        more = {name: penalties[weight] for name, weight in named if weight in penalties}
-        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere, more)
+        weights = self._weights if penalties else ()
+        more = {weight: penalties[weight] for weight in weights if weight in penalties}
+        if more:
+            self.engine.add_gradients(more)
+        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
 
     def _update(
         self,
         max_grad_norm: float,
         elsewhere: Sequence[torch.Tensor],
-        penalties: Mapping[str, torch.Tensor],
     ) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
         model's own gradients."""
         self.has_begun = True
-        if penalties:
-            _add(penalties, dict(self.engine.optim_named_parameters()))
-        if self._processes is not None:
-            self._processes.average_gradients(self._masters)
+        for master in self._masters:
+            # The engine sums over processes, and Trainer means the mean over them.
+            master.scale /= self.engine.ranks.count  # type: ignore[attr-defined]  # a `Master`
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
@@ -159,14 +157,26 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self._last is not None:
             self._last.wait()
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, ``state_dict`` is that of all processes on the first one. They enter it
+        together."""
+        with OptimizerCtx():
+            if self.engine.ranks.count > 1:
+                self._gathered = gathered_state_dict(self.inner, self.engine.ranks)
+        try:
+            yield
+        finally:
+            self._gathered = None
+
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, so that a plain Trainer can load it."""
         self.wait()
-        return self.inner.state_dict()
+        return self.inner.state_dict() if self._gathered is None else self._gathered
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.wait()
-        self.inner.load_state_dict(state_dict)
+        self.inner.load_state_dict(of_owned(self.inner, state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.wait()
@@ -187,15 +197,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"PipelineOptimizer({self.inner!r})"
-
-
-def _add(penalties: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
-    for name, gradient in penalties.items():
-        master = masters[name]
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype, copy=True)
-        else:
-            master.grad.add_(gradient)
 
 
 class PendingNorm:

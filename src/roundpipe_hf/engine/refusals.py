@@ -122,12 +122,10 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "parallelism_config (tensor, context, ... parallel): devices are used stage by stage; "
             "leave it out"
         )
-    if args.world_size > 1 and args.fp16:
+    if args.world_size > 1 and args.save_on_each_node:
         yield (
-            f"fp16 in {args.world_size} processes: each would skip steps by itself; use bf16=True, "
-            "load the model in "
-            "bfloat16, or start the script with plain python, which drives all devices from one "
-            "process"
+            "save_on_each_node: the first process gathers the state of the optimizer and writes "
+            "it; leave it out"
         )
     if args.fp16 and pipeline_of(args).async_optimizer:
         yield (

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import TrainingArguments
 
@@ -164,6 +165,14 @@ class EngineSlot:
             self.current.synchronize()
             self.reload(model)
 
+    def share(self, model: nn.Module) -> None:
+        """Trainable weights and buffers of all processes become those of the first. Frozen weights
+        are left in their files."""
+        if self.current is not None and self.current.ranks.count > 1 and self._fits(model):
+            trained = [one for one in model.parameters() if one.requires_grad]
+            self.current.ranks.share([*trained, *model.buffers()])
+            self.reload(model)
+
     def rest(self) -> None:
         """No run is going on: what is dropped now, the trainer itself for example, can be
         collected."""
@@ -228,6 +237,7 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
         compute_dtype=pipeline.compute_dtype,
         cuda_graphs=pipeline.cuda_graphs,
         compile=args.torch_compile,
+        process_group=dist.group.WORLD if args.world_size > 1 else None,
         model_run_config=run_config,
         name=type(model).__name__,
     )

@@ -66,11 +66,9 @@ def show_gradients(trainer: Any, penalties: Mapping[torch.Tensor, torch.Tensor])
     trainer.synchronize()
     for parameter, gradient in penalties.items():
         parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
-    parameters = [
-        parameter for parameter in trainer.model.parameters() if parameter.grad is not None
-    ]
-    if trainer.processes is not None:
-        trainer.processes.average_gradients(parameters)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    trainer.average_over_processes(trained)
+    parameters = [parameter for parameter in trained if parameter.grad is not None]
     if trainer.scaler is not None:
         for parameter in parameters:
             parameter.grad.div_(trainer.scaler.get_scale())

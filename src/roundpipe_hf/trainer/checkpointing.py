@@ -68,14 +68,16 @@ def _put_on_disk(folder: Path) -> None:
             os.fsync(opened.fileno())
 
 
-def save_masters(engine: RoundPipe, folder: str | Path) -> None:
-    """Writes the masters that are finer than the weights.
+def save_masters(engine: RoundPipe, folder: str | Path, *, is_owner: bool = True) -> None:
+    """Writes the masters that are finer than the weights, if this process ``is_owner`` of the
+    files; the others send it theirs.
 
     The engine must be flushed. `torch.save` streams tensor after tensor, so no second copy is made
-    in memory.
+    in memory, but of what other processes have.
     """
-    masters = {name: master.detach() for name, master in _finer_masters(engine).items()}
-    if masters:
+    own = {name: master.detach() for name, master in _finer_masters(engine).items()}
+    masters, _ = engine.ranks.gathered(own, None) or ({}, None)
+    if masters and is_owner:
         torch.save(masters, Path(folder) / MASTERS_NAME)
 
 

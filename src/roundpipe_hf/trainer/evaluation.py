@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,6 @@ from ..engine.slot import EngineSlot, runs_by_preset
 from ..generation import route_generation
 from ..loss.model_call import EngineStandIn, ModelAnswer, ModelStandIn
 from ..loss.round import rows_of
-from ..processes import Processes
 from .window import AccumulationWindow
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class EvaluationMixin(_Base):
     _slot: EngineSlot
     _window: AccumulationWindow
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
-    processes: Processes | None = None
     is_in_loop: bool  # while `train()` runs
 
     def _engine(self, *, trains: bool = True) -> RoundPipe:
@@ -166,7 +165,7 @@ class EvaluationMixin(_Base):
     ) -> Any:
         """Predicts one batch. Where only the loss is wanted it is computed where the outputs are;
         else outputs come to the host."""
-        if self.processes is None:
+        if self.args.world_size == 1:
             note_rows(self, inputs)
         if prediction_loss_only and model is self._slot.current and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
@@ -179,10 +178,15 @@ class EvaluationMixin(_Base):
         )
         return self._to_gather(found)
 
+    def average_over_processes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Makes each ``.grad`` of ``parameters`` the mean over processes. All call it."""
+        if self.args.world_size > 1:
+            self._engine().ranks.average(parameters)
+
     def _to_gather(self, found: Any) -> Any:
         """Where several processes can gather them: their backend may only know tensors of its
         device."""
-        if self.processes is None:
+        if self.args.world_size == 1:
             return found
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.args.device), found)
 

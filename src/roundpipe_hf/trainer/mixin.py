@@ -24,7 +24,6 @@ from ..engine.refusals import refuse_arguments, refuse_model, refuse_optimizer
 from ..engine.slot import EngineSlot, stop_checkpointing
 from ..loading import model_for_trainer
 from ..loss.round import StashedBatch
-from ..processes import Processes
 from ..quantization.modules import adopt_bitsandbytes
 from .evaluation import on_host
 from .figures import StepFigures
@@ -75,7 +74,11 @@ class RoundPipeTrainerMixin(SavingMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuses what cannot be honoured, then does what Trainer does. It is the first thing that
-        every Trainer's constructor calls."""
+        every Trainer's constructor calls.
+
+        Raises:
+            ConfigError: what is not supported, by name.
+        """
         refuse_arguments(self.args)
         if self.model is not None:
             adopt_bitsandbytes(self.model)
@@ -89,8 +92,13 @@ class RoundPipeTrainerMixin(SavingMixin):
             )
         self.scaler = GradScaler() if self.args.fp16 else None
         super().create_accelerator_and_postprocess()
-        if self.args.world_size > 1 and self.processes is None:
-            self.processes = Processes()
+        given = self._slot.current
+        if given is not None and given.ranks.count != self.args.world_size:
+            raise ConfigError(
+                f"the model came in an engine of {given.ranks.count} processes, and the trainer "
+                f"runs in {self.args.world_size}; give the engine "
+                "process_group=torch.distributed.group.WORLD"
+            )
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Accelerate shall move, cast and compile nothing: batches stay in host memory until a
@@ -166,7 +174,6 @@ class RoundPipeTrainerMixin(SavingMixin):
             self._window,
             is_async=is_async,
             scaler=self.scaler,
-            processes=self.processes,
         )
 
     def _make_inner_optimizer(self, engine: RoundPipe) -> torch.optim.Optimizer:
@@ -216,9 +223,8 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         self._window.forget()
         self._slot.begin(self.model)
-        if self.processes is not None:
-            self.processes.share(self.model)
-            self._slot.reload(self.model)
+        if self._slot.current is not None:  # else they are shared when it is made
+            self._slot.share(self.model)
         self.is_in_loop = True
         try:
             with self._figures.of_run():

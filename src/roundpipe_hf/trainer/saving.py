@@ -18,6 +18,7 @@ from ..compat import (
     TRAINER_STATE_NAME,
     rotate_checkpoints,
 )
+from ..engine.optimizer import unwrapped
 from .checkpointing import (
     RNG_NAME,
     load_device_rng,
@@ -81,12 +82,13 @@ class SavingMixin(EvaluationMixin):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            save_masters(self._engine(), output_dir)
+        optimizer = unwrapped(self.optimizer)
+        with optimizer.gathered():
+            super()._save_optimizer_and_scheduler(output_dir)
+        save_masters(self._engine(), output_dir, is_owner=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.processes is None or checkpoint is None:
+        if self.args.world_size == 1 or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif all(
             os.path.isfile(os.path.join(checkpoint, name))

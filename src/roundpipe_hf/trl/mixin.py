@@ -51,7 +51,7 @@ class TRLMixin(RoundPipeTrainerMixin):
             model = load_by_name(model, args, kwargs)
         with references_on_host(args):
             super().__init__(model, *others, **kwargs)
-        if self.processes is not None:
+        if self.args.world_size > 1:
             raise ConfigError(
                 f"{type(self).__name__} does not support several processes: start the script with "
                 "plain python, which drives all devices"

@@ -7,7 +7,7 @@ What its model calls are answered with: see [Note: fused head] in heads.py.
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,8 @@ from torch import nn
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from roundpipe.errors import ConfigError
 from roundpipe.presets.preset import has_own_preset
+from roundpipe.threads.worker import in_worker
 
 from ..arguments import PipelineArguments
 from ..compat import base_model
@@ -75,13 +75,12 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
             args.model_init_kwargs = given
         self._tally = Tally()
         self._stashed_tokens = 0
-        if self.processes is not None:
-            raise ConfigError(
-                "RoundPipeSFTTrainer does not support several processes: TRL's loss gathers its "
-                "metrics from all of "
-                "them at every microbatch; start the script with plain python, which drives all "
-                "devices"
-            )
+        gather = self.accelerator.gather_for_metrics
+        # TRL's loss gathers its metrics at every microbatch, of which processes may have different
+        # numbers; those of a batch are summed afterwards.
+        self.accelerator.gather_for_metrics = lambda value, *args, **kwargs: (
+            value if in_worker() else gather(value, *args, **kwargs)
+        )
         refuse_data_and_model(self, takes_images=True)
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
@@ -132,7 +131,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def _run_window(self) -> list[torch.Tensor]:
-        total = self._total_train_tokens + self._stashed_tokens
+        stashed = torch.tensor([float(self._stashed_tokens)], dtype=torch.float64)
+        total = self._total_train_tokens + int(self._summed(stashed))
         self._stashed_tokens = 0
         with self._one_value_per_batch("train"):
             losses = super()._run_window()
@@ -153,9 +153,16 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         before = notes_of(self)
         self._tally.clear()
         yield
-        values = self._tally.values()
+        values = self._tally.values(self._summed)
         if values:
             note(self, before, mode, values)
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all processes."""
+        if self.args.world_size == 1:
+            return values
+        summed: torch.Tensor = self.accelerator.reduce(values.to(self.args.device), "sum")
+        return summed.cpu()
 
 
 class Tally:
@@ -176,13 +183,15 @@ class Tally:
         with self._lock:
             self._sums[batch].append(added)
 
-    def values(self) -> dict[str, list[float]]:
-        """TRL's metrics, one value per batch; none if no microbatch was counted."""
+    def values(
+        self, over_processes: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, list[float]]:
+        """TRL's metrics, one value per batch; none if no microbatch was counted. ``over_processes``
+        sums."""
         entropies, accuracies = [], []
         for batch in sorted(self._sums):
-            valid, entropy, correct = (
-                torch.stack([sums.cpu().double() for sums in self._sums[batch]]).sum(0).tolist()
-            )
+            own = torch.stack([sums.cpu().double() for sums in self._sums[batch]]).sum(0)
+            valid, entropy, correct = over_processes(own).tolist()
             entropies.append(entropy / valid if valid else 0.0)
             accuracies.append(correct / valid if valid else 0.0)
         return {"entropy": entropies, "mean_token_accuracy": accuracies} if entropies else {}

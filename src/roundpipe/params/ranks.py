@@ -1,0 +1,350 @@
+"""The processes that train one model together: what they sum, share out and have to agree on.
+
+[Note: ranks] Each rank runs its own part of the batch. One rank *owns* a parameter: it gets the sum
+of all ranks' gradients, has the master and the moments, and sends the new weight to the others,
+whose master holds that weight, in the weight's dtype. All of it is said between two ranks at a
+time, so that an error says which one was lost. docs/internals/several-processes.md has the order.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError, RankError
+from .dtypes import GradientRules
+from .window import GradientWindow, Master, Offloaded
+from .working import ParameterStore
+
+_TEXT_BYTES = 400
+_ALIGNMENT = 16  # elements
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Ranks:
+    """Its methods are called by all ranks in the same order: by the optimizer thread while that has
+    jobs, else by the caller. A process that trains alone is the only rank.
+
+    Args:
+        process_group: whose ranks they are; each of them makes one of these at the same time.
+
+    Raises:
+        ConfigError: it is no process group, or this process is not in it.
+    """
+
+    def __init__(self, process_group: Any = None) -> None:
+        self.rank, self.count = 0, 1
+        self._owners: dict[int, int] = {}  # by the parameter's id
+        self._lost: RankError | None = None
+        self._group: Any = None
+        self._is_summing = False
+        if process_group is None:
+            return
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group is {process_group!r}; give a torch.distributed group that this "
+                "process is in, such as torch.distributed.group.WORLD after init_process_group()"
+            )
+        self._members = dist.get_process_group_ranks(process_group)
+        self.rank, self.count = dist.get_rank(process_group), len(self._members)
+        if self.count > 1:
+            # Of its own, because the caller's thread may talk in the other meanwhile.
+            self._is_of_all = self.count == dist.get_world_size()
+            self._group = dist.new_group(
+                self._members,
+                timeout=_timeout_of(process_group),
+                backend="gloo",
+                use_local_synchronization=not self._is_of_all,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Ranks: {self.rank} of {self.count}>"
+
+    # Who has what.
+
+    def assign(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gives each parameter an owner: in order, to the rank that has the fewest bytes so far.
+        Frozen ones count apart, because they may train one day."""
+        for trains in (True, False):
+            loads = [0] * self.count
+            for parameter in parameters:
+                if parameter.requires_grad == trains:
+                    owner = loads.index(min(loads))
+                    self._owners[id(parameter)] = owner
+                    loads[owner] += parameter.nbytes
+
+    def owner_of(self, parameter: nn.Parameter) -> int:
+        return self._owners.get(id(parameter), 0)
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank has the parameter's master and moments."""
+        return self.count == 1 or self.owner_of(parameter) == self.rank
+
+    # Agreeing.
+
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[None]:
+        """What is raised inside by one rank is raised by all, by the others as a RankError that
+        names it. From then on there is no agreeing any more."""
+        if self.count == 1:
+            yield
+            return
+        self._refuse_lost()
+        # As long as what `combined` says in step_fn, which others may be in.
+        nothing = torch.zeros(1, dtype=torch.float64)
+        try:
+            yield
+        except RankError:
+            raise
+        except BaseException as error:
+            if not self._is_summing:  # else none would listen: they learn of it when this one ends
+                with suppress(RankError):
+                    said = f"rank {self.rank} raised {type(error).__name__} {what}: {error}"
+                    self._talk(nothing, torch.maximum, said)
+            raise
+        self._talk(nothing, torch.maximum)
+
+    def combined(self, values: Sequence[float], combine: Combine) -> list[float]:
+        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all."""
+        if self.count == 1:
+            return list(values)
+        self._refuse_lost()
+        return list(map(float, self._talk(torch.tensor(values, dtype=torch.float64), combine)))
+
+    def _talk(self, values: torch.Tensor, combine: Combine, failure: str = "") -> torch.Tensor:
+        """The first rank hears all others and answers them all. The first failure is told, too."""
+        message = torch.cat((_coded(failure), values.view(torch.uint8)))
+        if self.rank != 0:
+            answer = torch.empty_like(message)
+            self._exchange({0: message}, {0: answer})
+        else:
+            heard = {peer: torch.empty_like(message) for peer in self._others()}
+            failures, result = [failure], values
+            for peer, from_peer in list(heard.items()):
+                try:
+                    self._swap({}, {peer: from_peer})
+                except RankError as error:
+                    failures.append(str(error))
+                    del heard[peer]
+                else:
+                    failures.append(_decoded(from_peer[:_TEXT_BYTES]))
+                    result = combine(result, from_peer[_TEXT_BYTES:].clone().view(values.dtype))
+            first = next(filter(None, failures), "")
+            answer = torch.cat((_coded(first), result.view(torch.uint8)))
+            self._exchange(dict.fromkeys(heard, answer), {})
+        said = _decoded(answer[:_TEXT_BYTES])
+        if said:
+            raise self._note_lost(said)
+        return answer[_TEXT_BYTES:].clone().view(values.dtype)
+
+    # Gradients and weights.
+
+    def summed(
+        self, window: GradientWindow, store: ParameterStore, rules: GradientRules
+    ) -> dict[int, Offloaded]:
+        """The sums over all ranks of the gradients of what this rank owns, by the parameter's id.
+        One that only some have counts as zero in the others. Gives the window's memory back.
+
+        Deep layers first, and a weight with the deepest that uses it, because what shallower ones
+        have made of its gradient is still there then.
+        """
+        own = {id(parameter): window.offloaded(parameter) for parameter in store.parameters}
+        are_there = self.combined([float(one is not None) for one in own.values()], torch.maximum)
+        wanted = {key for key, is_there in zip(own, are_there, strict=True) if is_there}
+        totals: dict[int, Offloaded] = {}
+        self._is_summing = True
+        for layer in reversed(store.layers):
+            dtypes = {
+                use.parameter: torch.promote_types(
+                    rules.dtypes(use.parameter).summed, torch.float32
+                )
+                for use in layer.uses
+                if id(use.parameter) in wanted and store.uses[id(use.parameter)][-1] == use
+            }
+            for flats in self._flats(dtypes):
+                for flat in flats:
+                    for parameter, part in flat.parts:
+                        offloaded = own[id(parameter)]
+                        if offloaded is not None:
+                            part.copy_(offloaded.total())
+                mine = flats[self.rank]
+                heard = {peer: torch.empty_like(mine.tensor) for peer in self._others()}
+                self._exchange({peer: flats[peer].tensor for peer in self._others()}, heard)
+                for one in heard.values():
+                    mine.tensor.add_(one)
+                totals |= {id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts}
+            window.release_layers([layer])
+        self._is_summing = False
+        return totals
+
+    @torch.no_grad()
+    def spread(self, masters: Iterable[tuple[nn.Parameter, Master]]) -> None:
+        """Owners send their new weights to the others' masters, rounded to the weights' dtype."""
+        by_parameter = dict(masters)
+        for flats in self._flats({parameter: parameter.dtype for parameter in by_parameter}):
+            mine = flats[self.rank]
+            for parameter, part in mine.parts:
+                part.copy_(by_parameter[parameter].data)
+            self._exchange(
+                dict.fromkeys(self._others(), mine.tensor),
+                {peer: flats[peer].tensor for peer in self._others()},
+            )
+            for peer in self._others():
+                for parameter, part in flats[peer].parts:
+                    by_parameter[parameter].data.copy_(part)
+
+    @torch.no_grad()
+    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Makes them those of the first rank. What is equal already is not written."""
+        if self.count == 1:
+            return
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            if self.rank == 0:
+                self._exchange(dict.fromkeys(self._others(), sent), {})
+                continue
+            first = torch.empty_like(sent)
+            self._exchange({}, {0: first})
+            if not torch.equal(first, sent):
+                tensor.copy_(first)
+
+    def average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Each ``.grad`` becomes the mean over ranks, where one that is not there is zero."""
+        own = list(parameters)
+        are_there = self.combined([float(one.grad is not None) for one in own], torch.maximum)
+        for parameter in (one for one, is_there in zip(own, are_there, strict=True) if is_there):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
+            dist.all_reduce(total, group=self._group)
+            parameter.grad.copy_(total.div_(self.count))
+
+    def gathered(
+        self, tensors: Mapping[str, torch.Tensor], extra: Any
+    ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:
+        """The ``tensors`` of all ranks, which have names of their own, and each one's ``extra``, on
+        the first rank; None on the others."""
+        if self.count == 1:
+            return dict(tensors), [extra]
+        self._refuse_lost()
+        told: list[Any] = [None] * self.count
+        own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        said = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()], extra
+        to_first = told if self.rank == 0 else None
+        dist.gather_object(said, to_first, dst=self._members[0], group=self._group)
+        if self.rank != 0:
+            for tensor in own.values():
+                self._exchange({0: tensor}, {})
+            return None
+        for peer in self._others():
+            for name, dtype, shape in told[peer][0]:
+                own[name] = torch.empty(shape, dtype=dtype)
+                self._exchange({}, {peer: own[name]})
+        return own, [extra for _, extra in told]
+
+    def close(self) -> None:
+        """The others are told at once if they wait for this rank."""
+        # torch would give the next one of the same few ranks the name of one that is gone, under
+        # which they would find the old addresses.
+        if self._group is not None and self._is_of_all and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    # Between two.
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.count) if peer != self.rank]
+
+    def _flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[_Flat]"]:
+        """For each dtype one for each rank, with what that owns."""
+        by_dtype: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(
+            lambda: [[] for _ in range(self.count)]
+        )
+        for parameter, dtype in dtypes.items():
+            by_dtype[dtype][self.owner_of(parameter)].append(parameter)
+        for dtype, owned in by_dtype.items():
+            yield [_Flat.of(parameters, dtype) for parameters in owned]
+
+    def _exchange(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Returns when all is sent and there. Empty tensors are not sent."""
+        self._refuse_lost()
+        try:
+            self._swap(outgoing, incoming)
+        except RankError as error:
+            raise self._note_lost(str(error)) from error
+
+    def _swap(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+    ) -> None:
+        peer, under_way = -1, []
+        try:
+            for talk, tensors in ((dist.irecv, incoming), (dist.isend, outgoing)):
+                for peer, tensor in tensors.items():
+                    if tensor.numel():
+                        work: Any = talk(tensor, self._members[peer], self._group)
+                        under_way.append((peer, work, tensor))
+            for other, work, _ in under_way:
+                peer = other
+                work.wait()
+        except RuntimeError as error:
+            raise RankError(
+                f"rank {self.rank} of {self.count} lost rank {peer}, which has ended, or has lost "
+                f"another one itself, or did not answer in time ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise RankError(
+                f"{self._lost}. Since then the ranks cannot go on together: start all processes "
+                "again from the last checkpoint"
+            )
+
+    def _note_lost(self, why: str) -> RankError:
+        self._lost = RankError(why)
+        return RankError(why)
+
+
+class _Flat(NamedTuple):
+    """What goes from one rank to another at once, and the places of parameters in it."""
+
+    tensor: torch.Tensor
+    parts: list[tuple[nn.Parameter, torch.Tensor]]
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> "_Flat":
+        ends = [0]
+        for parameter in parameters:
+            ends.append(ends[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
+        tensor = torch.zeros(ends[-1], dtype=dtype)
+        parts = [
+            (parameter, tensor[begin : begin + parameter.numel()].view(parameter.shape))
+            for parameter, begin in zip(parameters, ends[:-1], strict=True)
+        ]
+        return cls(tensor, parts)
+
+
+def _coded(text: str) -> torch.Tensor:
+    return torch.tensor(
+        list(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+def _decoded(head: torch.Tensor) -> str:
+    return bytes(head.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _timeout_of(process_group: Any) -> timedelta | None:
+    """That of its backend for host memory, or for the devices; None for gloo's own."""
+    for device in ("cpu", "cuda"):
+        with suppress(RuntimeError):
+            backend: Any = process_group._get_backend(torch.device(device))
+            timeout: timedelta = backend.options._timeout
+            return timeout
+    return None
