@@ -15,6 +15,7 @@ from roundpipe.forecast.estimate import PROCESS_BYTES
 
 CARDS = ("12GB", "24GB", "80GB")
 SEQ, ROWS = 2048, 8
+NF4 = {"quantization": "nf4"}
 
 
 class Row(NamedTuple):
@@ -33,7 +34,9 @@ ROWS_OF_TABLE = [
     Row("llama-3-8b", "Llama-3-8B", "LoRA, rank 32", {"lora": 32, "quantization": "none"}),
     Row("llama-3-8b", "Llama-3-8B", "LoRA over NF4, rank 32", {"lora": 32, "quantization": "nf4"}),
     Row("qwen3-32b", "Qwen3-32B", "LoRA over NF4, rank 32", {"lora": 32, "quantization": "nf4"}),
-    Row("llama-3-70b", "Llama-3-70B", "LoRA over NF4, rank 16", {"lora": 16, "quantization": "nf4"}),
+    Row(
+        "llama-3-70b", "Llama-3-70B", "LoRA over NF4, rank 16", {"lora": 16, "quantization": "nf4"}
+    ),
 ]
 
 
