@@ -146,7 +146,11 @@ class _File:
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             with tqdm(
-                total=self.num_bytes, desc=f"Writing {self._dtype}", unit="B", unit_scale=True
+                total=self.num_bytes,
+                desc=f"Writing {self._dtype}",
+                unit="B",
+                unit_scale=True,
+                disable=None,
             ) as bar:
                 for key, weight in self._weights.values():
                     _write(writer, self._content(key, weight))

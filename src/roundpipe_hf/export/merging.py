@@ -68,7 +68,11 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
         folder.check_room(sum(needed.values()))
         folder.begin()
         with tqdm(
-            total=sum(merge.sizes.values()), desc="Merging", unit="B", unit_scale=True
+            total=sum(merge.sizes.values()),
+            desc="Merging",
+            unit="B",
+            unit_scale=True,
+            disable=None,
         ) as bar:
             for file, size in merge.sizes.items():
                 if file in needed:

@@ -62,7 +62,9 @@ def stack_experts(base: str | Path, out: str | Path) -> None:
         missing = {name for name in files if not folder.has(name)}
         folder.check_room(sum(sizes[name] for name in missing))
         folder.begin()
-        with tqdm(total=sum(sizes.values()), desc="Stacking", unit="B", unit_scale=True) as bar:
+        with tqdm(
+            total=sum(sizes.values()), desc="Stacking", unit="B", unit_scale=True, disable=None
+        ) as bar:
             for name, held in files.items():
                 if name in missing:
                     folder.save(name, partial(_write, held, identity))

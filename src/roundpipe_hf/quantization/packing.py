@@ -80,7 +80,7 @@ def _quantize(
     folder.check_room(_num_bytes(folder, files, quantization, is_quantized))
     folder.begin()
     index: dict[str, str] = {}
-    for file in tqdm(files, desc=f"Quantizing to {quantization}", unit="file"):
+    for file in tqdm(files, desc=f"Quantizing to {quantization}", unit="file", disable=None):
         target = folder.path / file.name
         if not target.exists():
             tensors = dict(_quantized(file, quantization, is_quantized))
