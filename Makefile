@@ -5,7 +5,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 DOCS := $(VENV)/.installed-docs
-PACKAGE := $(VENV)/.installed-package
+# An environment of its own, because a wheel is made without torch and all that tests need.
+PACKAGE := $(VENV)/only-package
 PYTEST := $(RUN) -m pytest
 # In a folder of its own, because every process that imports PEFT imports what it finds of it.
 BITSANDBYTES := $(VENV)/only-bitsandbytes
@@ -50,7 +51,7 @@ docs: $(DOCS)
 	$(RUN) -m mkdocs build --strict --quiet
 
 wheel: $(PACKAGE)
-	$(RUN) tools/package.py
+	$(PACKAGE)/bin/python tools/package.py
 
 shape: $(INSTALLED)
 	$(RUN) tools/shape.py
@@ -63,8 +64,13 @@ $(BITSANDBYTES): $(INSTALLED)
 	$(RUN) -m pip install --quiet --no-deps -c constraints.txt --target $@ bitsandbytes
 	@touch $@
 
-$(DOCS) $(PACKAGE): $(VENV)/.installed-%: $(INSTALLED)
-	$(RUN) -m pip install --quiet -c constraints.txt -e '.[$*]'
+$(DOCS): $(INSTALLED)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(PACKAGE): constraints.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet -c constraints.txt build ziglang
 	@touch $@
 
 clean:

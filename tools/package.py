@@ -1,12 +1,13 @@
 """Builds the wheel and the sdist, with update kernels for machines that have no compiler.
 
-python tools/package.py   # writes dist/ (extra `package`)
+make wheel   # writes dist/
 
 `zig cc` compiles for both processors on either, against a C library old enough for any Linux of the
 last ten years. The sources are compiled as on first use, but for no processor in particular: any
 aarch64, and x86-64 of the third level. So one wheel serves all machines.
 """
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -14,20 +15,28 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from roundpipe.kernels import native
-
 ROOT = Path(__file__).parents[1]
 KERNELS, DIST = ROOT / "src/roundpipe/kernels", ROOT / "dist"
 PROCESSORS = {"x86_64": ["-mcpu=x86_64_v3"], "aarch64": []}
 
 
+def flags() -> list[str]:
+    """Those that it is compiled with on first use but for the processor, of a module that runs
+    without the package, and so without torch."""
+    spec = importlib.util.spec_from_file_location("native", KERNELS / "native.py")
+    assert spec is not None
+    assert spec.loader is not None
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    return [flag for flag in native._FLAGS if not flag.startswith("-march")]
+
+
 def compile_for(machine: str) -> Path:
     target = KERNELS / f"update-{machine}.so"
-    flags = [flag for flag in native._FLAGS if not flag.startswith("-march")]
     subprocess.run(
         [
             *(sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.2.17"),
-            *(*flags, *PROCESSORS[machine], "-pthread", "-s"),
+            *(*flags(), *PROCESSORS[machine], "-pthread", "-s"),
             *(str(KERNELS / "update.c"), "-o", str(target), "-lm"),
         ],
         check=True,

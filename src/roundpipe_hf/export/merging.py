@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
+from roundpipe.system.progress import progress
 
 from ..compat import model_class_of
 from ..files import Checkpoint
@@ -67,12 +67,8 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
         needed = {file: size for file, size in merge.sizes.items() if not folder.has(file)}
         folder.check_room(sum(needed.values()))
         folder.begin()
-        with tqdm(
-            total=sum(merge.sizes.values()),
-            desc="Merging",
-            unit="B",
-            unit_scale=True,
-            disable=None,
+        with progress(
+            total=sum(merge.sizes.values()), desc="Merging", unit="B", unit_scale=True
         ) as bar:
             for file, size in merge.sizes.items():
                 if file in needed:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from roundpipe.errors import ConfigError
+from roundpipe.system.progress import progress
 
 from ..compat import model_class_of
 from ..files import Checkpoint
@@ -62,9 +62,7 @@ def stack_experts(base: str | Path, out: str | Path) -> None:
         missing = {name for name in files if not folder.has(name)}
         folder.check_room(sum(sizes[name] for name in missing))
         folder.begin()
-        with tqdm(
-            total=sum(sizes.values()), desc="Stacking", unit="B", unit_scale=True, disable=None
-        ) as bar:
+        with progress(total=sum(sizes.values()), desc="Stacking", unit="B", unit_scale=True) as bar:
             for name, held in files.items():
                 if name in missing:
                     folder.save(name, partial(_write, held, identity))
