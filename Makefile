@@ -48,7 +48,7 @@ lint: $(INSTALLED)
 	$(RUN) -m mypy
 
 docs: $(DOCS)
-	$(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
 
 wheel: $(PACKAGE)
 	$(PACKAGE)/bin/python tools/package.py
