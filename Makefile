@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
+DOCS := $(VENV)/.installed-docs
+# An environment of its own, because a wheel is made without torch and all that tests need.
+PACKAGE := $(VENV)/only-package
 PYTEST := $(RUN) -m pytest
 # In a folder of its own, because every process that imports PEFT imports what it finds of it.
 BITSANDBYTES := $(VENV)/only-bitsandbytes
@@ -12,7 +15,7 @@ BITSANDBYTES := $(VENV)/only-bitsandbytes
 # of collecting them, and seconds of each process that a test starts.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help quickstart notebooks test test-slow test-gpu lint shape format clean
+.PHONY: help quickstart notebooks test test-slow test-gpu lint docs wheel shape format clean
 
 help:
 	@echo 'make quickstart   fine-tune a small language model (DEVICES=3 for three virtual devices)'
@@ -21,6 +24,8 @@ help:
 	@echo 'make test-slow    the tests that take minutes'
 	@echo 'make test-gpu     the tests that need an accelerator'
 	@echo 'make lint         ruff and mypy'
+	@echo 'make docs         the documentation as a site, in build/site; fails at any warning'
+	@echo 'make wheel        the wheel and the sdist, in dist'
 	@echo 'make shape        how long, branched and wide the sources are, beside the targets'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make clean        remove .venv and caches'
@@ -46,6 +51,12 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+wheel: $(PACKAGE)
+	$(PACKAGE)/bin/python tools/package.py
+
 shape: $(INSTALLED)
 	$(RUN) tools/shape.py
 
@@ -57,8 +68,17 @@ $(BITSANDBYTES): $(INSTALLED)
 	$(RUN) -m pip install --quiet --no-deps -c constraints.txt --target $@ bitsandbytes
 	@touch $@
 
+$(DOCS): $(INSTALLED)
+	$(RUN) -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(PACKAGE): constraints.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet -c constraints.txt build ziglang
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed, this is %s; try make PYTHON=python3.12" % sys.version.split()[0])'

@@ -6,19 +6,32 @@ from collections.abc import Callable, Iterable
 
 
 class RoundPipeError(Exception):
-    """The base of everything that RoundPipe raises on its own account."""
+    """The base of everything that RoundPipe raises on its own account. A note, which tracebacks
+    show, says where the troubleshooting guide has it."""
+
+    guide = "what-the-errors-mean"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"what to do: docs/troubleshooting.md#{self.guide}")
 
 
 class ConfigError(RoundPipeError, ValueError):
     """A setting or an input of the caller's is wrong; nothing was changed."""
 
+    guide = "configerror"
+
 
 class PlanError(RoundPipeError, ValueError):
     """An execution plan does not cover the model; names the layer."""
 
+    guide = "planerror"
+
 
 class ClosedError(RoundPipeError):
     """The engine was closed by its owner and cannot be used again."""
+
+    guide = "closederror"
 
 
 class RankError(RoundPipeError):
@@ -28,6 +41,8 @@ class RankError(RoundPipeError):
 
 class InternalError(RoundPipeError):
     """An invariant of RoundPipe itself broke. Please report it."""
+
+    guide = "internalerror"
 
 
 def clear_frames(error: BaseException) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 from safetensors import SafetensorError, safe_open
-from tqdm.auto import tqdm
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
+from roundpipe.system.progress import progress
 
 CONFIG = "config.json"
 _MARK = "made_from"  # in the files' metadata, so that a finished folder is known again
@@ -120,7 +120,7 @@ class NewFolder:
         missing = {name for name in sizes if not self.has(name)}
         self.check_room(sum(sizes[name] for name in missing))
         self.begin()
-        with tqdm(total=sum(sizes.values()), desc=doing, unit="B", unit_scale=True) as bar:
+        with progress(total=sum(sizes.values()), desc=doing, unit="B", unit_scale=True) as bar:
             for name, size in sizes.items():
                 if name in missing:
                     self.save(name, partial(write, name, bar.update))

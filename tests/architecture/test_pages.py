@@ -1,6 +1,7 @@
 """The page that everybody reads first stays short, and the pages behind it can be read in a
 terminal."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,10 @@ import shape
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ARCHITECTURE, CONTRIBUTING = DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"
+GUIDE = [
+    *sorted((DOCS / "guide").glob("*.md")),
+    *(DOCS / name for name in ("index.md", "moving.md", "troubleshooting.md")),
+]
 
 
 def test_architecture_is_read_in_ten_minutes() -> None:
@@ -35,9 +40,16 @@ def test_every_room_is_listed(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [ARCHITECTURE, CONTRIBUTING, *sorted((DOCS / "internals").glob("*.md"))],
+    [ARCHITECTURE, CONTRIBUTING, *GUIDE, *sorted((DOCS / "internals").glob("*.md"))],
     ids=lambda page: page.stem,
 )
 def test_pages_keep_to_100_columns(page: Path) -> None:
     wide = [line for line in shape.outside_tables(page.read_text()) if len(line) > shape.COLUMNS]
     assert not wide
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """Those of the other pages are checked by `make docs`."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    assert links
+    assert not [link for link in links if not (ROOT / link).is_file()]

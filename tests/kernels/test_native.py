@@ -6,6 +6,7 @@ so may differ there by a rounding; arrays here are whole vectors.
 """
 
 import logging
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ def test_without_a_compiler_there_is_a_word_and_no_kernel(
     failing.write_text("#!/bin/sh\necho no such option >&2\nexit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_PREBUILT", tmp_path / "none")
     monkeypatch.setattr(
         native.shutil, "which", lambda name: str(failing) if problem == "it fails" else None
     )
@@ -215,6 +217,40 @@ def test_without_a_compiler_there_is_a_word_and_no_kernel(
         assert native.library.__wrapped__() is None
     assert "update.c was not compiled" in caplog.text
     assert ("no such option" if problem == "it fails" else "no cc, gcc or clang") in caplog.text
+
+
+def test_without_a_compiler_the_wheels_kernel_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a word, but not on a processor that lacks what it was compiled for."""
+    brought = Path(shutil.copy(native._compiled(tmp_path), tmp_path / "brought.so"))
+    monkeypatch.setattr(native, "_PREBUILT", brought)
+    monkeypatch.setattr(native, "compiler_path", lambda: None)
+    monkeypatch.setattr(native, "runs_prebuilt", lambda _: True)
+    kernel = native.library.__wrapped__()
+    assert kernel is not None
+    assert native.is_prebuilt(kernel)
+    assert caplog.text == ""
+    monkeypatch.setattr(native, "runs_prebuilt", lambda _: False)
+    assert native.library.__wrapped__() is None
+    assert "no cc, gcc or clang" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("machine", "description", "runs"),
+    [
+        ("x86_64", "flags\t\t: fpu abm avx2 bmi1 bmi2 f16c fma movbe", True),
+        ("x86_64", "flags\t\t: fpu abm bmi1 bmi2 f16c fma movbe", False),
+        ("x86_64", "model name\t: avx 2", False),
+        ("aarch64", "Features\t: fp asimd", True),
+    ],
+)
+def test_what_processors_run_the_wheels_kernel(
+    machine: str, description: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native.platform, "system", lambda: "Linux")
+    assert native.runs_prebuilt(description) is runs
 
 
 @pytest.mark.parametrize("number", range(len(native._SOURCES)))

@@ -137,8 +137,10 @@ def _link(devices: Sequence[Device]) -> Iterator[Finding]:
 
 def _kernel() -> Iterator[Finding]:
     compiler = native.compiler_path()
-    if native.library() is not None:
-        yield Finding("update kernel", f"built by {compiler}")
+    kernel = native.library()
+    if kernel is not None:
+        brought = native.is_prebuilt(kernel)
+        yield Finding("update kernel", "of the wheel" if brought else f"built by {compiler}")
         return
     does_not = "no cc, gcc or clang" if compiler is None else f"{compiler} does not compile it"
     yield Finding(

@@ -1,7 +1,8 @@
 """The library of ``update.c`` and its headers, compiled once per machine with the system's
 compiler.
 
-Without a compiler ``library()`` is None and updates run on torch's kernels, chunk by chunk.
+Without a compiler the one that wheels bring is loaded, which knows no processor in particular.
+Where there is none either ``library()`` is None and updates run on torch's kernels, chunk by chunk.
 """
 
 import ctypes
@@ -18,6 +19,9 @@ from pathlib import Path
 _log = logging.getLogger("roundpipe")
 _SOURCE = Path(__file__).with_name("update.c")
 _SOURCES = (_SOURCE, *(_SOURCE.with_name(name) for name in ("lean.h", "numbers.h")))
+# Made by tools/package.py, and in wheels only.
+_PREBUILT = _SOURCE.with_name(f"update-{platform.machine()}.so")
+_OF_THE_THIRD_LEVEL = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
 # No contraction and no reassociation, because results are to be the same on every machine.
 _FLAGS = (
     "-O3",
@@ -34,8 +38,7 @@ _FLAGS = (
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; None, said once, if this machine cannot make it."""
     try:
-        folder = cache_folder() or Path(tempfile.mkdtemp(prefix="roundpipe-"))
-        kernel = ctypes.CDLL(str(_compiled(folder)))
+        kernel = ctypes.CDLL(str(_kernel_file()))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         _log.warning(
@@ -46,6 +49,28 @@ def library() -> ctypes.CDLL | None:
     kernel.roundpipe_update.argtypes = (*(ctypes.c_void_p,) * 3, *(ctypes.c_int64,) * 2)
     kernel.roundpipe_update.restype = None
     return kernel
+
+
+def is_prebuilt(kernel: ctypes.CDLL) -> bool:
+    return Path(kernel._name) == _PREBUILT
+
+
+def _kernel_file() -> Path:
+    try:
+        return _compiled(cache_folder() or Path(tempfile.mkdtemp(prefix="roundpipe-")))
+    except (OSError, subprocess.SubprocessError):
+        if not (_PREBUILT.is_file() and runs_prebuilt(processor())):
+            raise
+        return _PREBUILT
+
+
+def runs_prebuilt(description: str) -> bool:
+    """Says whether a processor, as ``processor()`` describes it, has what tools/package.py has
+    compiled for: any aarch64, or x86-64 of the third level."""
+    has = set(description.replace(":", " ").split())
+    return platform.system() == "Linux" and (
+        platform.machine() != "x86_64" or has.issuperset(_OF_THE_THIRD_LEVEL)
+    )
 
 
 def _compiled(folder: Path) -> Path:

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
 from ..quantized import QuantizedWeight
+from ..system.progress import progress
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
 from .writes import Writes
@@ -237,7 +238,7 @@ class ParameterStore:
     def _rehome(self, memory: HostMemory, layers: Sequence[LayerParameters]) -> None:
         """Moves working copies into one arena per layer. A tied parameter moves with its first
         layer."""
-        for layer in layers:
+        for layer in progress(layers, desc="Moving weights", unit="layer"):
             own = [
                 use for use in layer.uses if self.uses[id(use.parameter)][0].layer == layer.layer
             ]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from roundpipe.errors import ConfigError
+from roundpipe.system.progress import progress
 
 from ..files import Checkpoint
 from ..folders import check_room, save_whole
@@ -145,7 +145,7 @@ class _File:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            with tqdm(
+            with progress(
                 total=self.num_bytes, desc=f"Writing {self._dtype}", unit="B", unit_scale=True
             ) as bar:
                 for key, weight in self._weights.values():

@@ -15,12 +15,12 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, NF4, QuantizedWeight, quantizable
+from roundpipe.system.progress import progress
 
 from ..folders import CONFIG, NewFolder
 from .reading import EXPERT, named_nf4
@@ -80,7 +80,7 @@ def _quantize(
     folder.check_room(_num_bytes(folder, files, quantization, is_quantized))
     folder.begin()
     index: dict[str, str] = {}
-    for file in tqdm(files, desc=f"Quantizing to {quantization}", unit="file"):
+    for file in progress(files, desc=f"Quantizing to {quantization}", unit="file"):
         target = folder.path / file.name
         if not target.exists():
             tensors = dict(_quantized(file, quantization, is_quantized))
