@@ -155,6 +155,7 @@ def test_each_block_passes_once_for_each_token(
         StreamedBlocks, "_fill", lambda own, index: (passed.append(index), fill(own, index))
     )
     caplog.set_level(logging.INFO, "roundpipe")
+    generation._say_once.cache_clear()
     asked = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
     generated(model, device, 0, **prompts(), **asked)
     layers = next(one for one in model.modules() if isinstance(one, LlamaModel)).layers

@@ -34,6 +34,11 @@ logger = logging.getLogger(__name__)
 _OF_FREE = 0.85
 
 
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
+
+
 def through_copy(engine: "Engine", device: Device, method: Callable[..., Any]) -> Any:
     """Returns ``engine.generate``, where ``method`` is the model's own: with a device, and a model
     of transformers', generation by a copy on that device."""
@@ -100,11 +105,9 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
         if not len(streamed):
             _merge(made)
         else:
-            logger.info(
-                "%d of %d blocks are streamed to generate: %s for each token of all rows",
-                len(streamed),
-                len(blocks),
-                readable(streamed.num_bytes),
+            _say_once(
+                f"{len(streamed)} of {len(blocks)} blocks are streamed to generate: "
+                f"{readable(streamed.num_bytes)} for each token of all rows"
             )
         try:
             yield made
@@ -146,7 +149,7 @@ def _keeping_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     )
     if not is_for_training or any(one is not None for one in asked):
         return kwargs
-    logger.info("generating with a key-value cache: use_cache=False is of the model's config alone")
+    _say_once("generating with a key-value cache: use_cache=False is of the model's config alone")
     return _with_setting(kwargs, "use_cache", True)
 
 
