@@ -167,7 +167,7 @@ def _in_parts(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         return model.generate(*args, **kwargs)
     except torch.OutOfMemoryError as error:
-        whole = next((name for name in _OF_ALL_ROWS if asked.setting(name)), None)
+        whole = next((name for name in _OF_ALL_ROWS if asked.is_given(name)), None)
         if whole is not None:
             error.add_note(f"{whole} is of all rows together: give generate() fewer rows")
         if whole is not None or asked.rows < 2:
@@ -185,8 +185,12 @@ def _in_parts(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# What cannot be put together from what halves of the rows give, or is told of each row's place.
-_OF_ALL_ROWS = ("return_dict_in_generate", "streamer", "prefix_allowed_tokens_fn")
+# What cannot be put together from what halves of the rows give, is told of each row's place, or has
+# as much for each row as its prompt says.
+_OF_ALL_ROWS = (
+    *("return_dict_in_generate", "streamer", "prefix_allowed_tokens_fn"),
+    *("pixel_values", "pixel_values_videos"),
+)
 
 
 class _Asked:
@@ -203,6 +207,10 @@ class _Asked:
     def setting(self, name: str) -> Any:
         given = self._kwargs.get(name)
         return getattr(self._config, name, None) if given is None else given
+
+    def is_given(self, name: str) -> bool:
+        value = self.setting(name)
+        return isinstance(value, torch.Tensor) or bool(value)
 
     def padding(self) -> float:
         """Returns the token that transformers puts after the end of a row."""

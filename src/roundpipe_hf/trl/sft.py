@@ -82,7 +82,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
                 "them at every microbatch; start the script with plain python, which drives all "
                 "devices"
             )
-        refuse_data_and_model(self, takes_images=True)
+        refuse_data_and_model(self)
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
             logger.warning(
