@@ -59,7 +59,7 @@ NUM_IMAGES = (1, 0, 2, 0, 0, 0, 1, 1, 0)
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }} {% else %}"
-    "{% for c in m['content'] %}{% if c['type'] == 'image' %}IMAGE {% else %}{{ c['text'] }} "
+    "{% for c in m['content'] %}{% if c['type'] == 'image' %}IMAGE , {% else %}{{ c['text'] }} "
     "{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 
@@ -133,7 +133,7 @@ def rows() -> Dataset:
 def preferences(kind: str, image: str) -> Dataset:
     """Prompts of all sorts of rows, and what is made of them."""
     count = len(NUM_IMAGES)
-    starts = [f"{image} " * number for number in NUM_IMAGES]
+    starts = [f"{image} , " * number for number in NUM_IMAGES]
     of_rows: dict[str, Any] = {
         "prompt": [a + b for a, b in zip(starts, sentences(count), strict=True)]
     }
