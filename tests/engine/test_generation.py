@@ -220,9 +220,15 @@ def test_fewer_rows_at_a_time_where_memory_runs_out(monkeypatch: pytest.MonkeyPa
     assert seen == [5, 2, 3, 1, 2]
 
 
-def test_what_is_asked_besides_tokens_is_not_made_in_halves(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "more",
+    [{"return_dict_in_generate": True}, {"pixel_values": torch.zeros(3, 3, 8, 8)}],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_is_not_row_by_row_is_not_made_in_halves(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As many images as rows are not one for each: the halves would have got each other's."""
     model = full()
 
     def generate(self: Any, **_: Any) -> Tensor:
@@ -230,8 +236,8 @@ def test_what_is_asked_besides_tokens_is_not_made_in_halves(
 
     monkeypatch.setattr(type(model), "generate", generate)
     with pytest.raises(torch.OutOfMemoryError, match="as asked for") as caught:
-        generated(model, torch.device("cpu"), 1e9, **prompts(), return_dict_in_generate=True)
-    assert "return_dict_in_generate is of all rows together" in str(caught.value.__notes__)
+        generated(model, torch.device("cpu"), 1e9, **prompts(), **more)
+    assert f"{next(iter(more))} is of all rows together" in str(caught.value.__notes__)
 
 
 def test_nothing_is_said_of_arguments_that_nobody_gave(caplog: pytest.LogCaptureFixture) -> None:
