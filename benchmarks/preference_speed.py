@@ -2,24 +2,32 @@
 
     python benchmarks/preference_speed.py dpo --compile --model llama-3-8b --methods lora
     python benchmarks/preference_speed.py grpo --compile --model llama-3-8b --methods lora \\
-        --max-gpu-memory 23 --length 384 --prompt 128 --rows 32
+        --max-gpu-memory 23 --length 384 --prompt 128 --rows 32 --warmup 1 --steps 2
 
 dpo: ``--rows`` sequences are half as many pairs. It is held against the same arithmetic done by
 SFT: a step over the same rows, and an evaluation of them, which is what a reference costs.
 grpo: ``--rows`` sequences of ``--length`` tokens, of which ``--prompt`` are given; 8 for a prompt.
-Its step is told apart into the rollouts and all the rest. Rewards are random.
+Its step is told apart into the rollouts and all the rest, each with its bound by rates that are
+measured first: of a rollout, that weights which pass go over the link, and the others through the
+device's memory, once for every token of all rows. It says how far each rollout is, because one
+takes a tenth of a second for a token and more. Rewards are random.
 """
 
 import argparse
+import contextlib
+import functools
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import measure
+import roofline
 import torch
+from ceilings import matmul, seconds, transfers
 from datasets import Dataset
 from engine import plan_of
 from peft import PeftModel
@@ -27,7 +35,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import nn
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
 from workload import (
     LEARNING_RATE,
     MAX_NORM,
@@ -38,6 +46,8 @@ from workload import (
     workload_of,
 )
 
+from roundpipe.engine import generation
+from roundpipe.transfer.turns import StreamedBlocks
 from roundpipe_hf.trl import (
     RoundPipeDPOConfig,
     RoundPipeDPOTrainer,
@@ -48,18 +58,18 @@ from roundpipe_hf.trl import (
 )
 
 COLUMNS = [
-    "method", "what", "step_s", "tokens_per_s", "of_sft", "rollout_s", "decoded_per_s",
-    "gpu_peak_allocated_gb", "host_peak_rss_gb",
+    "method", "what", "step_s", "tokens_per_s", "of_sft", "rollout_s", "rollout_bound_s",
+    "update_s", "update_bound_s", "decoded_per_s", "gpu_peak_allocated_gb", "host_peak_rss_gb",
 ]  # fmt: skip
 GENERATIONS = 8
 
 
 def make_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Word ``w17`` is token 17."""
-    words = {f"w{index}": index for index in range(vocabulary)}
-    made = Tokenizer(WordLevel(words, unk_token="w0"))
+    words = {f"w{index}": index for index in range(3, vocabulary)}
+    made = Tokenizer(WordLevel({"<unk>": 0, "<pad>": 1, "<eos>": 2} | words, unk_token="<unk>"))
     made.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w1", eos_token="w2")
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
 
 
 def words(rng: random.Random, count: int, vocabulary: int) -> str:
@@ -161,6 +171,85 @@ def run_dpo(
     ]  # fmt: skip
 
 
+class Rollouts:
+    """Says how far each rollout is, and keeps what it took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.bytes_per_token = 0
+        self._began = 0.0
+        self._tokens = 0
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Rollouts inside are by copies, as a device makes them."""
+        copy_on, close = generation.copy_on, StreamedBlocks.close
+
+        @contextlib.contextmanager
+        def telling(*args: Any, **kwargs: Any) -> Iterator[nn.Module]:
+            with copy_on(*args, **kwargs) as made:
+                self._tell("the copy is made")
+                base = next(one for one in made.modules() if isinstance(one, PreTrainedModel))
+                base.register_forward_hook(lambda *_: self._token())
+                yield made
+
+        def noting(streamed: StreamedBlocks) -> None:
+            self.bytes_per_token = streamed.num_bytes
+            close(streamed)
+
+        generation.copy_on, StreamedBlocks.close = telling, noting  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            generation.copy_on, StreamedBlocks.close = copy_on, close  # type: ignore[method-assign]
+
+    def timed(self, generate: Any, *args: Any, **kwargs: Any) -> Any:
+        self._began, self._tokens = time.perf_counter(), 0
+        made = generate(*args, **kwargs)
+        self._tell("done")
+        self.seconds.append(time.perf_counter() - self._began)
+        return made
+
+    def _token(self) -> None:
+        if self._tokens % 16 == 0:
+            self._tell(f"token {self._tokens + 1}")
+        self._tokens += 1
+
+    def _tell(self, what: str) -> None:
+        measure.wait_device()
+        taken = time.perf_counter() - self._began
+        print(f"rollout {len(self.seconds) + 1}: {what} after {taken:.2f} s", flush=True)
+
+
+def measured_rates() -> dict[str, float]:
+    """As ceilings.py names them, and of reading the GPU's memory, GB/s. Nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    found = [matmul(8192, 5), *transfers(2**28, 5)]
+    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    memory = 2 * source.nbytes / seconds(lambda: target.copy_(source), 5) / 1e9
+    return {one["what"]: one["value"] for one in found} | {"memory": memory}
+
+
+def rollout_bound_s(
+    rates: dict[str, float], workload: Workload, model: nn.Module, prompt: int, passing: int
+) -> float:
+    """The copy is sent, all prompts are read, and then each token of all rows takes what passes, or
+    reading all weights and half of the cache that there is at the end."""
+    config: Any = model.config
+    weights = sum(one.nbytes for one in model.parameters())
+    width = config.num_key_value_heads * config.head_dim * 2 * 2
+    cache = workload.rows * workload.length * config.num_hidden_layers * width
+    in_memory = (weights + cache / 2) / rates["memory"]
+    reading = 2 * workload.rows * prompt * sum(one.numel() for one in model.parameters())
+    return (
+        (weights - passing) / (rates["H2D"] * 1e9)
+        + reading / (rates["bf16 matmul"] * 1e12)
+        + (workload.length - prompt) * max(passing / rates["H2D"], in_memory) / 1e9
+    )
+
+
 def run_grpo(
     options: argparse.Namespace, workload: Workload, model: nn.Module, folder: str
 ) -> list[measure.Record]:
@@ -179,28 +268,28 @@ def run_grpo(
         train_dataset=Dataset.from_list(prompts),
         processing_class=make_tokenizer(vocabulary),
     )
-    taken: list[float] = []
-    generate = trainer._generate_single_turn
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        made = generate(*args, **kwargs)
-        measure.wait_device()
-        taken.append(time.perf_counter() - began)
-        return made
-
-    trainer._generate_single_turn = timed  # type: ignore[method-assign]
-    step_s = timed_training(trainer, options.warmup, options.steps)
-    rollout_s = sum(taken[-options.steps :]) / options.steps
-    plan = plan_of(trainer.model_wrapped)
+    rollouts = Rollouts()
+    trainer._generate_single_turn = functools.partial(  # type: ignore[method-assign]
+        rollouts.timed, trainer._generate_single_turn
+    )
+    with rollouts.watched():
+        step_s = timed_training(trainer, options.warmup, options.steps)
+    rollout_s = sum(rollouts.seconds[-options.steps :]) / options.steps
+    record: measure.Record = {
+        "what": "grpo step", "step_s": step_s, "rollout_s": rollout_s,
+        "update_s": step_s - rollout_s, "plan": plan_of(trainer.model_wrapped),
+        "streamed_gb_per_token": rollouts.bytes_per_token / 1e9,
+        "tokens_per_s": workload.rows * workload.length / (step_s - rollout_s),
+        "decoded_per_s": workload.rows * decoded / rollout_s,
+    }  # fmt: skip
     trainer.model_wrapped.close()
-    return [
-        {
-            "what": "grpo step", "step_s": step_s, "rollout_s": rollout_s, "plan": plan,
-            "tokens_per_s": workload.rows * workload.length / (step_s - rollout_s),
-            "decoded_per_s": workload.rows * decoded / rollout_s,
-        }
-    ]  # fmt: skip
+    if options.rates:
+        bounds = roofline.bounds_of(describe(workload, model), options.rates)
+        record["update_bound_s"] = max(bounds.values())
+        record["rollout_bound_s"] = rollout_bound_s(
+            options.rates, workload, model, options.prompt, rollouts.bytes_per_token
+        )
+    return [record]
 
 
 def main() -> int:
@@ -219,6 +308,7 @@ def main() -> int:
     parser.add_argument("--cap-gb", type=float, help="what torch may take of the GPU, in 10^9")
     options = parser.parse_args()
     workload = workload_of(options)
+    options.rates = measured_rates() if options.method == "grpo" else {}
     model = make_model(workload, measure.compute_device()).cpu()
     if isinstance(model, PeftModel):
         model.base_model.model.name_or_path = "random"

@@ -10,10 +10,12 @@ import loss_curve
 import measure
 import optimizer
 import preference
+import preference_speed
 import pytest
 import torch
 from max_length import Attempts, longest
 
+from roundpipe.engine import generation
 from roundpipe.kernels import native
 
 
@@ -37,6 +39,27 @@ def test_losses_are_those_of_plain_training(
     assert len(at_steps["losses"]) == 3
     assert 0 <= held_out["value"] < held_out["limit"]
     assert [0 < record["value"] < held_out["limit"] for record in by_itself] == [True, True]
+
+
+def test_a_rollout_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It once ran for minutes without a word. Weights that pass are counted, and the bound is made
+    of them."""
+    monkeypatch.setattr(generation, "_copies_to", lambda device: True)
+    monkeypatch.setattr(generation, "_OF_FREE", 0.0)
+    rates = {"H2D": 1e-3, "D2H": 1e-3, "memory": 1e9, "bf16 matmul": 1e9}
+    monkeypatch.setattr(preference_speed, "measured_rates", lambda: rates)
+    sizes = "--tiny --methods lora --prompt 8 --rows 8 --length 32 --warmup 0 --steps 1"
+    monkeypatch.setattr(sys, "argv", ["preference_speed.py", "grpo", *sizes.split()])
+    assert preference_speed.main() == 0
+    printed = capsys.readouterr().out
+    for what in ("the copy is made", "token 1 ", "token 17", "done"):
+        assert f"rollout 1: {what}" in printed
+    (record,) = measure.parse_records(printed)
+    passing = (32 - 8) * record["streamed_gb_per_token"] / rates["H2D"]
+    assert record["rollout_bound_s"] > passing > 0
+    assert record["step_s"] == pytest.approx(record["rollout_s"] + record["update_s"], rel=1e-3)
 
 
 @pytest.mark.skipif(native.library() is None, reason="no C compiler")

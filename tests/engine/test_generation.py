@@ -2,6 +2,7 @@
 tokens as the model's own."""
 
 import copy
+import logging
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -11,12 +12,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import GenerationConfig
+from transformers.models.llama.modeling_llama import LlamaModel
 
 from roundpipe.engine import generation
 from roundpipe.engine.generation import copy_on, generated
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.plan.memory import readable
 from roundpipe.quantized import INT8, QuantizedWeight
+from roundpipe.transfer.turns import StreamedBlocks
 from tests.support.branching import make_t5, t5_batch
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines, train_steps
@@ -125,6 +129,80 @@ def test_every_forward_computes_with_weights_on_the_device(
         torch.testing.assert_close(each.cpu(), expected)
 
 
+@pytest.mark.parametrize("num_kept", [*range(1, 6), 8])
+def test_blocks_that_pass_are_spread_among_those_that_stay(num_kept: int) -> None:
+    """The last ones passed, and only one of them was on its way while the others computed."""
+    blocks = [[nn.Parameter(torch.zeros(5))] for _ in range(8)]
+    nbytes = 5 * 4
+    room = 8 * nbytes if num_kept == 8 else (num_kept + 2) * nbytes  # two buffers
+    stays = list(generation._staying(blocks, room))
+    assert sum(stays) == num_kept
+    for before in range(9):  # of any first blocks as large a part stays as of all
+        assert abs(sum(stays[:before]) - num_kept * before / 8) < 1
+
+
+@on_devices
+@pytest.mark.parametrize("make", [full, quantized])
+def test_each_block_passes_once_for_each_token(
+    make: Callable[[], Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, passed = make(), list[int]()
+    fill = StreamedBlocks._fill
+    monkeypatch.setattr(
+        StreamedBlocks, "_fill", lambda own, index: (passed.append(index), fill(own, index))
+    )
+    caplog.set_level(logging.INFO, "roundpipe")
+    generation._say_once.cache_clear()
+    asked = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+    generated(model, device, 0, **prompts(), **asked)
+    layers = next(one for one in model.modules() if isinstance(one, LlamaModel)).layers
+    blocks = len(layers)
+    # The last block of the last token has sent for the first one again.
+    assert passed == [*range(blocks)] * 7 + [0]
+    weights = [
+        weight.num_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
+        for weight in layers.parameters()
+    ]
+    assert f"{blocks} of {blocks} blocks are streamed" in caplog.text
+    assert f"{readable(sum(weights))} for each token of all rows" in caplog.text
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["by the config alone", "asked"])
+@pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
+def test_a_cache_is_kept_whatever_the_models_config_says(
+    devices: DeviceSet, *, is_asked: bool, monkeypatch: pytest.MonkeyPatch, engines: Engines
+) -> None:
+    """A rollout never ended: configs say use_cache=False for training, and the generation config
+    that is made from one says it too, so that each token took the work of all before it."""
+    monkeypatch.setattr(generation, "_copies_to", lambda device: True)
+    model, lengths = full(), list[int]()
+    model.config.use_cache = False
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    expected = model.generate(**prompts(), generation_config=GREEDY)
+    forward = LlamaModel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", counting)
+    config = copy.deepcopy(GREEDY)
+    if is_asked:
+        config.use_cache = False
+    found = engines(model, devices).generate(**prompts(), generation_config=config)
+    assert torch.equal(found, expected)
+    prompt, tokens = prompts()["input_ids"].shape[1], len(lengths)
+    assert lengths == [
+        prompt,
+        *(range(prompt + 1, prompt + tokens) if is_asked else [1] * (tokens - 1)),
+    ]
+    assert config.use_cache is (False if is_asked else None)
+    assert model.generation_config.use_cache is False
+
+
 def test_fewer_rows_at_a_time_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = full()
     expected = model.generate(**prompts(5), generation_config=GREEDY)
@@ -142,9 +220,15 @@ def test_fewer_rows_at_a_time_where_memory_runs_out(monkeypatch: pytest.MonkeyPa
     assert seen == [5, 2, 3, 1, 2]
 
 
-def test_what_is_asked_besides_tokens_is_not_made_in_halves(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "more",
+    [{"return_dict_in_generate": True}, {"pixel_values": torch.zeros(3, 3, 8, 8)}],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_is_not_row_by_row_is_not_made_in_halves(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As many images as rows are not one for each: the halves would have got each other's."""
     model = full()
 
     def generate(self: Any, **_: Any) -> Tensor:
@@ -152,8 +236,8 @@ def test_what_is_asked_besides_tokens_is_not_made_in_halves(
 
     monkeypatch.setattr(type(model), "generate", generate)
     with pytest.raises(torch.OutOfMemoryError, match="as asked for") as caught:
-        generated(model, torch.device("cpu"), 1e9, **prompts(), return_dict_in_generate=True)
-    assert "return_dict_in_generate is of all rows together" in str(caught.value.__notes__)
+        generated(model, torch.device("cpu"), 1e9, **prompts(), **more)
+    assert f"{next(iter(more))} is of all rows together" in str(caught.value.__notes__)
 
 
 def test_nothing_is_said_of_arguments_that_nobody_gave(caplog: pytest.LogCaptureFixture) -> None:

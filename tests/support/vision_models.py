@@ -91,14 +91,13 @@ _PATCHES: dict[str, Any] = {
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
-def qwen2_5_vl() -> Any:
+def qwen2_5_vl(**settings: Any) -> Any:
     """The tower's middle block attends to whole images, the others within windows of 16 x 16."""
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             vision_config={**_PATCHES, "window_size": 16, "fullatt_block_indexes": [1]},
             text_config={**TINY, "rope_parameters": _SECTIONS},
-            image_token_id=IMAGE,
-            video_token_id=IMAGE - 1,
+            **{"image_token_id": IMAGE, "video_token_id": IMAGE - 1, **settings},
         )
     )
 

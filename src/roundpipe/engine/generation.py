@@ -21,7 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device import Device
 from ..errors import ConfigError
+from ..plan.memory import readable
 from ..quantized import QuantizedWeight
+from ..transfer.turns import StreamedBlocks, buffer_bytes
 
 if TYPE_CHECKING:
     from .base import Engine
@@ -30,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 # Of free memory, for a copy and its cache: what its blocks need inside is not known.
 _OF_FREE = 0.85
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)
 
 
 def through_copy(engine: "Engine", device: Device, method: Callable[..., Any]) -> Any:
@@ -53,6 +60,7 @@ def generate_on(engine: "Engine", device: Device, *args: Any, **kwargs: Any) -> 
     """
     given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     home = given[0].device if given else torch.device("cpu")
+    kwargs = _keeping_cache(engine.model, kwargs)
     target, model = device.torch_device, engine.model
     if not _copies_to(target):
         engine._flush("generate()")
@@ -81,27 +89,26 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
         blocks = _blocks_of(made)
-        streamed = _Streamed(device)
+        streamed = StreamedBlocks(device)
         own = _own_parameters(made, blocks)
         passing = {parameter for block in own for parameter in block}
         resident = [one for one in made.parameters() if one not in passing]
-        left = num_bytes - sum(one.nbytes for one in resident)
-        sizes = [sum(one.nbytes for one in block) for block in own]
-        if sum(sizes) > left:
-            left -= _buffer_bytes(own)
-        for block, parameters, size in zip(blocks, own, sizes, strict=True):
-            left -= size
-            if left < 0:
-                streamed.add(block, parameters)
-            else:
+        left = int(num_bytes) - sum(one.nbytes for one in resident)
+        for block, parameters, stays in zip(blocks, own, _staying(own, left), strict=True):
+            if stays:
                 resident += parameters
+            else:
+                streamed.add(block, parameters)
         for parameter in resident:
             # A copy on the CPU too, because adapters may be merged into it.
             parameter.data = value_on(parameter, device)
         if not len(streamed):
             _merge(made)
         else:
-            logger.info("%d of %d blocks are streamed to generate", len(streamed), len(blocks))
+            _say_once(
+                f"{len(streamed)} of {len(blocks)} blocks are streamed to generate: "
+                f"{readable(streamed.num_bytes)} for each token of all rows"
+            )
         try:
             yield made
         finally:
@@ -119,15 +126,40 @@ def generated(model: Any, device: torch.device, num_bytes: float, *args: Any, **
             tokens do not fit together.
     """
     args, kwargs = _to((args, kwargs), device)
-    config = copy.copy(kwargs.get("generation_config"))
-    if config is None:
-        kwargs["disable_compile"] = True  # of a copy that is dropped afterwards
-    else:
-        config.disable_compile = True  # there, because transformers does not want it in both
-        kwargs["generation_config"] = config
+    # Because the copy is dropped afterwards.
+    kwargs = _with_setting(kwargs, "disable_compile", True)
     asked = _Asked(model, args, kwargs)
     with copy_on(model, device, num_bytes - asked.cache_bytes(model)) as made:
         return _in_parts(made, args, kwargs)
+
+
+def _keeping_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``kwargs`` by which a model whose config was set not to keep keys and values for its
+    training keeps them to generate. Without, each token takes the work of all before it.
+
+    Only who asks in the call, or by a generation config that was not made from the model's, gets
+    none.
+    """
+    config, own = kwargs.get("generation_config"), model.generation_config
+    asked = (kwargs.get("use_cache"), getattr(config, "use_cache", None))
+    is_for_training = (
+        own.use_cache is False
+        and own._from_model_config
+        and getattr(type(model.config.get_text_config(decoder=True)), "use_cache", None) is True
+    )
+    if not is_for_training or any(one is not None for one in asked):
+        return kwargs
+    _say_once("generating with a key-value cache: use_cache=False is of the model's config alone")
+    return _with_setting(kwargs, "use_cache", True)
+
+
+def _with_setting(kwargs: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Where the others are, because transformers warns of settings in two places."""
+    if kwargs.get("generation_config") is None:
+        return kwargs | {name: value}
+    config = copy.copy(kwargs["generation_config"])
+    setattr(config, name, value)
+    return kwargs | {"generation_config": config}
 
 
 def _in_parts(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +167,7 @@ def _in_parts(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     try:
         return model.generate(*args, **kwargs)
     except torch.OutOfMemoryError as error:
-        whole = next((name for name in _OF_ALL_ROWS if asked.setting(name)), None)
+        whole = next((name for name in _OF_ALL_ROWS if asked.is_given(name)), None)
         if whole is not None:
             error.add_note(f"{whole} is of all rows together: give generate() fewer rows")
         if whole is not None or asked.rows < 2:
@@ -153,8 +185,12 @@ def _in_parts(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# What cannot be put together from what halves of the rows give, or is told of each row's place.
-_OF_ALL_ROWS = ("return_dict_in_generate", "streamer", "prefix_allowed_tokens_fn")
+# What cannot be put together from what halves of the rows give, is told of each row's place, or has
+# as much for each row as its prompt says.
+_OF_ALL_ROWS = (
+    *("return_dict_in_generate", "streamer", "prefix_allowed_tokens_fn"),
+    *("pixel_values", "pixel_values_videos"),
+)
 
 
 class _Asked:
@@ -171,6 +207,10 @@ class _Asked:
     def setting(self, name: str) -> Any:
         given = self._kwargs.get(name)
         return getattr(self._config, name, None) if given is None else given
+
+    def is_given(self, name: str) -> bool:
+        value = self.setting(name)
+        return isinstance(value, torch.Tensor) or bool(value)
 
     def padding(self) -> float:
         """Returns the token that transformers puts after the end of a row."""
@@ -262,22 +302,26 @@ def _own_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[
     return [[one for one in block.parameters() if holders[one] == 1] for block in blocks]
 
 
+def _staying(own: Sequence[Sequence[nn.Parameter]], left: int) -> Iterator[bool]:
+    """Returns which blocks stay where ``left`` bytes have room. The others are spread among them,
+    because one passes while those between it and the one before compute."""
+    sizes = [sum(one.nbytes for one in block) for block in own]
+    if sum(sizes) > left:
+        left -= buffer_bytes(own)
+    kept = seen = 0
+    for size in sizes:
+        seen += size
+        stays = (kept + size) * sum(sizes) <= left * seen
+        kept += size if stays else 0
+        yield stays
+
+
 def _outside(module: nn.Module, blocks: Set[nn.Module]) -> Iterator[nn.Parameter]:
     """The parameters that are reached without going through a block, some several times."""
     if module not in blocks:
         yield from module.parameters(recurse=False)
         for child in module.children():
             yield from _outside(child, blocks)
-
-
-def _buffer_bytes(own: Sequence[Sequence[nn.Parameter]]) -> int:
-    """Bytes of the two buffers that blocks pass through."""
-    shapes = {
-        (place, one.shape, one.dtype): one.nbytes
-        for block in own
-        for place, one in enumerate(block)
-    }
-    return 2 * sum(shapes.values())
 
 
 def _merge(model: nn.Module) -> None:
@@ -291,87 +335,3 @@ def _merge(model: nn.Module) -> None:
         and all(str(one.peft_type).endswith("LORA") for one in config.values())
     ):
         model.merge_adapter()  # type: ignore[operator]  # a PEFT model's
-
-
-class _Streamed:
-    """Blocks whose weights are on the host, and pass through a device block by block.
-
-    Two buffers take turns. A lane of its own fills one while the block in the other computes, and
-    fills it again only behind that block, because it reads it until then.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = torch.get_device_module(device)
-        self._lane = self._module.Stream(**({} if device.type == "cpu" else {"device": device}))
-        self._blocks: list[list[nn.Parameter]] = []
-        self._next: dict[int, int] = {}  # by a block: the one that came after it
-        self._last: int | None = None
-        self._hosts: list[list[torch.Tensor]] = []
-        self._hooks: list[Any] = []
-        self._buffers: dict[tuple[int, int, torch.Size, torch.dtype], torch.Tensor] = {}
-        self._turn = 0
-        self._filled: dict[int, tuple[int, Any]] = {}  # by turn: the block, and when it is there
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def add(self, block: nn.Module, parameters: list[nn.Parameter]) -> None:
-        """Blocks are mostly called in the order in which they are added. ``parameters``: those of
-        ``block`` that pass."""
-        index = len(self._blocks)
-        self._blocks.append(parameters)
-        self._hosts.append([parameter.data for parameter in parameters])
-        self._hooks += [
-            block.register_forward_pre_hook(lambda *_: self._begin(index)),
-            block.register_forward_hook(lambda *_: self._end(index)),
-        ]
-
-    def close(self) -> None:
-        """The device's memory is free once nobody has the copy any more."""
-        for hook in self._hooks:
-            hook.remove()
-        for index in range(len(self)):
-            self._end(index)
-        self._module.current_stream(self._device).wait_stream(self._lane)
-        self._buffers.clear()
-
-    def _begin(self, index: int) -> None:
-        turns = [turn for turn, (block, _) in self._filled.items() if block == index]
-        if not turns:
-            self._fill(index)
-        _, event = self._filled.pop(turns[0] if turns else self._turn)
-        if self._last is not None:
-            self._next[self._last] = index
-        self._last = index
-        after = self._next.get(index, (index + 1) % len(self))
-        if after != index:
-            self._fill(after)
-        self._module.current_stream(self._device).wait_event(event)
-
-    def _end(self, index: int) -> None:
-        for parameter, host in zip(self._blocks[index], self._hosts[index], strict=True):
-            parameter.data = host
-
-    def _fill(self, index: int) -> None:
-        self._turn = 1 - self._turn
-        hosts = self._hosts[index]
-        targets = [self._buffer(place, host) for place, host in enumerate(hosts)]
-        # Because the buffer was read, or made, by what the caller has queued so far.
-        self._lane.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._lane):
-            for target, parameter, host in zip(targets, self._blocks[index], hosts, strict=True):
-                quantized = getattr(parameter, "quantized", None)
-                if quantized is None:
-                    target.copy_(host, non_blocking=True)
-                else:
-                    quantized.write_to(target)
-        self._filled[self._turn] = index, self._lane.record_event()
-        for parameter, target in zip(self._blocks[index], targets, strict=True):
-            parameter.data = target
-
-    def _buffer(self, place: int, host: torch.Tensor) -> torch.Tensor:
-        key = self._turn, place, host.shape, host.dtype
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        return self._buffers[key]

@@ -93,7 +93,8 @@ def _cut(file: Path, said: Any) -> str:
     is_whole = bool(said["model"].get("ignore_merges"))
     key = (patterns, bool(over_bytes[0].get("use_regex", True)), is_whole)
     # Readers of GGUF do without Qwen's normal form of characters.
-    changes_text = (said.get("normalizer") or {"type": "NFC"})["type"] != "NFC"
+    normal = said.get("normalizer") or {"type": "NFC"}
+    changes_text = any(one["type"] != "NFC" for one in normal.get("normalizers", [normal]))
     if key not in _CUTS or over_bytes[0].get("add_prefix_space") or changes_text:
         raise ConfigError(
             f"{file} cuts words in a way that has no name in GGUF that is known here: {steps}, "

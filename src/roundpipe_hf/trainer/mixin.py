@@ -253,6 +253,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         0-d tensor, zero for a stashed batch. What Trainer has summed up when the window closes is
         what it would have been.
         """
+        model.train()  # first, as Trainer does: GRPO makes its batches by the mode
         inputs = self._prepare_inputs(inputs)
         self._figures.batch(inputs)
         self._window.add(

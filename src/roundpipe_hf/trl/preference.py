@@ -48,8 +48,8 @@ class RoundPipeDPOTrainer(_OfPairs, DPOTrainer):
 
     Raises:
         ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
-            ``use_liger_kernel``, a reference model with another vocabulary, and a batch of an odd
-            number of rows.
+            ``use_liger_kernel``, a reference model with another vocabulary, data with images for a
+            model whose preset takes none, and a batch of an odd number of rows.
 
     Example:
         >>> args = RoundPipeDPOConfig("out", beta=0.1)

@@ -15,25 +15,23 @@ from ..compat import base_model
 from .compat import is_async_callable
 
 
-def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
+def refuse_data_and_model(trainer: Any) -> None:
     """Called when TRL's constructor has set ``trainer`` up.
 
     Raises:
-        ConfigError: the data has images that trainer or preset does not take, the reference model
+        ConfigError: the data has images that a model's preset does not take, the reference model
             has another vocabulary, or the loss asks for the router's of a model whose routers are
             not understood.
     """
     name = type(trainer).__name__
-    if getattr(trainer, "_is_vision_dataset", False):
-        if not takes_images:
-            raise ConfigError(f"{name} does not support data sets with images")
-        if not has_images(trainer.model):
+    reference = getattr(trainer, "ref_model", None)
+    for model in (trainer.model, reference):
+        if model is not None and _has_pictures(trainer) and not has_images(model):
             raise ConfigError(
                 f"{name} does not support data sets with images for "
-                f"{type(base_model(trainer.model)).__name__}: it has no preset that takes images, "
-                "as those of docs/models.md have"
+                f"{type(base_model(model)).__name__}: it has no preset that takes images, as those "
+                "of docs/models.md have"
             )
-    reference = getattr(trainer, "ref_model", None)
     sizes = _vocabulary(trainer.model), _vocabulary(reference)
     if reference is not None and sizes[0] != sizes[1]:
         raise ConfigError(
@@ -49,6 +47,15 @@ def refuse_data_and_model(trainer: Any, *, takes_images: bool = False) -> None:
             f"{trainer.router_aux_loss_coef}) for {type(base).__name__}: what its routers say, or "
             "what its loss makes of it, is not understood; set router_aux_loss_coef=0.0"
         )
+
+
+def _has_pictures(trainer: Any) -> bool:
+    """As far as TRL or the names of the data's columns say."""
+    known: bool | None = getattr(trainer, "_is_vision_dataset", None)
+    if known is not None:
+        return known
+    names = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
+    return bool({"image", "images"}.intersection(names or ()))
 
 
 def _vocabulary(model: Any) -> int | None:

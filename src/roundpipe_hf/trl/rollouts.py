@@ -110,7 +110,8 @@ class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):
         ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
             ``use_transformers_continuous_batching``, ``use_vllm`` with an engine of vLLM's on a
             device that this one computes on, a reference model with another vocabulary, a prompt
-            that fills the model's context, and rewards that are no numbers.
+            that fills the model's context, data with images for a model whose preset takes none,
+            and rewards that are no numbers.
 
     Example:
         >>> args = RoundPipeGRPOConfig("out", num_generations=8)

@@ -81,7 +81,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         self.accelerator.gather_for_metrics = lambda value, *args, **kwargs: (
             value if in_worker() else gather(value, *args, **kwargs)
         )
-        refuse_data_and_model(self, takes_images=True)
+        refuse_data_and_model(self)
         drop_fused_forward(base_model(self.model))
         if not has_own_preset(self.model):
             logger.warning(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -174,6 +174,21 @@ def test_the_tokenizer_comes_along(tmp_path: Path, cut: str) -> None:
         read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
         assert read(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
         assert read.decode(read(TEXT)["input_ids"]) == TEXT
+
+
+@pytest.mark.parametrize("steps", [[], [normalizers.NFC()]], ids=len)
+def test_a_tokenizer_whose_normal_form_is_a_list(tmp_path: Path, steps: list[Any]) -> None:
+    """SmolLM2's has an empty one, read from its own GGUF file, and was refused."""
+    saved(tmp_path / "model", "llama")
+    own = tokenizer_of("gpt-2")._tokenizer
+    own.normalizer = normalizers.Sequence(steps)
+    PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path / "model")
+    export_gguf(tmp_path / "model", tmp_path / "model.gguf")
+    assert field(tmp_path / "model.gguf", "tokenizer.ggml.pre") == "gpt-2"
+    own.normalizer = normalizers.Sequence([*steps, normalizers.Lowercase()])
+    PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match="Lowercase"):
+        export_gguf(tmp_path / "model", tmp_path / "other.gguf")
 
 
 def test_a_tokenizer_that_begins_every_text(tmp_path: Path) -> None:

@@ -141,6 +141,26 @@ def test_evaluation(kind: str, folder: Path) -> None:
     assert_same(pair)
 
 
+@both
+@pytest.mark.parametrize("devices", [1, 3])
+def test_training_after_an_evaluation(kind: str, devices: int, folder: Path) -> None:
+    """TRL asks the model's mode whose rollouts they are. The first ones after an evaluation were
+    taken for another evaluation's: made anew for each batch of the window, and not counted."""
+    pair = trained(
+        kind,
+        folder,
+        devices=devices,
+        eval_dataset=PROMPTS.select(range(4)),
+        eval_strategy="steps",
+        eval_steps=1,
+        gradient_accumulation_steps=2,
+    )
+    steps = [entry for entry in logged(pair.ours) if "loss" in entry]
+    assert len(steps) == 3
+    assert all("reward" in entry for entry in steps)
+    assert_same(pair)
+
+
 @one
 def test_rollouts_that_are_used_twice(kind: str, folder: Path) -> None:
     """Old log-probabilities come from the engine as well, and a reference of its own does."""
