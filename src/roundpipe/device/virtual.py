@@ -158,7 +158,7 @@ class VirtualDevice:
         return
 
     def capture(self, *works: Work) -> Recorded | None:
-        """Runs them, and has them run anew each time, on the memory that they were given."""
+        """Runs ``works``, and has them run anew each time, on the memory that they were given."""
         for work in works:
             work()
         return Recorded(works, 0)
