@@ -1,7 +1,6 @@
 """Updates on a device, a batch of tensors in each operation; here with the CPU for a device."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
