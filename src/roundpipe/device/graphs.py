@@ -32,18 +32,20 @@ def record(device: torch.device, works: Sequence[Work]) -> Recorded | None:
     side, current = _side(device), torch.cuda.current_stream(device)
     side.wait_stream(current)
     replays: list[Work] = []
-    with torch.cuda.stream(side):
-        for work in works:
-            work()
-        before = torch.cuda.memory_reserved(device)
-        pool = torch.cuda.graph_pool_handle()
-        for work in works:
-            graph = torch.cuda.CUDAGraph()
-            if not _is_recorded(graph, work, pool):
-                _record_nothing()
-                break
-            replays.append(graph.replay)
-    current.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for work in works:
+                work()
+            before = torch.cuda.memory_reserved(device)
+            pool = torch.cuda.graph_pool_handle()
+            for work in works:
+                graph = torch.cuda.CUDAGraph()
+                if not _is_recorded(graph, work, pool):
+                    _record_nothing()
+                    break
+                replays.append(graph.replay)
+    finally:
+        current.wait_stream(side)
     if len(replays) < len(works):
         return None
     return Recorded(tuple(replays), torch.cuda.memory_reserved(device) - before)
