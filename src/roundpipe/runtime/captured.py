@@ -220,6 +220,7 @@ class _CapturedLayer:
         leaves = zip(self.outputs, self.passed, strict=True)
         return (
             len(self._tracked) == 1
+            and len(set(map(id, self.tensors))) == len(self.tensors)
             and all(tensor.device == device for tensor in self.tensors)
             and all(
                 place is not None or isinstance(leaf, (torch.Tensor, *_CONSTANTS))
