@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -527,7 +528,7 @@ def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
         vars(value)
         for value in held.values()
         if hasattr(value, "__dict__")
-        and not isinstance(value, (nn.Module, torch.Tensor))
+        and not isinstance(value, (nn.Module, torch.Tensor, ModuleType))
         and not callable(value)
     ]
 
