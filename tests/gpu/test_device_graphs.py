@@ -58,9 +58,13 @@ def test_work_that_waits_for_a_value_is_not_recorded_and_draws_go_on() -> None:
 
 def test_after_work_that_is_not_recorded_memory_of_other_streams_is_taken_back() -> None:
     device = AcceleratorDevice(torch.device("cuda", 0))
+
+    def waits() -> None:
+        x.sum().item()
+
     x = torch.ones(4, device=device.torch_device)
     with device.compute.work():
-        assert device.capture(lambda: x.sum().item()) is None  # type: ignore[arg-type]
+        assert device.capture(waits) is None
         before = torch.cuda.memory_allocated()
         for _ in range(4):
             lent = torch.empty(1 << 22, dtype=torch.uint8, device=device.torch_device)
