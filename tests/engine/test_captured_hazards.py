@@ -186,10 +186,21 @@ def test_layers_that_a_recording_would_change_are_not_recorded(
     assert not any(recorded)
 
 
-def test_a_config_that_is_changed_is_seen(engines: Engines, recorded: list[bool]) -> None:
+def _scale(model: Any) -> None:
+    model[1].config.scale = 2.0
+
+
+def _without_flash(model: Any) -> None:
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
+@pytest.mark.parametrize("change", [_scale, _without_flash])
+def test_what_recordings_depend_on_is_seen_to_change(
+    engines: Engines, recorded: list[bool], change: Callable[[Any], None]
+) -> None:
     def between(step: int, model: Any) -> None:
         if step == STEPS - 1:
-            model[1].config.scale = 2.0
+            change(model)
             assert len(recorded) == 3, "one for each block"
             forms.extend(replayed)
             replayed.clear()
@@ -204,7 +215,10 @@ def test_a_config_that_is_changed_is_seen(engines: Engines, recorded: list[bool]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured._CapturedLayer, "run", noted)
-        trained(engines, Plain, captures=True, between=between)
+        try:
+            trained(engines, Plain, captures=True, between=between)
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
     assert forms, "nothing was replayed before"
     assert not replayed, "what was recorded with another config"
 

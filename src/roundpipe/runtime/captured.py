@@ -359,6 +359,7 @@ class CapturedLayers:
         self._device = device
         self._slots = slots
         self._is_told = bool(is_wanted)
+        self._ways = _ways()
         counts = Counter(map(type, layers))
         is_accelerated = device.torch_device.type != "cpu"
         self._layers = frozenset(
@@ -472,8 +473,12 @@ class CapturedLayers:
 
     def begin_call(self) -> None:
         """Lets go of what the last calls did not run: memory that it holds may be what another plan
-        counts on."""
+        counts on. And of all if kernels are chosen in another way now."""
         self._call += 1
+        ways = _ways()
+        if ways != self._ways:
+            self.forget()
+        self._ways = ways
         for key, seen in list(self._seen.items()):
             if seen.is_over or seen.last_call < self._call - _KEPT_UNUSED:
                 self._drop(self._seen.pop(key))
@@ -531,6 +536,21 @@ def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
         and not isinstance(value, (nn.Module, torch.Tensor, ModuleType))
         and not callable(value)
     ]
+
+
+def _ways() -> tuple[Any, ...]:
+    """What kernels are chosen by, in all threads, beside what they are given."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _is_watched() -> bool:
