@@ -56,6 +56,67 @@ def test_work_that_waits_for_a_value_is_not_recorded_and_draws_go_on() -> None:
         assert not torch.equal(torch.rand_like(x), torch.rand_like(x))
 
 
+def test_after_work_that_is_not_recorded_memory_of_other_streams_is_taken_back() -> None:
+    device = AcceleratorDevice(torch.device("cuda", 0))
+
+    def waits() -> None:
+        x.sum().item()
+
+    x = torch.ones(4, device=device.torch_device)
+    with device.compute.work():
+        assert device.capture(waits) is None
+        before = torch.cuda.memory_allocated()
+        for _ in range(4):
+            lent = torch.empty(1 << 22, dtype=torch.uint8, device=device.torch_device)
+            device.down.borrow(lent)
+            del lent
+            torch.cuda.synchronize()
+        torch.empty(1 << 22, dtype=torch.uint8, device=device.torch_device)
+        assert torch.cuda.memory_allocated() <= before
+    device.trim()
+
+
+class ScaledOnTheHost(nn.Module):
+    """What it multiplies by is a number on the host, which a recording would keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, scale = given
+        return torch.tanh(self.inner(hidden)) * scale, scale
+
+
+class ReadsScale(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.tensor(x.shape[0] * _scale[0])
+
+
+_scale = [1.0]
+
+
+def test_a_number_on_the_host_is_not_recorded(engines: Engines) -> None:
+    def run(*, captures: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(ReadsScale(), *(ScaledOnTheHost() for _ in range(4)))
+        engine = engines(model, ONE, cuda_graphs=captures, optim_dtype=torch.float32)
+        optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+        losses = []
+        for step in range(12):
+            _scale[0] = 1.0 / (1 + step)
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+            loss = engine.forward_backward(
+                (x,), label=x, loss_fn=lambda out, label: nn.functional.mse_loss(out[0], label)
+            )
+            losses.append(loss.item())
+            engine.step(optimizer.step, is_async=False)
+        engine.close()
+        return losses
+
+    assert run(captures=True) == run(captures=False)
+
+
 @pytest.mark.parametrize("on", ACCELERATORS, ids=str)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])

@@ -32,39 +32,49 @@ def record(device: torch.device, works: Sequence[Work]) -> Recorded | None:
     side, current = _side(device), torch.cuda.current_stream(device)
     side.wait_stream(current)
     replays: list[Work] = []
-    with torch.cuda.stream(side):
-        for work in works:
-            work()
-        before = torch.cuda.memory_reserved(device)
-        pool = torch.cuda.graph_pool_handle()
-        for work in works:
-            graph = torch.cuda.CUDAGraph()
-            if not _is_recorded(graph, work, pool):
-                _record_nothing()
-                break
-            replays.append(graph.replay)
-    current.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for work in works:
+                work()
+            before = torch.cuda.memory_reserved(device)
+            pool = torch.cuda.graph_pool_handle()
+            for work in works:
+                graph = torch.cuda.CUDAGraph()
+                if not _is_recorded(graph, work, pool, device):
+                    _record_nothing()
+                    break
+                replays.append(graph.replay)
+    finally:
+        current.wait_stream(side)
     if len(replays) < len(works):
         return None
     return Recorded(tuple(replays), torch.cuda.memory_reserved(device) - before)
 
 
-def _is_recorded(graph: torch.cuda.CUDAGraph, work: Work, pool: Any) -> bool:
+def _is_recorded(graph: torch.cuda.CUDAGraph, work: Work, pool: Any, device: torch.device) -> bool:
     # Only what this thread does is restricted, because others may allocate or wait meanwhile.
     graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         work()
+        is_done = True
     except Exception as error:
         _log.debug("work is not recorded: %s", error)
-        with suppress(RuntimeError):
-            graph.capture_end()
-        return False
+        is_done = False
     try:
         graph.capture_end()
     except RuntimeError as error:
         _log.debug("work is not recorded: %s", error)
+        _end_pool(device, pool)
         return False
-    return True
+    return is_done
+
+
+def _end_pool(device: torch.device, pool: Any) -> None:
+    """torch ends a recording for its allocator only if that ended well. Until then nothing that
+    another stream has used is taken back, and unused memory cannot be given back at all."""
+    with suppress(RuntimeError):  # it is ended already
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
 
 
 def _record_nothing() -> None:

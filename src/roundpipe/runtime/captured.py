@@ -9,7 +9,8 @@ docs/internals/device-graphs.md for what may be recorded, and who owns which mem
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,10 @@ from torch.nn.modules import module as modules
 from torch.utils import _pytree as pytree
 
 from ..device import Device
+from ..errors import ConfigError
+from ..layers.structure import Snapshot
 from ..memory.slots import SlotPool
+from ..recompute.user_data import Running
 from .stage import MicrobatchRun, Stage
 
 _log = logging.getLogger("roundpipe")
@@ -33,6 +37,8 @@ _RECORDED_FREELY, _WORTH_RECORDING = 8, 20
 # recorded.
 _KNOWN = frozenset({"torch", "transformers", "peft", "roundpipe"})
 _CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype)
+_PLAIN = (torch.Tensor, nn.Parameter)
+_Turn = tuple[int, int]  # one microbatch of one stage run
 
 
 class _Form(NamedTuple):
@@ -45,14 +51,18 @@ class _Form(NamedTuple):
     mode: tuple[bool, ...]
 
 
-def _form_of(run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any) -> _Form | None:
-    """None where a leaf is neither a tensor nor a constant."""
+def _form_of(
+    run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any, device: torch.device
+) -> _Form | None:
+    """None where a leaf is neither a plain tensor of the device nor a constant. The value of a
+    tensor on the host would be recorded."""
     described: list[Any] = []
-    for leaf in leaves:
+    for leaf, first in zip(leaves, _first_places(leaves), strict=True):
         if isinstance(leaf, torch.Tensor):
-            described.append(
-                (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-            )
+            is_plain = type(leaf) in _PLAIN and leaf.layout is torch.strided
+            if not is_plain or leaf.device != device or leaf.is_inference():
+                return None
+            described.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, first))
         elif isinstance(leaf, _CONSTANTS):
             described.append((type(leaf), leaf))
         else:
@@ -60,6 +70,16 @@ def _form_of(run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any) -
     call = run.call
     mode = run.stage.layer_modes[layer]
     return _Form(spec, tuple(described), call.asked.only_loss, call.model.ambient, mode)
+
+
+def _first_places(leaves: Sequence[Any]) -> list[int]:
+    """Of each leaf, where it comes first: code may ask whether two are the same."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+
+
+def _versions(leaves: Sequence[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 class _Static:
@@ -75,31 +95,43 @@ class _Static:
         )
         self.tensor = self._own.expand(leaf.shape)
         self._last: tuple[torch.Tensor, int] | None = None
+        self._turn: _Turn | None = None  # in which it was filled
 
     def _part_of(self, leaf: torch.Tensor) -> torch.Tensor:
         for place in self._expanded:
             leaf = leaf.narrow(place, 0, 1)
         return leaf
 
-    def fill(self, leaf: torch.Tensor) -> None:
+    def _has(self, leaf: torch.Tensor) -> bool:
+        if self._last is None:
+            return False
+        last, version = self._last
+        return last is leaf and version == leaf._version
+
+    def suits(self, leaf: torch.Tensor, turn: _Turn) -> bool:
+        """Whether ``leaf`` may be put in: not over another one of the same microbatch, which the
+        backward of a layer before may be still to read."""
+        return self._turn != turn or self._has(leaf)
+
+    def fill(self, leaf: torch.Tensor, turn: _Turn) -> None:
         """To be called without grad."""
-        if self._last is not None:
-            last, version = self._last
-            if last is leaf and version == leaf._version:
-                return
+        if self._has(leaf):
+            return
         self._own.copy_(self._part_of(leaf))
-        # Only what carries no gradient is handed from layer to layer as it is.
-        self._last = None if leaf.requires_grad else (leaf, leaf._version)
+        # Only what carries no gradient is handed from layer to layer as it is, and shared.
+        if not leaf.requires_grad:
+            self._last, self._turn = (leaf, leaf._version), turn
 
     def forget(self) -> None:
-        self._last = None
+        self._last = self._turn = None
 
 
 class _CapturedLayer:
     """One layer's forward and backward for inputs of one form. Used on the compute lane.
 
     Args:
-        statics: of leaves that carry no gradient, shared by all layers of the device.
+        statics: of leaves that carry no gradient, shared by all layers of the device that are given
+            the same ones.
     """
 
     def __init__(
@@ -108,31 +140,35 @@ class _CapturedLayer:
         parameters: Sequence[nn.Parameter],
         leaves: Sequence[Any],
         spec: Any,
-        statics: dict[Any, _Static],
+        statics: weakref.WeakValueDictionary[Any, _Static],
+        turn: _Turn,
         *,
         is_first: bool,
     ) -> None:
         self._module = module
+        self.settings = Snapshot((), _settings_of(module))
         self._is_first = is_first
         self._spec = spec
         self.inputs: dict[int, _Static] = {}
         self._given = list(leaves)
-        for place, leaf in enumerate(leaves):
+        for place, first in enumerate(_first_places(leaves)):
+            leaf = leaves[place]
             if not isinstance(leaf, torch.Tensor):
                 continue
+            if first != place:
+                self._given[place] = self._given[first]
+                continue
             key = place, leaf.shape, leaf.stride(), leaf.dtype
-            static = _Static(leaf) if leaf.requires_grad else statics.get(key)
-            if static is None:
-                static = statics[key] = _Static(leaf)
+            static = None if leaf.requires_grad else statics.get(key)
+            if static is None or not static.suits(leaf, turn):
+                static = _Static(leaf)
+                if not leaf.requires_grad:
+                    statics.setdefault(key, static)
             with torch.no_grad():
-                static.fill(leaf)
+                static.fill(leaf, turn)
             self.inputs[place] = static
             self._given[place] = static.tensor.detach().requires_grad_(leaf.requires_grad)
-        self.carrying = [
-            place
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        self.carrying = [place for place in self.inputs if leaves[place].requires_grad]
         # Of its own, because autograd has what leads to a parameter run where that was used first.
         own = {id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in parameters}
         self._parameters: dict[str, torch.Tensor] = {
@@ -143,12 +179,18 @@ class _CapturedLayer:
         self._trained = [p for p in own.values() if p.requires_grad]
         self.num_bytes = 0  # of the device, that it keeps
         self._arriving: list[torch.Tensor] | None = None
+        self.awaited: object = None  # stands for the forward whose backward is to come
+
+    def suits(self, leaves: Sequence[Any], turn: _Turn) -> bool:
+        """Whether its inputs may be filled with ``leaves``."""
+        return all(static.suits(leaves[place], turn) for place, static in self.inputs.items())
 
     def forward(self) -> None:
         """Makes ``outputs``, and in ``passed`` says of each which input it is, if it is one."""
         value = pytree.tree_unflatten(self._given, self._spec)
         args, kwargs = value if self._is_first else ((value,), {})
-        with torch.enable_grad():
+        # What it saves for a recompute nobody will ask for, and it would save it twice.
+        with torch.enable_grad(), Running(None):
             output = functional_call(self._module, self._parameters, args, kwargs)
         made, self.output_spec = pytree.tree_flatten(output)
         places = {id(self._given[place]): place for place in self.inputs}
@@ -174,10 +216,12 @@ class _CapturedLayer:
         )
 
     def _is_recordable(self, device: torch.device) -> bool:
-        """Whether what ``forward`` has made is all there is to it."""
+        """Whether what ``forward`` has made is all there is to it, and one of it carries a
+        gradient: if of two only one got one, parameters might get zeros for none."""
         leaves = zip(self.outputs, self.passed, strict=True)
         return (
-            bool(self._tracked)
+            len(self._tracked) == 1
+            and len(set(map(id, self.tensors))) == len(self.tensors)
             and all(tensor.device == device for tensor in self.tensors)
             and all(
                 place is not None or isinstance(leaf, (torch.Tensor, *_CONSTANTS))
@@ -185,20 +229,16 @@ class _CapturedLayer:
             )
         )
 
-    def arrive(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients of its tracked outputs come."""
+    def arrive(self, gradient: torch.Tensor) -> None:
+        """That of its tracked output comes."""
         assert self._arriving is not None
-        for own, gradient in zip(self._arriving, gradients, strict=True):
-            if gradient is None:
-                own.zero_()
-            else:
-                own.copy_(gradient)
+        self._arriving[0].copy_(gradient)
 
-    def run(self, leaves: Sequence[Any], parameters: Sequence[nn.Parameter]) -> Any:
+    def run(self, leaves: Sequence[Any], turn: _Turn, parameters: Sequence[nn.Parameter]) -> Any:
         """The layer's output for leaves of its form. ``parameters``: those of this stage run, which
         are where those were that it was recorded with."""
         carried = [leaves[place] for place in self.carrying]
-        tensors = _Replayed.apply(self, leaves, *carried, *parameters)
+        tensors = _Replayed.apply(self, leaves, turn, *carried, *parameters)
         made = iter(tensors)
         given = [
             leaves[place]
@@ -211,8 +251,15 @@ class _CapturedLayer:
         return pytree.tree_unflatten(given, self.output_spec)
 
     def record(self, device: Device) -> bool:
-        """False if it cannot be recorded."""
-        recorded = device.capture(self.forward, self.backward)
+        """False if it cannot be recorded. Whatever is wrong with the layer it says itself when it
+        runs."""
+        try:
+            recorded = device.capture(self.forward, self.backward)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _log.debug("a layer is not recorded: %s", error)
+            return False
         if recorded is None or not self._is_recordable(device.torch_device):
             return False
         self.replay_forward, self.replay_backward = recorded.replays
@@ -230,11 +277,12 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _CapturedLayer, leaves: Sequence[Any], *_: torch.Tensor
+        ctx: Any, layer: _CapturedLayer, leaves: Sequence[Any], turn: _Turn, *_: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         for place, static in layer.inputs.items():
-            static.fill(leaves[place])
+            static.fill(leaves[place], turn)
         layer.replay_forward()
+        layer.awaited = ctx.awaited = object()
         made = tuple(tensor.detach().clone() for tensor in layer.tensors)
         ctx.layer = layer
         ctx.tracks = layer.tracks
@@ -248,9 +296,16 @@ class _Replayed(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         layer = ctx.layer
-        layer.arrive(
-            [gradient for gradient, is_in in zip(gradients, ctx.tracks, strict=True) if is_in]
-        )
+        (gradient,) = (g for g, is_tracked in zip(gradients, ctx.tracks, strict=True) if is_tracked)
+        if gradient is None:
+            return (None,) * (3 + len(layer.gradients))
+        if layer.awaited is not ctx.awaited:
+            raise ConfigError(
+                "a backward came a second time (retain_graph=True) through a layer whose kernels "
+                "are recorded, which keeps nothing for that; pass cuda_graphs=False"
+            )
+        layer.awaited = None
+        layer.arrive(gradient)
         layer.replay_backward()
         # Autograd copies those of parameters itself, because somebody else holds on to them.
         num_inputs = len(layer.carrying)
@@ -258,17 +313,18 @@ class _Replayed(torch.autograd.Function):
             None if gradient is None else gradient.clone()
             for gradient in layer.gradients[:num_inputs]
         )
-        return None, None, *passed_on, *layer.gradients[num_inputs:]
+        return None, None, None, *passed_on, *layer.gradients[num_inputs:]
 
 
 class _Seen:
     """A layer, as its last stage runs saw it: ``slot`` has its weights, ``module`` is its replica.
-    ``captured`` once it is recorded."""
+    ``captured`` once it is recorded. Until then it keeps neither: slots are given back, and
+    replicas that were changed may hold activations."""
 
     def __init__(self, form: _Form, module: nn.Module, slot: torch.Tensor) -> None:
         self.form = form
-        self.module = module
-        self.slot = slot
+        self._module = weakref.ref(module)
+        self._slot = weakref.ref(slot)
         self.num_stages = 0
         self.last_call = 0
         self.stage: weakref.ref[Stage] | None = None  # the last one
@@ -276,7 +332,17 @@ class _Seen:
         self.captured: _CapturedLayer | None = None
 
     def is_of(self, form: _Form, module: nn.Module, slot: torch.Tensor) -> bool:
-        return self.module is module and self.slot is slot and self.form == form
+        return (
+            self._module() is module
+            and self._slot() is slot
+            and self.form == form
+            and (self.captured is None or self.captured.settings.is_true)
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it cannot come again."""
+        return self._module() is None or self._slot() is None
 
 
 class CapturedLayers:
@@ -292,6 +358,8 @@ class CapturedLayers:
     ) -> None:
         self._device = device
         self._slots = slots
+        self._is_told = bool(is_wanted)
+        self._ways = _ways()
         counts = Counter(map(type, layers))
         is_accelerated = device.torch_device.type != "cpu"
         self._layers = frozenset(
@@ -300,7 +368,7 @@ class CapturedLayers:
             if is_wanted is not False
             and counts[type(layer)] > 1
             and not any(True for _ in layer.buffers())
-            and (is_wanted or (is_accelerated and _is_known(layer)))
+            and (is_wanted or (is_accelerated and _are_known(layer.modules())))
         )
         self._call = 0
         # By layer, address of its weights, of which there may be two in turn, and form of its
@@ -308,7 +376,7 @@ class CapturedLayers:
         self._seen: dict[Any, _Seen] = {}
         self._recorded: Counter[int] = Counter()
         self._replayed: Counter[int] = Counter()
-        self._statics: dict[Any, _Static] = {}
+        self._statics = weakref.WeakValueDictionary[Any, _Static]()
         self._num_bytes = 0
 
     def call(self, run: MicrobatchRun, layer: int, module: nn.Module, value: Any) -> Any:
@@ -318,14 +386,22 @@ class CapturedLayers:
         if is_out:
             return called(module, value, is_first=layer == 0)
         leaves, spec = pytree.tree_flatten(value)
-        form = _form_of(run, layer, leaves, spec)
+        form = _form_of(run, layer, leaves, spec, self._device.torch_device)
         seen = None if form is None else self._find(run.stage, layer, module, form)
-        if seen is not None and seen.captured is None and self._is_due(seen, run, layer):
-            self._capture(seen, run, layer, leaves, spec)
-        if seen is None or seen.captured is None:
+        if seen is None:
             return called(module, value, is_first=layer == 0)
+        turn = id(run.stage), run.microbatch
+        if seen.captured is None and self._is_due(seen, run, layer):
+            self._capture(seen, run, layer, module, (leaves, spec), turn)
+        if seen.captured is not None and not seen.captured.suits(leaves, turn):
+            self._drop(seen)  # to be recorded again, with inputs of its own
+        if seen.captured is None:
+            versions = _versions(leaves)
+            output = called(module, value, is_first=layer == 0)
+            seen.is_refused |= _versions(leaves) != versions  # others read what it writes to
+            return output
         self._replayed[layer] += 1
-        return seen.captured.run(leaves, _trained(run.stage, layer))
+        return seen.captured.run(leaves, turn, _trained(run.stage, layer))
 
     def _find(self, stage: Stage, layer: int, module: nn.Module, form: _Form) -> _Seen | None:
         """What is known of the layer in this form; None if it changes too often."""
@@ -348,17 +424,25 @@ class CapturedLayers:
     def _is_due(self, seen: _Seen, run: MicrobatchRun, layer: int) -> bool:
         """Whether the layer is to be recorded now. Not in a call that is timed, which would take
         the recording for the layer."""
-        memory = run.call.memory
+        memory, replica = run.call.memory, run.stage.replicas[layer]
         return (
             not seen.is_refused
             and seen.num_stages > _SEEN_BEFORE
-            and run.stage.replicas[layer].is_as_made
+            and replica.is_as_made
+            and not replica.with_buffers
+            and (self._is_told or _are_known(owner for owner, _ in replica.pairs))
             and not memory.is_timed
             and memory.measured.knows_graph(layer)
         )
 
     def _capture(
-        self, seen: _Seen, run: MicrobatchRun, layer: int, leaves: Sequence[Any], spec: Any
+        self,
+        seen: _Seen,
+        run: MicrobatchRun,
+        layer: int,
+        module: nn.Module,
+        given: tuple[Sequence[Any], Any],
+        turn: _Turn,
     ) -> None:
         """Records the layer, if there is room."""
         spare = _OF_SPARE * (run.call.memory.slot_limit - self._slots.num_bytes)
@@ -368,11 +452,11 @@ class CapturedLayers:
             return
         self._recorded[layer] += 1
         captured = _CapturedLayer(
-            seen.module,
+            module,
             list(run.stage.residents[layer].parameters.values()),
-            leaves,
-            spec,
+            *given,
             self._statics,
+            turn,
             is_first=layer == 0,
         )
         state = self._device.rng_state()
@@ -389,10 +473,14 @@ class CapturedLayers:
 
     def begin_call(self) -> None:
         """Lets go of what the last calls did not run: memory that it holds may be what another plan
-        counts on."""
+        counts on. And of all if kernels are chosen in another way now."""
         self._call += 1
+        ways = _ways()
+        if ways != self._ways:
+            self.forget()
+        self._ways = ways
         for key, seen in list(self._seen.items()):
-            if seen.last_call < self._call - _KEPT_UNUSED:
+            if seen.is_over or seen.last_call < self._call - _KEPT_UNUSED:
                 self._drop(self._seen.pop(key))
 
     def let_inputs_go(self) -> None:
@@ -403,6 +491,7 @@ class CapturedLayers:
     def _drop(self, seen: _Seen) -> None:
         if seen.captured is not None:
             self._num_bytes -= seen.captured.num_bytes
+            seen.captured = None
 
     def forget(self) -> None:
         """Lets go of all that was recorded, and its memory."""
@@ -428,11 +517,39 @@ def called(module: nn.Module, value: Any, *, is_first: bool) -> Any:
     return module(value)
 
 
-def _is_known(layer: nn.Module) -> bool:
-    """Whether all its modules are of libraries whose forwards do nothing but compute."""
+def _are_known(parts: Iterable[nn.Module]) -> bool:
+    """Whether all are of libraries whose forwards do nothing but compute."""
     return all(
         type(part).__module__.partition(".")[0] in _KNOWN and "forward" not in vars(part)
-        for part in layer.modules()
+        for part in parts
+    )
+
+
+def _settings_of(module: nn.Module) -> list[dict[str, Any]]:
+    """What objects that its modules hold, and share with the user's, have in them: a config says
+    for instance which attention is used."""
+    held = {id(value): value for part in module.modules() for value in list(vars(part).values())}
+    return [
+        vars(value)
+        for value in held.values()
+        if hasattr(value, "__dict__")
+        and not isinstance(value, (nn.Module, torch.Tensor, ModuleType))
+        and not callable(value)
+    ]
+
+
+def _ways() -> tuple[Any, ...]:
+    """What kernels are chosen by, in all threads, beside what they are given."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
     )
 
 
