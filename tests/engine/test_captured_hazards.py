@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import roundpipe
 from roundpipe.errors import ConfigError
-from roundpipe.runtime import captured
+from roundpipe.runtime.capture import layer as captured
+from roundpipe.runtime.capture import layers
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, engine_weights
 
@@ -153,13 +154,13 @@ def trained(
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether it worked, of each attempt."""
     seen: list[bool] = []
-    record = captured._CapturedLayer.record
+    record = captured.CapturedLayer.record
 
     def counted(self: Any, device: Any) -> bool:
         seen.append(record(self, device))
         return seen[-1]
 
-    monkeypatch.setattr(captured._CapturedLayer, "record", counted)
+    monkeypatch.setattr(captured.CapturedLayer, "record", counted)
     return seen
 
 
@@ -207,14 +208,14 @@ def test_what_recordings_depend_on_is_seen_to_change(
 
     forms: list[Any] = []
     replayed: list[Any] = []
-    run = captured._CapturedLayer.run
+    run = captured.CapturedLayer.run
 
     def noted(self: Any, *args: Any) -> Any:
         replayed.append(self)
         return run(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured._CapturedLayer, "run", noted)
+        patch.setattr(captured.CapturedLayer, "run", noted)
         try:
             trained(engines, Plain, captures=True, between=between)
         finally:
@@ -247,16 +248,16 @@ def test_no_activations_stay_with_what_was_seen(engines: Engines) -> None:
 def test_inputs_of_lengths_that_do_not_come_again_are_let_go(
     engines: Engines, recorded: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured, "_KEPT_UNUSED", 1)
-    monkeypatch.setattr(captured, "_SEEN_BEFORE", 0)
+    monkeypatch.setattr(layers, "_KEPT_UNUSED", 1)
+    monkeypatch.setattr(layers, "_SEEN_BEFORE", 0)
     made: weakref.WeakSet[Any] = weakref.WeakSet()
-    init = captured._Static.__init__
+    init = captured.Static.__init__
 
     def noted(self: Any, leaf: Tensor) -> None:
         init(self, leaf)
         made.add(self)
 
-    monkeypatch.setattr(captured._Static, "__init__", noted)
+    monkeypatch.setattr(captured.Static, "__init__", noted)
     counts: list[int] = []
 
     def between(step: int, model: Any) -> None:

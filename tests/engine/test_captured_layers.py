@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
-from roundpipe.runtime import captured
+from roundpipe.runtime.capture import layer as captured
 from tests.support.device_sets import ONE, DeviceSet
 from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
 from tests.support.models import Batch
@@ -68,13 +68,13 @@ def batches(count: int = STEPS, rows: int = ROWS) -> list[Batch]:
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one for each replay of a layer."""
     seen: list[int] = []
-    run = captured._CapturedLayer.run
+    run = captured.CapturedLayer.run
 
     def counted(self: Any, *args: Any) -> Any:
         seen.append(1)
         return run(self, *args)
 
-    monkeypatch.setattr(captured._CapturedLayer, "run", counted)
+    monkeypatch.setattr(captured.CapturedLayer, "run", counted)
     return seen
 
 

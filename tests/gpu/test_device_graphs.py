@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
 from roundpipe.device import AcceleratorDevice
-from roundpipe.runtime import captured
+from roundpipe.runtime.capture import layer as captured
 from tests.support.device_sets import ACCELERATORS, DeviceSet
 from tests.support.engines import Engines, engine_weights
 
@@ -22,13 +22,13 @@ ONE = DeviceSet(kind="cuda", count=1)
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
-    run = captured._CapturedLayer.run
+    run = captured.CapturedLayer.run
 
     def counted(self: Any, *args: Any) -> Any:
         seen.append(1)
         return run(self, *args)
 
-    monkeypatch.setattr(captured._CapturedLayer, "run", counted)
+    monkeypatch.setattr(captured.CapturedLayer, "run", counted)
     return seen
 
 

@@ -26,7 +26,7 @@ from ..transfer.boundaries import (
 from ..transfer.spill import Spills
 from .autograd import reaches_leaves_beside
 from .call import Call, Cancelled, MicrobatchLoss, describe
-from .captured import CapturedLayers
+from .capture.layers import CapturedLayers
 from .changes import ModuleChanges
 from .layer_runner import LayerKnowledge, LayerRunner, detached, tracked
 from .loader import StageLoader, Uploads

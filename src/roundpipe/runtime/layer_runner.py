@@ -17,7 +17,7 @@ from ..recompute.user_data import LayerRun, Running
 from ..transfer.boundaries import Boundary, boundary_of, bring, copied
 from ..transfer.spill import Spills
 from .call import Call
-from .captured import CapturedLayers, called
+from .capture.layers import CapturedLayers, called
 from .loader import Uploads
 from .replica_cache import ReplicaCache
 from .stage import MicrobatchRun, Stage

@@ -22,7 +22,7 @@ from ..transfer.read_ahead import ReadAhead
 from ..transfer.sender import make_sender
 from ..transfer.spill import Spills
 from .call import Call
-from .captured import CapturedLayers
+from .capture.layers import CapturedLayers
 from .changes import ModuleChanges
 from .executor import Executor
 from .layer_runner import LayerKnowledge
