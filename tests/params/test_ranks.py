@@ -43,6 +43,10 @@ def all_as_one() -> None:
     skips_as_one()
     one_raises(is_async=False)
     one_raises(is_async=True)
+    one_fails_to_update(is_async=False)
+    one_fails_to_update(is_async=True)
+    one_clips_twice()
+    what_is_not_summed_is_not_clipped()
 
 
 @pytest.mark.slow
@@ -215,6 +219,57 @@ def one_raises(*, is_async: bool) -> None:
 
     with pytest.raises(kind, match=said):
         step()
+    engine.close()
+
+
+def one_fails_to_update(*, is_async: bool) -> None:
+    """A rank that ran out of memory in its update, and went on, said where it was to another one
+    that waited for weights, and took it for them."""
+    model = make_mlp()
+    engine = roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+
+    def fail(masters: Any) -> None:
+        raise MemoryError("none left")
+
+    if dist.get_rank() == 1:
+        engine.ranks.spread = fail  # type: ignore[method-assign]
+    kind, said = (MemoryError, "none left") if dist.get_rank() else (RankError, "lost rank 1")
+    with pytest.raises(kind, match=said):
+        engine.step(optimizer.step, is_async=is_async)
+        engine.synchronize()
+    again = "raised MemoryError" if dist.get_rank() else said
+    with pytest.raises(RankError, match=rf"{again}.*last checkpoint"):
+        engine.step(optimizer.step, is_async=False)
+    engine.close()
+
+
+def one_clips_twice() -> None:
+    """Only the first rank measures the norm to print it: the other one would answer the second
+    time with what is no norm."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+
+    def step_fn() -> None:
+        if dist.get_rank() == 0:
+            roundpipe.clip_grad_norm_(optimizer, torch.inf)
+        roundpipe.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    with pytest.raises(RankError, match=r"rank 1 talks in step 1, and rank 0 in step_fn"):
+        engine.step(step_fn, is_async=False)
+    engine.close()
+
+
+def what_is_not_summed_is_not_clipped() -> None:
+    """The gradient of a parameter that is not the engine's is another one on each rank, so ranks
+    would clip by different norms."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    own = nn.Parameter(torch.ones(3))
+    own.grad = torch.full((3,), float(dist.get_rank()))
+    optimizer = torch.optim.SGD([*engine.optim_parameters(), own], lr=0.1)
+    with pytest.raises(ConfigError, match=r"shape \(3,\) that is not the engine's"):
+        engine.step(lambda: roundpipe.clip_grad_norm_(optimizer, 1.0), is_async=False)
     engine.close()
 
 
