@@ -47,6 +47,8 @@ def all_as_one() -> None:
     one_fails_to_update(is_async=True)
     one_clips_twice()
     what_is_not_summed_is_not_clipped()
+    one_ends_while_the_other_saves()
+    an_engine_outlives_its_group()
 
 
 @pytest.mark.slow
@@ -274,6 +276,28 @@ def what_is_not_summed_is_not_clipped() -> None:
     optimizer = torch.optim.SGD([*engine.optim_parameters(), own], lr=0.1)
     with pytest.raises(ConfigError, match=r"shape \(3,\) that is not the engine's"):
         engine.step(lambda: roundpipe.clip_grad_norm_(optimizer, 1.0), is_async=False)
+    engine.close()
+
+
+def one_ends_while_the_other_saves() -> None:
+    """It is named there, too."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    if dist.get_rank() == 0:
+        with pytest.raises(RankError, match="lost rank 1"):
+            roundpipe.save_checkpoint("not-whole", engine, optimizer)
+    engine.close()
+    assert not os.path.exists("not-whole")
+
+
+def an_engine_outlives_its_group() -> None:
+    """A program that ends all groups, and begins others, may close its engine afterwards."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = f"file://{Path('again').resolve()}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     engine.close()
 
 
