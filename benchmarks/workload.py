@@ -88,6 +88,17 @@ MODELS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
     ),
+    "qwen3-30b-a3b": Shapes(
+        title="Qwen3-30B-A3B shapes", config_class="Qwen3MoeConfig", lora_rank=16,
+        config={
+            "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "vocab_size": 151936,
+            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
     "qwen3-32b": Shapes(
         title="Qwen3-32B shapes", config_class="Qwen3Config", lora_rank=32,
         config={
@@ -242,16 +253,20 @@ def make_quantized_model(workload: Workload, device: torch.device) -> nn.Module:
                 made = QuantizedWeight(form, parts, made.shape, made.dtype)
             setattr(owner, name, nn.Parameter(made.cpu(), requires_grad=False))
     model.tie_weights()
-    return with_lora(model, workload.shapes.lora_rank).train()
+    return with_lora(model, workload.shapes.lora_rank, of_experts=False).train()
 
 
-def with_lora(model: nn.Module, rank: int) -> nn.Module:
+def with_lora(model: nn.Module, rank: int, *, of_experts: bool = True) -> nn.Module:
+    """On all linear layers, and ``of_experts`` also on stacks of those."""
     from peft import LoraConfig, get_peft_model
 
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    has_experts = of_experts and any(name.endswith(stacks) for name, _ in model.named_parameters())
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
         target_modules="all-linear",
+        target_parameters=list(stacks) if has_experts else None,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )

@@ -3,6 +3,7 @@ tokens as the model's own."""
 
 import copy
 import logging
+import types
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -127,6 +128,24 @@ def test_every_forward_computes_with_weights_on_the_device(
     expected = model(prompts()["input_ids"]).logits
     for each in logits:
         torch.testing.assert_close(each.cpu(), expected)
+
+
+@on_devices
+@pytest.mark.parametrize("num_bytes", [0, 2**40], ids=["streamed", "resident"])
+def test_nothing_of_a_copy_is_left_though_it_is_a_part_of_a_circle(
+    num_bytes: float, device: torch.device
+) -> None:
+    """A model whose ``generate`` was bound to it, as a trainer's is. A copy that stayed would have
+    the next one's blocks streamed."""
+    model = full()
+    model.generate = types.MethodType(type(model).generate, model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with copy_on(model, device, num_bytes) as made:
+        made(prompts()["input_ids"].to(device))
+    assert made.generate.__self__ is made
+    assert not sum(tensor.nbytes for tensor in (*made.parameters(), *made.buffers()))
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("num_kept", [*range(1, 6), 8])

@@ -1,7 +1,6 @@
 """Updates on a device, a batch of tensors in each operation; here with the CPU for a device."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -70,15 +69,15 @@ def test_pieces_and_batches_change_nothing(
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Tensors of more elements cannot be had. Returns a list that grows by the size of each that
     was asked for."""
-    empty_like, asked = torch.empty_like, list[int]()
+    new_empty, asked = Tensor.new_empty, list[int]()
 
-    def limited(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        asked.append(tensor.numel())
-        if tensor.numel() > most:
+    def limited(tensor: Tensor, count: int) -> Tensor:
+        asked.append(count)
+        if count > most:
             raise torch.OutOfMemoryError("full")
-        return empty_like(tensor, *args, **kwargs)
+        return new_empty(tensor, count)
 
-    monkeypatch.setattr(updates.torch, "empty_like", limited)
+    monkeypatch.setattr(Tensor, "new_empty", limited)
     return asked
 
 

@@ -113,6 +113,10 @@ def copy_on(model: nn.Module, device: torch.device, num_bytes: float) -> Iterato
             yield made
         finally:
             streamed.close()
+            # Said because the copy may be a part of a circle (its ``generate`` is bound to it), and
+            # the collector seldom runs: what it has would be there when the next one is made.
+            for tensor in (*made.parameters(), *made.buffers()):
+                tensor.data = tensor.new_empty(0)
 
 
 def generated(model: Any, device: torch.device, num_bytes: float, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from roundpipe_hf import RoundPipeTrainerMixin
 
 OWN = {
     "synchronize",
+    "average_over_processes",
     "optim_named_parameters",
     "has_stock_loss",
     "stand_in",
