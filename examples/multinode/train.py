@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     ) as engine:
         optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-2)
         first = 0
-        if options.checkpoint.exists():
+        # The first one says so for all, because a shared folder may be seen late elsewhere.
+        is_there = [options.checkpoint.exists()]
+        dist.broadcast_object_list(is_there)
+        if is_there[0]:
             roundpipe.load_checkpoint(options.checkpoint, engine, optimizer)
             first = int(engine.model.get_buffer("step"))
 

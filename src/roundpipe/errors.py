@@ -38,6 +38,8 @@ class RankError(RoundPipeError):
     """Another process of the engine's group has raised, or was lost; names its rank. The group
     cannot go on."""
 
+    guide = "rankerror"
+
 
 class InternalError(RoundPipeError):
     """An invariant of RoundPipe itself broke. Please report it."""

@@ -222,6 +222,25 @@ def test_a_cache_is_kept_whatever_the_models_config_says(
     assert model.generation_config.use_cache is False
 
 
+@pytest.mark.parametrize("devices", [ONE, THREE], ids=str)
+def test_no_cache_is_asked_of_blocks_that_recompute(
+    devices: DeviceSet, monkeypatch: pytest.MonkeyPatch, engines: Engines
+) -> None:
+    """While a model trains with gradient checkpointing its blocks keep no keys and values, whoever
+    asks: each token was made of the one before it alone."""
+    monkeypatch.setattr(generation, "_copies_to", lambda device: True)
+    model = full()
+    model.config.use_cache = False
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    for parameter in model.parameters():
+        parameter.data.mul_(8)  # so that what came before a token decides what comes next
+    model.gradient_checkpointing_enable()
+    model.train()
+    expected = model.generate(**prompts(), generation_config=GREEDY)
+    found = engines(model, devices).generate(**prompts(), generation_config=GREEDY)
+    assert torch.equal(found, expected)
+
+
 def test_fewer_rows_at_a_time_where_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model = full()
     expected = model.generate(**prompts(5), generation_config=GREEDY)

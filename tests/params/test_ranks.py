@@ -43,6 +43,12 @@ def all_as_one() -> None:
     skips_as_one()
     one_raises(is_async=False)
     one_raises(is_async=True)
+    one_fails_to_update(is_async=False)
+    one_fails_to_update(is_async=True)
+    one_clips_twice()
+    what_is_not_summed_is_not_clipped()
+    one_ends_while_the_other_saves()
+    an_engine_outlives_its_group()
 
 
 @pytest.mark.slow
@@ -215,6 +221,83 @@ def one_raises(*, is_async: bool) -> None:
 
     with pytest.raises(kind, match=said):
         step()
+    engine.close()
+
+
+def one_fails_to_update(*, is_async: bool) -> None:
+    """A rank that ran out of memory in its update, and went on, said where it was to another one
+    that waited for weights, and took it for them."""
+    model = make_mlp()
+    engine = roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+
+    def fail(masters: Any) -> None:
+        raise MemoryError("none left")
+
+    if dist.get_rank() == 1:
+        engine.ranks.spread = fail  # type: ignore[method-assign]
+    kind, said = (MemoryError, "none left") if dist.get_rank() else (RankError, "lost rank 1")
+
+    def step() -> None:
+        engine.step(optimizer.step, is_async=is_async)
+        engine.synchronize()
+
+    with pytest.raises(kind, match=said):
+        step()
+    again = "raised MemoryError" if dist.get_rank() else said
+    with pytest.raises(RankError, match=rf"{again}.*last checkpoint"):
+        engine.step(optimizer.step, is_async=False)
+    engine.close()
+
+
+def one_clips_twice() -> None:
+    """Only the first rank measures the norm to print it: the other one would answer the second
+    time with what is no norm."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+
+    def step_fn() -> None:
+        if dist.get_rank() == 0:
+            roundpipe.clip_grad_norm_(optimizer, torch.inf)
+        roundpipe.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+
+    with pytest.raises(RankError, match=r"rank 1 talks in step 1, and rank 0 in step_fn"):
+        engine.step(step_fn, is_async=False)
+    engine.close()
+
+
+def what_is_not_summed_is_not_clipped() -> None:
+    """The gradient of a parameter that is not the engine's is another one on each rank, so ranks
+    would clip by different norms."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    own = nn.Parameter(torch.ones(3))
+    own.grad = torch.full((3,), float(dist.get_rank()))
+    optimizer = torch.optim.SGD([*engine.optim_parameters(), own], lr=0.1)
+    with pytest.raises(ConfigError, match=r"shape \(3,\) that is not the engine's"):
+        engine.step(lambda: roundpipe.clip_grad_norm_(optimizer, 1.0), is_async=False)
+    engine.close()
+
+
+def one_ends_while_the_other_saves() -> None:
+    """It is named there, too."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    if dist.get_rank() == 0:
+        with pytest.raises(RankError, match="lost rank 1"):
+            roundpipe.save_checkpoint("not-whole", engine, optimizer)
+    engine.close()
+    assert not os.path.exists("not-whole")
+
+
+def an_engine_outlives_its_group() -> None:
+    """A program that ends all groups, and begins others, may close its engine afterwards."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    store = f"file://{Path('again').resolve()}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     engine.close()
 
 

@@ -104,7 +104,7 @@ def save_checkpoint(
             "rng": random_state[1],
         }
         found = model.ranks.gathered(own, (described, random_state))
-        with model.ranks.agreeing(f"writing {target}"):
+        with model.ranks.agreeing("writing the checkpoint"):
             if found is None:
                 return
             gathered, told = found

@@ -151,7 +151,9 @@ def _keeping_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         and own._from_model_config
         and getattr(type(model.config.get_text_config(decoder=True)), "use_cache", None) is True
     )
-    if not is_for_training or any(one is not None for one in asked):
+    # Then blocks keep nothing whatever they are asked for, and a token would see none before it.
+    is_checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
+    if not is_for_training or is_checkpointing or any(one is not None for one in asked):
         return kwargs
     _say_once("generating with a key-value cache: use_cache=False is of the model's config alone")
     return _with_setting(kwargs, "use_cache", True)

@@ -42,7 +42,13 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
             "clip_grad_norm_ was called outside step_fn, where there is no gradient; call it inside"
         )
     masters = list(_masters_of(optimizer_or_model))
-    others = [master for master in masters if not isinstance(master, Master)]
+    others = [one for one in masters if not isinstance(one, Master) and one.grad is not None]
+    if others and step.ranks.count > 1:
+        raise ConfigError(
+            f"clip_grad_norm_ was given a parameter of shape {tuple(others[0].shape)} that is not "
+            "the engine's: each process has another gradient of it, as only those of the engine's "
+            "are summed over its process group; give the engine the whole model"
+        )
     own = math.fsum(_squares([master for master in masters if isinstance(master, Master)]))
     # In each rank a part of the gradients.
     total = step.ranks.combined([own], torch.add)[0] + math.fsum(_squares(others))

@@ -6,11 +6,11 @@ whose master holds that weight, in the weight's dtype. All of it is said between
 time, so that an error says which one was lost. docs/internals/several-processes.md has the order.
 """
 
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from torch import nn
 
 from ..errors import ConfigError, RankError
 from .dtypes import GradientRules
+from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
 from .window import GradientWindow, Master, Offloaded
 from .working import ParameterStore
 
-_TEXT_BYTES = 400
-_ALIGNMENT = 16  # elements
+_ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,7 +42,6 @@ class Ranks:
         self._owners: dict[int, int] = {}  # by the parameter's id
         self._lost: RankError | None = None
         self._group: Any = None
-        self._is_summing = False
         if process_group is None:
             return
         if not isinstance(process_group, dist.ProcessGroup):
@@ -57,7 +56,7 @@ class Ranks:
             self._is_of_all = self.count == dist.get_world_size()
             self._group = dist.new_group(
                 self._members,
-                timeout=_timeout_of(process_group),
+                timeout=timeout_of(process_group),
                 backend="gloo",
                 use_local_synchronization=not self._is_of_all,
             )
@@ -102,23 +101,38 @@ class Ranks:
         except RankError:
             raise
         except BaseException as error:
-            if not self._is_summing:  # else none would listen: they learn of it when this one ends
+            if self._lost is None:
                 with suppress(RankError):
                     said = f"rank {self.rank} raised {type(error).__name__} {what}: {error}"
-                    self._talk(nothing, torch.maximum, said)
+                    self._talk(what, nothing, torch.maximum, said)
             raise
-        self._talk(nothing, torch.maximum)
+        self._talk(what, nothing, torch.maximum)
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """What is raised inside is not told, as the others would take it for what they wait for.
+        They learn of it when this rank ends: it cannot go on with them any more."""
+        try:
+            yield
+        except BaseException as error:
+            if self.count > 1 and self._lost is None:
+                self._note_lost(f"rank {self.rank} raised {type(error).__name__}: {error}")
+            raise
 
     def combined(self, values: Sequence[float], combine: Combine) -> list[float]:
         """``combine`` of all ranks' ``values``, in their order; the same to the bit on all."""
         if self.count == 1:
             return list(values)
         self._refuse_lost()
-        return list(map(float, self._talk(torch.tensor(values, dtype=torch.float64), combine)))
+        own = torch.tensor(values, dtype=torch.float64)
+        return list(map(float, self._talk("in step_fn", own, combine)))
 
-    def _talk(self, values: torch.Tensor, combine: Combine, failure: str = "") -> torch.Tensor:
-        """The first rank hears all others and answers them all. The first failure is told, too."""
-        message = torch.cat((_coded(failure), values.view(torch.uint8)))
+    def _talk(
+        self, where: str, values: torch.Tensor, combine: Combine, failure: str = ""
+    ) -> torch.Tensor:
+        """The first rank hears all others and answers them all. The first failure is told, too,
+        and a rank that is not ``where`` the first one is."""
+        message = torch.cat((coded(failure), coded(where), values.view(torch.uint8)))
         if self.rank != 0:
             answer = torch.empty_like(message)
             self._exchange({0: message}, {0: answer})
@@ -131,16 +145,19 @@ class Ranks:
                 except RankError as error:
                     failures.append(str(error))
                     del heard[peer]
-                else:
-                    failures.append(_decoded(from_peer[:_TEXT_BYTES]))
-                    result = combine(result, from_peer[_TEXT_BYTES:].clone().view(values.dtype))
+                    continue
+                told, there = map(decoded, from_peer[: 2 * TEXT_BYTES].split(TEXT_BYTES))
+                if there != where and not failure:
+                    told = told or f"rank {peer} talks {there}, and rank 0 {where}: {_ALIKE}"
+                failures.append(told)
+                result = combine(result, from_peer[2 * TEXT_BYTES :].clone().view(values.dtype))
             first = next(filter(None, failures), "")
-            answer = torch.cat((_coded(first), result.view(torch.uint8)))
+            answer = torch.cat((coded(first), coded(where), result.view(torch.uint8)))
             self._exchange(dict.fromkeys(heard, answer), {})
-        said = _decoded(answer[:_TEXT_BYTES])
+        said = decoded(answer[:TEXT_BYTES])
         if said:
             raise self._note_lost(said)
-        return answer[_TEXT_BYTES:].clone().view(values.dtype)
+        return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
 
     # Gradients and weights.
 
@@ -157,29 +174,30 @@ class Ranks:
         are_there = self.combined([float(one is not None) for one in own.values()], torch.maximum)
         wanted = {key for key, is_there in zip(own, are_there, strict=True) if is_there}
         totals: dict[int, Offloaded] = {}
-        self._is_summing = True
-        for layer in reversed(store.layers):
-            dtypes = {
-                use.parameter: torch.promote_types(
-                    rules.dtypes(use.parameter).summed, torch.float32
-                )
-                for use in layer.uses
-                if id(use.parameter) in wanted and store.uses[id(use.parameter)][-1] == use
-            }
-            for flats in self._flats(dtypes):
-                for flat in flats:
-                    for parameter, part in flat.parts:
-                        offloaded = own[id(parameter)]
-                        if offloaded is not None:
-                            part.copy_(offloaded.total())
-                mine = flats[self.rank]
-                heard = {peer: torch.empty_like(mine.tensor) for peer in self._others()}
-                self._exchange({peer: flats[peer].tensor for peer in self._others()}, heard)
-                for one in heard.values():
-                    mine.tensor.add_(one)
-                totals |= {id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts}
-            window.release_layers([layer])
-        self._is_summing = False
+        with self.exchanging():
+            for layer in reversed(store.layers):
+                dtypes = {
+                    use.parameter: torch.promote_types(
+                        rules.dtypes(use.parameter).summed, torch.float32
+                    )
+                    for use in layer.uses
+                    if id(use.parameter) in wanted and store.uses[id(use.parameter)][-1] == use
+                }
+                for flats in self._flats(dtypes):
+                    for flat in flats:
+                        for parameter, part in flat.parts:
+                            offloaded = own[id(parameter)]
+                            if offloaded is not None:
+                                part.copy_(offloaded.total())
+                    mine = flats[self.rank]
+                    heard = {peer: torch.empty_like(mine.tensor) for peer in self._others()}
+                    self._exchange({peer: flats[peer].tensor for peer in self._others()}, heard)
+                    for one in heard.values():
+                        mine.tensor.add_(one)
+                    totals |= {
+                        id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts
+                    }
+                window.release_layers([layer])
         return totals
 
     @torch.no_grad()
@@ -232,27 +250,34 @@ class Ranks:
         if self.count == 1:
             return dict(tensors), [extra]
         self._refuse_lost()
-        told: list[Any] = [None] * self.count
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        said = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()], extra
-        to_first = told if self.rank == 0 else None
-        dist.gather_object(said, to_first, dst=self._members[0], group=self._group)
         if self.rank != 0:
-            for tensor in own.values():
+            entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
+            told = torch.frombuffer(bytearray(pickle.dumps((entries, extra))), dtype=torch.uint8)
+            for tensor in (torch.tensor(len(told)), told, *own.values()):
                 self._exchange({0: tensor}, {})
             return None
+        extras = [extra]
         for peer in self._others():
-            for name, dtype, shape in told[peer][0]:
-                own[name] = torch.empty(shape, dtype=dtype)
-                self._exchange({}, {peer: own[name]})
-        return own, [extra for _, extra in told]
+            size = self._heard(peer, torch.int64, ())
+            told = self._heard(peer, torch.uint8, (int(size),))
+            entries, of_peer = pickle.loads(told.numpy().tobytes())
+            extras.append(of_peer)
+            own |= {name: self._heard(peer, dtype, shape) for name, dtype, shape in entries}
+        return own, extras
+
+    def _heard(self, peer: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype)
+        self._exchange({}, {peer: tensor})
+        return tensor
 
     def close(self) -> None:
         """The others are told at once if they wait for this rank."""
         # torch would give the next one of the same few ranks the name of one that is gone, under
         # which they would find the old addresses.
         if self._group is not None and self._is_of_all and dist.is_initialized():
-            dist.destroy_process_group(self._group)
+            with suppress(ValueError):  # the program has ended all groups, and made others
+                dist.destroy_process_group(self._group)
         self._group = None
 
     # Between two.
@@ -260,7 +285,7 @@ class Ranks:
     def _others(self) -> list[int]:
         return [peer for peer in range(self.count) if peer != self.rank]
 
-    def _flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[_Flat]"]:
+    def _flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[Flat]"]:
         """For each dtype one for each rank, with what that owns."""
         by_dtype: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(
             lambda: [[] for _ in range(self.count)]
@@ -268,7 +293,7 @@ class Ranks:
         for parameter, dtype in dtypes.items():
             by_dtype[dtype][self.owner_of(parameter)].append(parameter)
         for dtype, owned in by_dtype.items():
-            yield [_Flat.of(parameters, dtype) for parameters in owned]
+            yield [Flat.of(parameters, dtype) for parameters in owned]
 
     def _exchange(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
@@ -309,42 +334,3 @@ class Ranks:
     def _note_lost(self, why: str) -> RankError:
         self._lost = RankError(why)
         return RankError(why)
-
-
-class _Flat(NamedTuple):
-    """What goes from one rank to another at once, and the places of parameters in it."""
-
-    tensor: torch.Tensor
-    parts: list[tuple[nn.Parameter, torch.Tensor]]
-
-    @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> "_Flat":
-        ends = [0]
-        for parameter in parameters:
-            ends.append(ends[-1] + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT)
-        tensor = torch.zeros(ends[-1], dtype=dtype)
-        parts = [
-            (parameter, tensor[begin : begin + parameter.numel()].view(parameter.shape))
-            for parameter, begin in zip(parameters, ends[:-1], strict=True)
-        ]
-        return cls(tensor, parts)
-
-
-def _coded(text: str) -> torch.Tensor:
-    return torch.tensor(
-        list(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")), dtype=torch.uint8
-    )
-
-
-def _decoded(head: torch.Tensor) -> str:
-    return bytes(head.tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def _timeout_of(process_group: Any) -> timedelta | None:
-    """That of its backend for host memory, or for the devices; None for gloo's own."""
-    for device in ("cpu", "cuda"):
-        with suppress(RuntimeError):
-            backend: Any = process_group._get_backend(torch.device(device))
-            timeout: timedelta = backend.options._timeout
-            return timeout
-    return None

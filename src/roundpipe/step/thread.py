@@ -337,7 +337,7 @@ class StepThread:
                     following.begin_with_left(self._masters)
             self._masters.mark_ahead()
             if is_async:
-                with _noted(f"the update of step {number}"):
+                with _noted(f"the update of step {number}"), ranks.exchanging():
                     self._write_back.update_aside(number, updates, window)
         except BaseException as raised:
             error = raised
@@ -355,7 +355,8 @@ class StepThread:
             if error is None and not is_async:
                 # Behind the caller's back: the next call's uploads wait layer by layer, and reads
                 # of weights flush.
-                self._write_back.write_back(number, self._store.layers, updates, window)
+                with ranks.exchanging():
+                    self._write_back.write_back(number, self._store.layers, updates, window)
                 self.user_writes.refuse_overwritten(
                     lambda: self._write_back.write_back(number, self._store.layers)
                 )
