@@ -3,6 +3,7 @@ between. On virtual devices a recording is the layer's code, done again on the m
 recording owns; what only CUDA can do wrong is in tests/gpu."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
+from roundpipe.memory.slots import SlotPool
 from roundpipe.runtime.capture import layer as captured
+from roundpipe.runtime.capture.layers import CapturedLayers
 from tests.support.device_sets import ONE, DeviceSet
 from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
 from tests.support.models import Batch
@@ -257,3 +260,21 @@ def test_a_failed_call_lets_go_of_what_was_recorded(engines: Engines, replays: l
     expected = run(captures=False)
     ONE.check(run(captures=True), expected)
     assert replays
+
+
+@pytest.mark.parametrize("is_wanted", [None, True, False])
+def test_which_layers_of_transformers_may_be_captured(*, is_wanted: bool | None) -> None:
+    """On a GPU, where nothing is said: blocks without experts. Nothing runs here."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    device: Any = SimpleNamespace(torch_device=torch.device("cuda"))
+    found = []
+    for model in (
+        LlamaForCausalLM(LlamaConfig(**sizes)),
+        MixtralForCausalLM(MixtralConfig(**sizes)),
+    ):
+        blocks = list(model.model.layers)
+        found.append(len(CapturedLayers(device, blocks, SlotPool(device), is_wanted)._layers))
+    assert found == {None: [3, 0], True: [3, 3], False: [0, 0]}[is_wanted]
