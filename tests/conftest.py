@@ -10,7 +10,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -142,3 +142,19 @@ def engines() -> Iterator[Engines]:
     made = Engines()
     yield made
     made.close()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each replay of a captured layer."""
+    from roundpipe.runtime.capture.layer import CapturedLayer
+
+    seen: list[int] = []
+    run = CapturedLayer.run
+
+    def counted(self: CapturedLayer, *args: Any) -> Any:
+        seen.append(1)
+        return run(self, *args)
+
+    monkeypatch.setattr(CapturedLayer, "run", counted)
+    return seen

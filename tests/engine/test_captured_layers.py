@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
 from roundpipe.memory.slots import SlotPool
-from roundpipe.runtime.capture import layer as captured
 from roundpipe.runtime.capture.layers import CapturedLayers
 from tests.support.device_sets import ONE, DeviceSet
 from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
@@ -65,20 +64,6 @@ def batches(count: int = STEPS, rows: int = ROWS) -> list[Batch]:
         )
         for _ in range(count)
     ]
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by one for each replay of a layer."""
-    seen: list[int] = []
-    run = captured.CapturedLayer.run
-
-    def counted(self: Any, *args: Any) -> Any:
-        seen.append(1)
-        return run(self, *args)
-
-    monkeypatch.setattr(captured.CapturedLayer, "run", counted)
-    return seen
 
 
 def trained(

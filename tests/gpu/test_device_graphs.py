@@ -11,25 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
 from roundpipe.device import AcceleratorDevice
-from roundpipe.runtime.capture import layer as captured
 from tests.support.device_sets import ACCELERATORS, DeviceSet
 from tests.support.engines import Engines, engine_weights
 
 pytestmark = pytest.mark.gpu
 ONE = DeviceSet(kind="cuda", count=1)
-
-
-@pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    seen: list[int] = []
-    run = captured.CapturedLayer.run
-
-    def counted(self: Any, *args: Any) -> Any:
-        seen.append(1)
-        return run(self, *args)
-
-    monkeypatch.setattr(captured.CapturedLayer, "run", counted)
-    return seen
 
 
 def test_work_that_waits_for_a_value_is_not_recorded_and_draws_go_on() -> None:
