@@ -166,14 +166,14 @@ def test_a_merge_of_another_adapter_is_not_gone_on_with(
 MEASURE = """
 import sys
 from pathlib import Path
+import tqdm.auto
 from roundpipe_hf import export_gguf, merge_and_save
-from roundpipe_hf.export import gguf, merging
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
-class Bar(merging.tqdm):
+class Bar(tqdm.auto.tqdm):
     most = 0
     def update(self, n=1):
         Bar.most = max(Bar.most, anonymous())
@@ -182,9 +182,10 @@ class Bar(merging.tqdm):
 small, large, out = sys.argv[1:]
 merge_and_save(f"{small}/adapter", f"{small}/base", f"{out}/small")
 export_gguf(f"{out}/small", f"{out}/small.gguf", "q8_0")
-merging.tqdm = gguf.tqdm = Bar
+tqdm.auto.tqdm = Bar
 before = anonymous()
 merge_and_save(f"{large}/adapter", f"{large}/base", f"{out}/large")
+assert Bar.most
 print(Bar.most - before)
 Bar.most, before = 0, anonymous()
 export_gguf(f"{out}/large", f"{out}/large.gguf", "q8_0")
