@@ -222,7 +222,8 @@ class Rollouts:
 
 
 def measured_rates() -> dict[str, float]:
-    """As ceilings.py names them, and of reading the GPU's memory, GB/s. Nothing without a GPU."""
+    """Measures rates as ceilings.py names them, and reading the GPU's memory in GB/s. Returns
+    nothing without a GPU."""
     if not torch.cuda.is_available():
         return {}
     found = [matmul(8192, 5), *transfers(2**28, 5)]

@@ -22,8 +22,8 @@ _UPDATE_BYTES = 28
 
 
 class LayerSize(NamedTuple):
-    """What is known of a layer before it runs. ``matmul_elements``: its weights that every token is
-    multiplied by."""
+    """Says what is known of a layer before it runs. ``matmul_elements``: its weights that every
+    token is multiplied by."""
 
     weight_bytes: int
     upload_bytes: int

@@ -1,4 +1,4 @@
-"""How much of a device autograd takes for what it keeps of a layer."""
+"""Counts what autograd keeps of a layer on a device."""
 
 from collections.abc import Iterable
 

@@ -41,12 +41,12 @@ class PlanKey(NamedTuple):
 
     @property
     def forwards(self) -> Hashable:
-        """What decides, besides the model, whether forwards write to it."""
+        """Returns what decides, besides the model, whether forwards write to it."""
         return self.run_type, self.modes
 
 
 class Planned(NamedTuple):
-    """What a call that was to be as in ``plan_key`` does.
+    """Says what a call that was to be as in ``plan_key`` does.
 
     ``spilled``: the layers whose kept inputs wait on the host. ``needs``: as predicted when the
     plan was looked at last. ``is_timed``: it is one of the few calls that are timed. ``is_sure``:
@@ -84,7 +84,7 @@ class InUse:
     round_ms: tuple[int, float] | None = None
 
     def is_due(self, known: Hashable) -> bool:
-        """Whether it has waited long enough since what is ``known`` changed."""
+        """Returns True if it has waited long enough since what is ``known`` changed."""
         return self.known != known and self.waited + 1 >= self.patience
 
     @property
