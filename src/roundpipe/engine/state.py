@@ -23,6 +23,7 @@ from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
+from ..params.rank_sums import RankSums
 from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
@@ -146,6 +147,7 @@ class Host:
             store,
             self.masters,
             self.device_states,
+            RankSums(ranks, store, rules),
             lambda: GradientWindow(store, rules, buffers),
             pages,
         )

@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import ConfigError, RankError
-from .dtypes import GradientRules
 from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
-from .window import GradientWindow, Master, Offloaded
-from .working import ParameterStore
+from .window import Master
 
 _ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -119,13 +117,16 @@ class Ranks:
                 self._note_lost(f"rank {self.rank} raised {type(error).__name__}: {error}")
             raise
 
-    def combined(self, values: Sequence[float], combine: Combine) -> list[float]:
-        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all."""
+    def combined(
+        self, values: Sequence[float], combine: Combine, where: str = "in step_fn"
+    ) -> list[float]:
+        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all.
+        ``where`` they are said, for those that are elsewhere."""
         if self.count == 1:
             return list(values)
         self._refuse_lost()
         own = torch.tensor(values, dtype=torch.float64)
-        return list(map(float, self._talk("in step_fn", own, combine)))
+        return list(map(float, self._talk(where, own, combine)))
 
     def _talk(
         self, where: str, values: torch.Tensor, combine: Combine, failure: str = ""
@@ -135,9 +136,9 @@ class Ranks:
         message = torch.cat((coded(failure), coded(where), values.view(torch.uint8)))
         if self.rank != 0:
             answer = torch.empty_like(message)
-            self._exchange({0: message}, {0: answer})
+            self.exchange({0: message}, {0: answer})
         else:
-            heard = {peer: torch.empty_like(message) for peer in self._others()}
+            heard = {peer: torch.empty_like(message) for peer in self.others}
             failures, result = [failure], values
             for peer, from_peer in list(heard.items()):
                 try:
@@ -153,66 +154,27 @@ class Ranks:
                 result = combine(result, from_peer[2 * TEXT_BYTES :].clone().view(values.dtype))
             first = next(filter(None, failures), "")
             answer = torch.cat((coded(first), coded(where), result.view(torch.uint8)))
-            self._exchange(dict.fromkeys(heard, answer), {})
+            self.exchange(dict.fromkeys(heard, answer), {})
         said = decoded(answer[:TEXT_BYTES])
         if said:
             raise self._note_lost(said)
         return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
 
-    # Gradients and weights.
-
-    def summed(
-        self, window: GradientWindow, store: ParameterStore, rules: GradientRules
-    ) -> dict[int, Offloaded]:
-        """The sums over all ranks of the gradients of what this rank owns, by the parameter's id.
-        One that only some have counts as zero in the others. Gives the window's memory back.
-
-        Deep layers first, and a weight with the deepest that uses it, because what shallower ones
-        have made of its gradient is still there then.
-        """
-        own = {id(parameter): window.offloaded(parameter) for parameter in store.parameters}
-        are_there = self.combined([float(one is not None) for one in own.values()], torch.maximum)
-        wanted = {key for key, is_there in zip(own, are_there, strict=True) if is_there}
-        totals: dict[int, Offloaded] = {}
-        with self.exchanging():
-            for layer in reversed(store.layers):
-                dtypes = {
-                    use.parameter: torch.promote_types(
-                        rules.dtypes(use.parameter).summed, torch.float32
-                    )
-                    for use in layer.uses
-                    if id(use.parameter) in wanted and store.uses[id(use.parameter)][-1] == use
-                }
-                for flats in self._flats(dtypes):
-                    for flat in flats:
-                        for parameter, part in flat.parts:
-                            offloaded = own[id(parameter)]
-                            if offloaded is not None:
-                                part.copy_(offloaded.total())
-                    mine = flats[self.rank]
-                    heard = {peer: torch.empty_like(mine.tensor) for peer in self._others()}
-                    self._exchange({peer: flats[peer].tensor for peer in self._others()}, heard)
-                    for one in heard.values():
-                        mine.tensor.add_(one)
-                    totals |= {
-                        id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts
-                    }
-                window.release_layers([layer])
-        return totals
+    # Weights.
 
     @torch.no_grad()
     def spread(self, masters: Iterable[tuple[nn.Parameter, Master]]) -> None:
         """Owners send their new weights to the others' masters, rounded to the weights' dtype."""
         by_parameter = dict(masters)
-        for flats in self._flats({parameter: parameter.dtype for parameter in by_parameter}):
+        for flats in self.flats({parameter: parameter.dtype for parameter in by_parameter}):
             mine = flats[self.rank]
             for parameter, part in mine.parts:
                 part.copy_(by_parameter[parameter].data)
-            self._exchange(
-                dict.fromkeys(self._others(), mine.tensor),
-                {peer: flats[peer].tensor for peer in self._others()},
+            self.exchange(
+                dict.fromkeys(self.others, mine.tensor),
+                {peer: flats[peer].tensor for peer in self.others},
             )
-            for peer in self._others():
+            for peer in self.others:
                 for parameter, part in flats[peer].parts:
                     by_parameter[parameter].data.copy_(part)
 
@@ -224,10 +186,10 @@ class Ranks:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             if self.rank == 0:
-                self._exchange(dict.fromkeys(self._others(), sent), {})
+                self.exchange(dict.fromkeys(self.others, sent), {})
                 continue
             first = torch.empty_like(sent)
-            self._exchange({}, {0: first})
+            self.exchange({}, {0: first})
             if not torch.equal(first, sent):
                 tensor.copy_(first)
 
@@ -255,10 +217,10 @@ class Ranks:
             entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
             told = torch.frombuffer(bytearray(pickle.dumps((entries, extra))), dtype=torch.uint8)
             for tensor in (torch.tensor(len(told)), told, *own.values()):
-                self._exchange({0: tensor}, {})
+                self.exchange({0: tensor}, {})
             return None
         extras = [extra]
-        for peer in self._others():
+        for peer in self.others:
             size = self._heard(peer, torch.int64, ())
             told = self._heard(peer, torch.uint8, (int(size),))
             entries, of_peer = pickle.loads(told.numpy().tobytes())
@@ -268,7 +230,7 @@ class Ranks:
 
     def _heard(self, peer: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
-        self._exchange({}, {peer: tensor})
+        self.exchange({}, {peer: tensor})
         return tensor
 
     def close(self) -> None:
@@ -282,10 +244,11 @@ class Ranks:
 
     # Between two.
 
-    def _others(self) -> list[int]:
+    @property
+    def others(self) -> list[int]:
         return [peer for peer in range(self.count) if peer != self.rank]
 
-    def _flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[Flat]"]:
+    def flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[Flat]"]:
         """For each dtype one for each rank, with what that owns."""
         by_dtype: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(
             lambda: [[] for _ in range(self.count)]
@@ -295,7 +258,7 @@ class Ranks:
         for dtype, owned in by_dtype.items():
             yield [Flat.of(parameters, dtype) for parameters in owned]
 
-    def _exchange(
+    def exchange(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
     ) -> None:
         """Returns when all is sent and there. Empty tensors are not sent."""
