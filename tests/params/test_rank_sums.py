@@ -38,6 +38,7 @@ def all_checks() -> None:
         trains_as_one(lambda call, calls: True, is_async=is_async)
     trains_as_one(lambda call, calls: dist.get_rank() == 0, is_async=False)
     adds_up_while_the_backward_runs()
+    what_is_whole_is_sent_once()
     what_failed_after_it_was_sent_is_made_again()
     what_comes_after_the_last_call_counts()
     dropped_gradients_do_not_count()
@@ -95,6 +96,28 @@ def adds_up_while_the_backward_runs() -> None:
         engine.step(optimizer.step, is_async=False)
     expected = made_by_hand(batch)
     torch.testing.assert_close(list(model.parameters()), expected, atol=1e-6, rtol=0)
+
+
+def what_is_whole_is_sent_once() -> None:
+    """Once for each layer with weights, though the second rank does not say which call is its last.
+    Sums are in fp32, unlike the weights that are sent afterwards."""
+    num_sent, model, batch = 0, make_mlp().bfloat16(), mlp_batch(4)
+    batch = batch._replace(args=(batch.args[0].bfloat16(),))
+    with roundpipe.RoundPipe(
+        model, torch.float32, devices=1, process_group=dist.group.WORLD
+    ) as engine:
+        exchange = engine.ranks.exchange
+
+        def exchange_and_count(outgoing: Any, incoming: Any) -> None:
+            nonlocal num_sent
+            num_sent += any(one.dtype is torch.float32 for one in outgoing.values())
+            exchange(outgoing, incoming)
+
+        engine.ranks.exchange = exchange_and_count  # type: ignore[method-assign]
+        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+        run(engine, batch, own_rows(4), is_last=dist.get_rank() == 0)
+        engine.step(optimizer.step, is_async=False)
+    assert num_sent == 4
 
 
 def what_failed_after_it_was_sent_is_made_again() -> None:

@@ -55,7 +55,8 @@ class RoundPipe(Engine):
             page-locked ring.
         devices: None for every visible accelerator, else one virtual CPU device; an int for
             the first so many accelerators, or that many virtual devices where there are none; or a
-            list of devices, such as ``roundpipe.virtual(2)``.
+            list of devices, such as ``roundpipe.virtual(2)``. With a ``process_group`` and no list
+            the visible accelerators are shared out by ``LOCAL_RANK``.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a

@@ -83,7 +83,8 @@ class HostSettings:
 
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
-        devices = choose_devices(self.devices, self.max_gpu_memory)
+        are_shared = self.process_group is not None
+        devices = choose_devices(self.devices, self.max_gpu_memory, are_shared=are_shared)
         if self.compute_dtype == "fp8":
             refuse_without_fp8(devices)
         return devices

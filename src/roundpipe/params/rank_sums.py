@@ -84,6 +84,7 @@ class RankSums:
         """One that only some have counts as zero in the others."""
         (is_settled,) = self._ranks.combined([float(call is None)], torch.minimum, _where(step))
         self._is_settled = bool(is_settled)
+        self._sent = (window, window.num_changes) if call is None else None
         totals = self._totals = {}
         coming: dict[int, Sequence[OffloadedLayer]] = {}
         with self._ranks.exchanging(), spans.span("sum_ranks", step=step):
