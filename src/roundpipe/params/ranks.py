@@ -16,11 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..device import Device
 from ..errors import ConfigError, RankError
+from ..memory.pinning import HostMemory
+from .device_link import DeviceLink, can_link, has_nccl
 from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
 from .window import Master
 
 _ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
+LEAST_BY_DEVICE = 1 << 20  # bytes; smaller ones are there sooner by the hosts' network
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -40,6 +44,7 @@ class Ranks:
         self._owners: dict[int, int] = {}  # by the parameter's id
         self._lost: RankError | None = None
         self._group: Any = None
+        self._link: DeviceLink | None = None
         if process_group is None:
             return
         if not isinstance(process_group, dist.ProcessGroup):
@@ -47,20 +52,36 @@ class Ranks:
                 f"process_group is {process_group!r}; give a torch.distributed group that this "
                 "process is in, such as torch.distributed.group.WORLD after init_process_group()"
             )
+        self._given = process_group
         self._members = dist.get_process_group_ranks(process_group)
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
             self._is_of_all = self.count == dist.get_world_size()
-            self._group = dist.new_group(
-                self._members,
-                timeout=timeout_of(process_group),
-                backend="gloo",
-                use_local_synchronization=not self._is_of_all,
-            )
+            self._group = self._new_group("gloo")
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.rank} of {self.count}>"
+
+    def _new_group(self, backend: str) -> Any:
+        return dist.new_group(
+            self._members,
+            timeout=timeout_of(self._given),
+            backend=backend,
+            use_local_synchronization=not self._is_of_all,
+        )
+
+    def link(self, device: Device, memory: HostMemory) -> None:
+        """From here on what is large goes through ``device``, this rank's, if all have one that the
+        given group's backend sends from. See [Note: device links]."""
+        if self.count == 1 or not has_nccl(self._given):
+            return
+        own = torch.tensor([float(can_link(self._given, device))])
+        dist.all_reduce(own, dist.ReduceOp.MIN, self._group)
+        if own:
+            self._link = DeviceLink(
+                device, self._new_group("nccl"), self._members, self.rank, memory
+            )
 
     # Who has what.
 
@@ -136,7 +157,8 @@ class Ranks:
         message = torch.cat((coded(failure), coded(where), values.view(torch.uint8)))
         if self.rank != 0:
             answer = torch.empty_like(message)
-            self.exchange({0: message}, {0: answer})
+            with self._losing():
+                self._swap({0: message}, {0: answer})
         else:
             heard = {peer: torch.empty_like(message) for peer in self.others}
             failures, result = [failure], values
@@ -154,7 +176,8 @@ class Ranks:
                 result = combine(result, from_peer[2 * TEXT_BYTES :].clone().view(values.dtype))
             first = next(filter(None, failures), "")
             answer = torch.cat((coded(first), coded(where), result.view(torch.uint8)))
-            self.exchange(dict.fromkeys(heard, answer), {})
+            with self._losing():
+                self._swap(dict.fromkeys(heard, answer), {})
         said = decoded(answer[:TEXT_BYTES])
         if said:
             raise self._note_lost(said)
@@ -237,6 +260,9 @@ class Ranks:
         """The others are told at once if they wait for this rank."""
         # torch would give the next one of the same few ranks the name of one that is gone, under
         # which they would find the old addresses.
+        if self._link is not None:
+            self._link.close(is_whole=self._lost is None)
+            self._link = None
         if self._group is not None and self._is_of_all and dist.is_initialized():
             with suppress(ValueError):  # the program has ended all groups, and made others
                 dist.destroy_process_group(self._group)
@@ -262,11 +288,32 @@ class Ranks:
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
     ) -> None:
         """Returns when all is sent and there. Empty tensors are not sent."""
+        large_out, large_in = self._large(outgoing), self._large(incoming)
+        with self._losing():
+            self._swap(_without(outgoing, large_out), _without(incoming, large_in))
+            if self._link is not None and (large_out or large_in):
+                self._meet(large_out.keys() | large_in.keys())
+                self._link.swap(large_out, large_in)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Inside, a rank may be found to be lost: then for good."""
         self._refuse_lost()
         try:
-            self._swap(outgoing, incoming)
+            yield
         except RankError as error:
             raise self._note_lost(str(error)) from error
+
+    def _large(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those that go through devices: as many bytes on both sides, so both say the same."""
+        if self._link is None:
+            return {}
+        return {peer: one for peer, one in tensors.items() if one.nbytes >= LEAST_BY_DEVICE}
+
+    def _meet(self, peers: Iterable[int]) -> None:
+        """Each waits for the other."""
+        here = torch.zeros(1, dtype=torch.uint8)
+        self._swap(dict.fromkeys(peers, here), {peer: here.clone() for peer in peers})
 
     def _swap(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
@@ -297,3 +344,9 @@ class Ranks:
     def _note_lost(self, why: str) -> RankError:
         self._lost = RankError(why)
         return RankError(why)
+
+
+def _without(
+    tensors: Mapping[int, torch.Tensor], those: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    return {peer: one for peer, one in tensors.items() if peer not in those}
