@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,8 +19,9 @@ from tests.support.models import make_mlp
 from tests.support.processes import check_in_processes
 
 
-def test_three_processes(tmp_path: Path) -> None:
-    check_in_processes(all_checks, tmp_path, 3)
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes(count: int, tmp_path: Path) -> None:
+    check_in_processes(all_checks, tmp_path, count)
 
 
 def all_checks() -> None:

@@ -83,6 +83,10 @@ class Ranks:
                 device, self._new_group("nccl"), self._members, self.rank, memory
             )
 
+    @property
+    def sends_by_device(self) -> bool:
+        return self._link is not None
+
     # Who has what.
 
     def assign(self, parameters: Sequence[nn.Parameter]) -> None:
