@@ -126,7 +126,7 @@ class Host:
         is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
-        ranks.link(devices[0], self.memory)
+        ranks.link(settings.process_group, devices[0], self.memory)
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
         read_ahead = make_read_ahead(store, self.memory)

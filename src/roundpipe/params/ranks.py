@@ -52,7 +52,7 @@ class Ranks:
                 f"process_group is {process_group!r}; give a torch.distributed group that this "
                 "process is in, such as torch.distributed.group.WORLD after init_process_group()"
             )
-        self._given = process_group
+        self._timeout = timeout_of(process_group)
         self._members = dist.get_process_group_ranks(process_group)
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
@@ -66,19 +66,18 @@ class Ranks:
     def _new_group(self, backend: str) -> Any:
         return dist.new_group(
             self._members,
-            timeout=timeout_of(self._given),
+            timeout=self._timeout,
             backend=backend,
             use_local_synchronization=not self._is_of_all,
         )
 
-    def link(self, device: Device, memory: HostMemory) -> None:
+    def link(self, process_group: Any, device: Device, memory: HostMemory) -> None:
         """From here on what is large goes through ``device``, this rank's, if all have one that the
-        given group's backend sends from. See [Note: device links]."""
-        if self.count == 1 or not has_nccl(self._given):
+        group given at first sends from by itself. See [Note: device links]."""
+        if self.count == 1 or not has_nccl(process_group):
             return
-        own = torch.tensor([float(can_link(self._given, device))])
-        dist.all_reduce(own, dist.ReduceOp.MIN, self._group)
-        if own:
+        own = float(can_link(process_group, device))
+        if self.combined([own], torch.minimum, "making an engine") == [1.0]:
             self._link = DeviceLink(
                 device, self._new_group("nccl"), self._members, self.rank, memory
             )
