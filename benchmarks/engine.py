@@ -32,10 +32,10 @@ class Training(NamedTuple):
         """One step on ``tokens`` (rows, length); its loss, a mean over predictions at the weights
         before it."""
         loss: Tensor = self.engine.forward_backward(input_kwargs=inputs_of(tokens))
-        self.engine.step(self._update, is_async=self.is_async)
+        self.engine.step(self.update, is_async=self.is_async)
         return loss
 
-    def _update(self) -> None:
+    def update(self) -> None:
         clip_grad_norm_(self.optimizer, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -78,7 +78,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def training(
-    workload: Workload, mode: str, options: argparse.Namespace, learning_rate: float = LEARNING_RATE
+    workload: Workload,
+    mode: str,
+    options: argparse.Namespace,
+    learning_rate: float = LEARNING_RATE,
+    process_group: Any = None,
 ) -> Iterator[Training]:
     """``mode``: sync or async; ``options``: those of ``add_engine_options`` and the machine's."""
     torch.set_num_threads(options.threads)
@@ -102,6 +106,7 @@ def training(
         compile=options.compile,
         compute_dtype=options.compute_dtype,
         max_gpu_memory=_limit(options),
+        process_group=process_group,
     )
     with engine:
         moments: Any = torch.bfloat16 if options.state == "bf16" else options.state

@@ -58,6 +58,7 @@ class Request:
         run_type: ``"fused"`` runs backward too, ``"train"`` leaves that to the caller's graph.
         loss_fn: None where outputs are all that is wanted.
         only_loss: of the outputs nobody reads more than their loss.
+        is_last: nothing more is to come before the step.
     """
 
     what: str
@@ -65,6 +66,7 @@ class Request:
     loss_fn: LossFn | None = None
     returns_outputs: bool = True
     only_loss: bool = False
+    is_last: bool = False
 
 
 class Results(NamedTuple):
@@ -239,11 +241,17 @@ class BatchRunner:
             ),
             RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
             Kept(),
-            self._host.steps.commit if run_type == "fused" else None,
+            self._commit_of(request),
         )
         for microbatch, boundary in enumerate(batch.boundaries):
             call.post_input(0, microbatch, boundary)
         return call, later
+
+    def _commit_of(self, request: Request) -> Callable[[Call], None] | None:
+        if request.run_type != "fused":
+            return None
+        steps = self._host.steps
+        return (lambda call: steps.commit(call, early=call)) if request.is_last else steps.commit
 
     def _model_now(self, first_trained: int) -> ModelThen:
         steps = self._host.steps

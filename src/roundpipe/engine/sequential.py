@@ -55,7 +55,8 @@ class RoundPipe(Engine):
             page-locked ring.
         devices: None for every visible accelerator, else one virtual CPU device; an int for
             the first so many accelerators, or that many virtual devices where there are none; or a
-            list of devices, such as ``roundpipe.virtual(2)``.
+            list of devices, such as ``roundpipe.virtual(2)``. With a ``process_group`` and no list
+            the visible accelerators are shared out by ``LOCAL_RANK``.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
@@ -180,6 +181,7 @@ class RoundPipe(Engine):
         run_config: RoundPipeRunConfig = _UNSET,
         *,
         microbatches: GivenMicrobatches | CutMicrobatches | None = None,
+        is_last: bool = False,
     ) -> Any:
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
@@ -197,6 +199,9 @@ class RoundPipe(Engine):
                 are split already, and need not have the same shapes. Or a function that gives them
                 for a number of microbatches: it is asked for more where a device runs out of
                 memory, so it says that the sum of losses stays the same.
+            is_last: no gradients are to come any more before the next ``step``. In a process group
+                they are then added up while the backward runs; where it turns out not to be so,
+                once more in the step. Changes no number.
 
         Returns:
             The **sum** of the microbatches' losses, a detached 0-d CPU tensor (a list if
@@ -233,6 +238,7 @@ class RoundPipe(Engine):
             loss_fn=loss_fn or outputs_as_loss,
             returns_outputs=return_outputs,
             only_loss=loss_fn is None and not return_outputs,
+            is_last=is_last,
         )
         results = self._runner.run(batch, request)
         return (results.losses, results.outputs) if return_outputs else results.losses

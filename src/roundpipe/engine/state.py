@@ -23,6 +23,7 @@ from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_state import DeviceStates
+from ..params.rank_sums import RankSums
 from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
@@ -82,7 +83,8 @@ class HostSettings:
 
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
-        devices = choose_devices(self.devices, self.max_gpu_memory)
+        are_shared = self.process_group is not None
+        devices = choose_devices(self.devices, self.max_gpu_memory, are_shared=are_shared)
         if self.compute_dtype == "fp8":
             refuse_without_fp8(devices)
         return devices
@@ -124,6 +126,7 @@ class Host:
         is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
+        ranks.link(settings.process_group, devices[0], self.memory)
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
         read_ahead = make_read_ahead(store, self.memory)
@@ -146,6 +149,7 @@ class Host:
             store,
             self.masters,
             self.device_states,
+            RankSums(ranks, store, rules),
             lambda: GradientWindow(store, rules, buffers),
             pages,
         )

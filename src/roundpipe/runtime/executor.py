@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
 from ..layers.saved import Graph
-from ..params.gradients import GradientBuffers, Offloader
+from ..params.gradients import GradientBuffers, OffloadedLayer, Offloader
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..trace import spans
 from ..transfer.boundaries import (
@@ -196,8 +196,10 @@ class Executor:
             self._passes[pass_](run)
 
     def _offload(self, call: Call, action: Action) -> None:
+        offloaded: list[OffloadedLayer] = []
         for accumulator in reversed(self._stages[action.stage_run].accumulators):
-            accumulator.offload_into(call.offloaded)
+            accumulator.offload_into(offloaded)
+        call.offload(action.stage_run, offloaded)
         self._offloading.append(self.device.down.record())
 
     def _wait_offloaded(self) -> None:

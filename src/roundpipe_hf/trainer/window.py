@@ -260,6 +260,7 @@ class AccumulationWindow:
                     loss_fn if scaler is None else _scaled(loss_fn, scaler)
                 ),
                 run_config=config,
+                is_last=batches[-1].syncs,
             )
         self._refuse_gradients_of_the_model(engine)
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
