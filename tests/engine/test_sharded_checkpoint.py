@@ -38,8 +38,12 @@ def step(engine: roundpipe.RoundPipe, optimizer: torch.optim.Optimizer, seed: in
     engine.forward_backward(
         (batch.args[0].bfloat16(),), loss_fn=lambda out, _: out.float().square().sum() / share
     )
-    engine.step(optimizer.step, is_async=False)
-    optimizer.zero_grad()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    engine.step(update, is_async=False)
 
 
 @contextmanager
