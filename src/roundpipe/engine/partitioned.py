@@ -43,7 +43,7 @@ from .parts.loss import LossFunction, has_loss_function
 from .parts.rows import BatchRows, PartInputs
 from .parts.shell import EngineCall, Ran, Shell
 from .runner import BatchRunner, refuse_hooks
-from .state import Host, HostSettings
+from .state import HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
 
@@ -91,9 +91,7 @@ class AutoRoundPipe(Engine):
                 ModelPart(path="loss_function", module=own_loss, config=own_loss.run_config())
             )
         layers = [layer for part in parts for layer in layers_of(part.module)]
-        host = Host(
-            name, layers, settings.choose_devices(), settings, on_host=list(model.parameters())
-        )
+        host = make_host(name, layers, settings, on_host=list(model.parameters()))
         super().__init__(host, model, model_run_config)
         self._rows = BatchRows(name)
         self._loss = own_loss

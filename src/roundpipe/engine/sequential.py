@@ -33,7 +33,7 @@ from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
 from .runner import BatchRunner, Request
-from .state import ComputeDtype, Host, HostSettings
+from .state import ComputeDtype, HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
 
@@ -118,7 +118,7 @@ class RoundPipe(Engine):
             cuda_graphs=cuda_graphs,
         )
         layers, name = layers_of(model), name if name is not None else call_site()
-        host = Host(name, layers, settings.choose_devices(), settings)
+        host = make_host(name, layers, settings)
         super().__init__(host, model, model_run_config)
         steps, planner = host.steps, host.planner(host.store, layers, keeps_layers=True)
         self._runner = BatchRunner(

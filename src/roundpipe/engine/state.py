@@ -100,6 +100,7 @@ class Host:
         name: its engine's.
         layers: all layers of all runners.
         on_host: parameters that the caller's thread computes with itself; see `ParameterStore`.
+        ranks: the processes that make it together. None for this one alone.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Host:
         devices: Sequence[Device],
         settings: HostSettings,
         on_host: Sequence[nn.Parameter] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = name
         self.is_closed = False
@@ -122,7 +124,7 @@ class Host:
         if prepare is not None and is_accelerated and not settings.compile:
             _log.warning("%s: %s", name, _FP8_IS_SLOW)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
-        self.ranks = ranks = Ranks(settings.process_group)
+        self.ranks = ranks = ranks or Ranks()
         is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
@@ -253,6 +255,27 @@ class Host:
         self.buffers.clear()
         self.store.writes.forget()
         self.memory.close()
+
+
+def make_host(
+    name: str,
+    layers: Sequence[nn.Module],
+    settings: HostSettings,
+    on_host: Sequence[nn.Parameter] = (),
+) -> Host:
+    """A `Host` on the devices of the ``settings``. Its ranks meet before anything that one of them
+    alone may refuse, so that the others hear of it and do not wait for one that never comes."""
+    ranks, made = Ranks(settings.process_group), None
+    try:
+        with ranks.agreeing("making the engine"):
+            made = Host(name, layers, settings.choose_devices(), settings, on_host, ranks)
+    except BaseException:
+        if made is None:
+            ranks.close()
+        else:
+            made.close()  # because its threads would be left, when another rank has failed
+        raise
+    return made
 
 
 def _state_file(
