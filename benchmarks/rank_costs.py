@@ -1,9 +1,9 @@
 """What several processes of one model send and keep, measured against the formulas of
 docs/scale-out.md.
 
-    python benchmarks/rank_costs.py traffic --rate 200mbit   # two hosts made of network namespaces; root
-    python benchmarks/rank_costs.py memory --ranks 1 2 4     # anonymous memory of each rank
-    python benchmarks/rank_costs.py table                    # calculated for up to 64 nodes
+    python benchmarks/rank_costs.py traffic --rate 200mbit  # two hosts, as network namespaces; root
+    python benchmarks/rank_costs.py memory --ranks 1 2 4    # anonymous memory of each rank
+    python benchmarks/rank_costs.py table                   # calculated for up to 64 nodes
 
 `traffic` joins two namespaces by a pair of interfaces of limited rate, trains one process in each,
 counts the bytes that leave, and compares the weights with those of a single process. All run on the
