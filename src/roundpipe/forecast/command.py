@@ -40,8 +40,8 @@ an update of AdamW on the host, in less than two minutes. Plans use what it find
 user's cache, unless options say otherwise. Without a GPU they use only what is the host's."""
 _TIMELINE = """Says of an exported profile how busy each lane of each device and each thread was,
 how long at most it was idle, and what bounds the step."""
-_EXPLAIN = """Prints what the troubleshooting guide says about an error's name or a piece of its text,
-or about a symptom; all of the guide where nothing is named."""
+_EXPLAIN = """Prints what the troubleshooting guide says about an error's name, a piece of its text
+or a symptom; all of the guide where nothing is named."""
 
 _BROKEN_PIPE = 128 + 13
 
