@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import ConfigError, RoundPipeError
 from ..trace import summary, table
@@ -134,8 +134,15 @@ def _explain(*, text: list[str]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every command does, without all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help says more\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m roundpipe")
+    parser = _Parser(prog="python -m roundpipe")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
     commands.add_parser("doctor", help="what of this machine is slow, and why", description=_DOCTOR)
