@@ -63,6 +63,7 @@ def main() -> int:
             kernel.unlink()
     archives = sorted(DIST.iterdir())
     wanted = [f"roundpipe/kernels/{name}" for name in ("update.c", *(k.name for k in kernels))]
+    wanted.append("troubleshooting.md")  # `explain` reads it
     missing = {
         archive.name: lacks
         for archive in archives

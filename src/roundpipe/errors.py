@@ -7,44 +7,44 @@ from collections.abc import Callable, Iterable
 
 class RoundPipeError(Exception):
     """The base of everything that RoundPipe raises on its own account. A note, which tracebacks
-    show, says where the troubleshooting guide has it."""
+    show, says what prints the troubleshooting guide's section about it."""
 
     guide = "what-the-errors-mean"
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.add_note(f"what to do: docs/troubleshooting.md#{self.guide}")
+        self.add_note(f"what to do: python -m roundpipe explain {self.guide}")
 
 
 class ConfigError(RoundPipeError, ValueError):
     """A setting or an input of the caller's is wrong; nothing was changed."""
 
-    guide = "configerror"
+    guide = "ConfigError"
 
 
 class PlanError(RoundPipeError, ValueError):
     """An execution plan does not cover the model; names the layer."""
 
-    guide = "planerror"
+    guide = "PlanError"
 
 
 class ClosedError(RoundPipeError):
     """The engine was closed by its owner and cannot be used again."""
 
-    guide = "closederror"
+    guide = "ClosedError"
 
 
 class RankError(RoundPipeError):
     """Another process of the engine's group has raised, or was lost; names its rank. The group
     cannot go on."""
 
-    guide = "rankerror"
+    guide = "RankError"
 
 
 class InternalError(RoundPipeError):
     """An invariant of RoundPipe itself broke. Please report it."""
 
-    guide = "internalerror"
+    guide = "InternalError"
 
 
 def clear_frames(error: BaseException) -> None:

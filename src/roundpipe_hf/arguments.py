@@ -142,11 +142,16 @@ class PipelineArguments:
         },
     )
     trace_dir: str | None = field(
-        default=None, metadata={"help": "Write a timeline of what each device did here."}
+        default=None, metadata={"help": "Refused: roundpipe.profile writes timelines."}
     )
 
     def __post_init__(self) -> None:
         self.devices = _plain_devices(self.devices)
+        if isinstance(self.devices, int) and self.devices < 1:
+            raise ConfigError(
+                f"devices is {self.devices}; give a number, at least 1, or names such as "
+                "cuda:0,cuda:1, or leave it out"
+            )
         if (
             isinstance(self.max_gpu_memory, str)
             and self.max_gpu_memory.replace(".", "", 1).isdigit()

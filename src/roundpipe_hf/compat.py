@@ -45,6 +45,7 @@ __all__ = [
     "book_loss",
     "clear_device_cache",
     "convert_to_fp32",
+    "disable_checkpointing",
     "get_model_conversion_mapping",
     "is_optimizer_factory",
     "loss_adds_up",
@@ -65,6 +66,12 @@ __all__ = [
 def base_model(model: nn.Module) -> Any:
     """The model under a PEFT wrapper, or ``model`` itself."""
     return unwrap_peft_model(model)
+
+
+def disable_checkpointing(model: nn.Module) -> None:
+    """Later releases have another name for it, and warn of the one that earlier releases know."""
+    name = "activation_checkpointing_disable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
 
 
 def adapter_configs(model: Any) -> Mapping[str, Any]:

@@ -172,9 +172,30 @@ def test_contradictory_options_are_one_line(
     both = ["plan", folder, "--full", "--quantization", "nf4"]
     check_one_line(both, "quantized weights do not train", capsys)
     check_one_line(["plan", folder, "--rows", "0"], "--rows is 0", capsys)
+    check_one_line(["plan", folder, "--num-microbatch", "0"], "num_microbatch is 0", capsys)
     check_one_line(["plan", folder, "--gpu-memory", "2MB"], "nothing fits into", capsys)
-    with pytest.raises(SystemExit, match="2"):
-        run(["plan", folder, "--full", "--lora", "4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "a", "--full", "--lora", "4"], "--lora: not allowed with argument --full"),
+        (["plan", "a", "--rows", "many"], "--rows: invalid int value: 'many'"),
+        (["plan", "a", "--ram", "-3GB"], "--ram: expected one argument"),
+        (["plan"], "required: model"),
+        (["dance"], "invalid choice: 'dance'"),
+        ([], "required: command"),
+    ],
+)
+def test_flags_that_are_none_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usage of `plan` took twelve lines, with what was wrong below it."""
+    with pytest.raises(SystemExit) as ended:
+        run(arguments)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def test_auto_keeps_the_weights_dtype() -> None:
         ({"num_microbatch": 0}, "num_microbatch is 0"),
         ({"recompute_grain": "block"}, "recompute_grain is 'block'"),
         ({"devices": "gpu7x"}, "devices names 'gpu7x'"),
+        ({"devices": 0}, "devices is 0; give a number, at least 1"),
+        ({"devices": -1}, "devices is -1; give a number, at least 1"),
     ],
 )
 def test_bad_values_are_told_at_once(setting: dict[str, Any], message: str) -> None:

@@ -152,11 +152,17 @@ def _keeping_cache(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         and getattr(type(model.config.get_text_config(decoder=True)), "use_cache", None) is True
     )
     # Then blocks keep nothing whatever they are asked for, and a token would see none before it.
-    is_checkpointing = model.training and getattr(model, "is_gradient_checkpointing", False)
-    if not is_for_training or is_checkpointing or any(one is not None for one in asked):
+    recomputes = model.training and is_checkpointing(model)
+    if not is_for_training or recomputes or any(one is not None for one in asked):
         return kwargs
     _say_once("generating with a key-value cache: use_cache=False is of the model's config alone")
     return _with_setting(kwargs, "use_cache", True)
+
+
+def is_checkpointing(model: nn.Module) -> bool:
+    """Says whether blocks recompute by themselves. They are asked one by one, because the model's
+    own property for it has another name in later releases of transformers."""
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def _with_setting(kwargs: dict[str, Any], name: str, value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``python -m roundpipe plan``, ``doctor``, ``bench`` and ``timeline``."""
+"""``python -m roundpipe plan``, ``doctor``, ``bench``, ``timeline`` and ``explain``."""
 
 import argparse
 import json
@@ -6,13 +6,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import ConfigError, RoundPipeError
 from ..trace import summary, table
 from ..trace.plot import figure_of, save
 from .doctor import COLUMNS, examine
 from .estimate import estimate
+from .explain import explain
 from .machine import Machine
 from .measure import cells, check_writable, measure, measured_machine
 from .table import as_json as table_as_json
@@ -39,6 +40,8 @@ an update of AdamW on the host, in less than two minutes. Plans use what it find
 user's cache, unless options say otherwise. Without a GPU they use only what is the host's."""
 _TIMELINE = """Says of an exported profile how busy each lane of each device and each thread was,
 how long at most it was idle, and what bounds the step."""
+_EXPLAIN = """Prints what the troubleshooting guide says about an error's name, a piece of its text
+or a symptom; all of the guide where nothing is named."""
 
 _BROKEN_PIPE = 128 + 13
 
@@ -53,6 +56,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         "doctor": _doctor,
         "bench": _bench,
         "timeline": _timeline,
+        "explain": _explain,
     }
     try:
         status = commands[name](**options)
@@ -125,8 +129,20 @@ def _timeline(*, trace: str, plot: str | None) -> int:
     return 0
 
 
+def _explain(*, text: list[str]) -> int:
+    print(explain(" ".join(text)))
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every command does, without all flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help says more\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m roundpipe")
+    parser = _Parser(prog="python -m roundpipe")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
     commands.add_parser("doctor", help="what of this machine is slow, and why", description=_DOCTOR)
@@ -136,6 +152,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     timeline.add_argument("trace", help="a file that roundpipe.profile() has exported")
     timeline.add_argument("--plot", metavar="FILE", help="draw it, for example into a .png")
+    about = commands.add_parser(
+        "explain", help="what an error means, and what to do", description=_EXPLAIN
+    )
+    about.add_argument("text", nargs="*", help="such as ConfigError, or words of its text")
     return parser
 
 

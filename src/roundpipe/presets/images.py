@@ -5,6 +5,7 @@ for which its row has as many placeholders; so rows take images in order until t
 are filled.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -152,13 +153,16 @@ def grid_images(model: Any, named: Mapping[str, Any]) -> list[Image]:
 def grid_positions(model: Any, named: Mapping[str, Any]) -> torch.Tensor | None:
     """What Qwen's models make of the sizes of all images of a batch, a row without any among them:
     time, height and width of each token."""
-    made: torch.Tensor | None = model.model.compute_3d_position_ids(
+    place_ids = model.model.compute_3d_position_ids
+    parameters = inspect.signature(place_ids).parameters
+    cache = "cache" if "cache" in parameters else "past_key_values"  # renamed by transformers
+    made: torch.Tensor | None = place_ids(
         input_ids=named["input_ids"],
         image_grid_thw=named.get("image_grid_thw"),
         video_grid_thw=None,
         inputs_embeds=None,
         attention_mask=named.get("attention_mask"),
-        past_key_values=None,
         mm_token_type_ids=named.get("mm_token_type_ids"),
+        **{cache: None},
     )
     return made

@@ -130,8 +130,8 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
     if args.fp16 and pipeline_of(args).async_optimizer:
         yield (
             "fp16 with async_optimizer: whether a step overflowed is known too late for the "
-            "scheduler; "
-            "use bf16=True, or load the model in bfloat16"
+            "scheduler; leave async_optimizer out, or where devices have bf16 use bf16=True or "
+            "load the model in bfloat16"
         )
     if args.torch_compile and (args.torch_compile_backend, args.torch_compile_mode) != (
         "inductor",
@@ -163,7 +163,10 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "leave it out"
         )
     if pipeline_of(args).trace_dir is not None:
-        yield "trace_dir yet: the engine writes no timeline; leave it out"
+        yield (
+            "trace_dir: nothing would be written there. Leave it out, and put "
+            "`with roundpipe.profile('trace.json'):` around train() of a few steps"
+        )
 
 
 def _refused_model(model: Any) -> Iterator[str]:

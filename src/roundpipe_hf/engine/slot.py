@@ -17,13 +17,14 @@ from torch import nn
 from transformers import TrainingArguments
 
 from roundpipe import RoundPipe
+from roundpipe.engine.generation import is_checkpointing
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.layers.structure import Structure
 from roundpipe.presets.preset import has_own_preset
 
 from ..arguments import PipelineArguments, engine_devices, pipeline_of
-from ..compat import base_model
+from ..compat import base_model, disable_checkpointing
 from .calls import num_layers
 from .refusals import refuse_model
 
@@ -272,9 +273,9 @@ def stop_checkpointing(model: Any) -> None:
     Each time, too, it adds a hook that makes the embeddings' output require a gradient, which only
     checkpointing needs.
     """
-    if getattr(model, "is_gradient_checkpointing", False):
+    if is_checkpointing(model):
         logger.info(
             "gradient_checkpointing=True: the engine recomputes already, see recompute_grain"
         )
-        model.gradient_checkpointing_disable()
+        disable_checkpointing(model)
         base_model(model).disable_input_require_grads()

@@ -80,6 +80,11 @@ class RoundPipeTrainerMixin(SavingMixin):
             ConfigError: what is not supported, by name.
         """
         refuse_arguments(self.args)
+        if isinstance(self.model, type):
+            raise ConfigError(
+                f"model is the class {self.model.__name__}; give a model that was made of it, or "
+                "model_init, a function that returns one"
+            )
         if self.model is not None:
             adopt_bitsandbytes(self.model)
         refuse_model(self.model)
@@ -149,9 +154,16 @@ class RoundPipeTrainerMixin(SavingMixin):
         ``model`` was.
 
         Raises:
-            ConfigError: the model has changed, and the optimizer is the caller's own.
+            ConfigError: the model has changed, and the optimizer is the caller's own; or nothing of
+                the model trains.
         """
         engine = self._engine()
+        if not any(True for _ in engine.optim_parameters()):
+            raise ConfigError(
+                f"nothing trains: all {sum(1 for _ in self.model.parameters())} parameters of "
+                f"{type(self.model).__name__} have requires_grad=False. Put adapters on it "
+                "(peft.get_peft_model), or let what shall train require a gradient"
+            )
         made = unwrapped(self.optimizer)
         if made is None or (isinstance(made, PipelineOptimizer) and made.engine is not engine):
             if made is not None and made.inner is not self._made:

@@ -33,11 +33,27 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
             "torch_compile_mode='max-autotune'",
         ),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
-        ({"trace_dir": "traces"}, "trace_dir"),
+        ({"trace_dir": "traces"}, "trace_dir.*roundpipe.profile"),
     ],
 )
 def test_arguments(settings: dict[str, Any], message: str) -> None:
     refused(message, **settings)
+
+
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(ConfigError, match="model is the class Linear; give a model that was made"):
+        RoundPipeTrainer(torch.nn.Linear, train_dataset=ROWS)  # type: ignore[arg-type]
+
+
+def test_a_model_of_which_nothing_trains_is_refused_before_its_first_step() -> None:
+    """Its first backward ended in autograd's "element 0 of tensors does not require grad"; it can
+    still be evaluated."""
+    model = MODELS["full"]().requires_grad_(False)
+    trainer = make_trainer(RoundPipeTrainer, model, ROWS)
+    assert trainer.evaluate(ROWS)["eval_loss"] > 0
+    with pytest.raises(ConfigError, match="nothing trains: all .* have requires_grad=False"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize(

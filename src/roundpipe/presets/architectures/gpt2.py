@@ -67,7 +67,7 @@ class Prefix(nn.Module):
             causal_config(self.config, kwargs),
             embeds,
             attention_mask,
-            past_key_values=None,
+            None,  # of a cache, whose name is not the same in all releases
             position_ids=position_ids,
         )
         # After the mask: positions we make ourselves never restart, and looking for restarts waits

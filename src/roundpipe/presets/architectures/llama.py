@@ -98,9 +98,8 @@ class Prefix(nn.Module):
             return attention_mask
         config = causal_config(self.config, kwargs)
         return {
-            kind: _MASKS[kind](
-                config, embeds, attention_mask, past_key_values=None, position_ids=position_ids
-            )
+            # The None is of a cache, whose name is not the same in all releases.
+            kind: _MASKS[kind](config, embeds, attention_mask, None, position_ids=position_ids)
             for kind in self.kinds
         }
 
@@ -120,7 +119,6 @@ class Block(nn.Module):
             attention_mask=state["masks"][self.kind],
             position_embeddings=state["position_embeddings"],
             position_ids=state["position_ids"],
-            past_key_values=None,
             use_cache=False,
             **state["block_kwargs"],
         )
