@@ -126,14 +126,15 @@ def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
 
 
 def with_guessed_graphs(
-    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0
+    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0, *, is_cut: bool = False
 ) -> LayerCosts:
     """Activations of each layer of which nothing was measured, as if it were a transformer block
     with as many weights; for a first call to be careful.
 
     34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention
     scores, which fused kernels do not keep); 12 weights per unit of width squared. As much more as
-    that was too little for those measured.
+    that was too little for those measured. Of a block that ``is_cut``, whose MLP and norms run for
+    some tokens at a time, 11 bytes inside of attention and the inputs of four modules.
 
     Args:
         tokens: of the largest microbatch; a guess that is too small is worse than one that is too
@@ -156,7 +157,7 @@ def with_guessed_graphs(
 
     return replace(
         costs,
-        saved_bytes=filled(costs.saved_bytes, 34),
-        passing_bytes=filled(costs.passing_bytes, 8),
+        saved_bytes=filled(costs.saved_bytes, 19 if is_cut else 34),
+        passing_bytes=filled(costs.passing_bytes, 2 if is_cut else 8),
         input_bytes=filled(costs.input_bytes, 2),
     )
