@@ -15,7 +15,8 @@ from ..plan.costs import LayerCosts
 # Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate,
 # copy rate, what any layer costs, and the host's memory bandwidth. 16-bit weights then take as long
 # to go up over PCIe gen4 as to run.
-_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
+TOKENS_GUESSED = 8192
+_FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 2e14, 25e6, 0.01, 50e6
 # An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and
 # two moments.
 _UPDATE_BYTES = 28
@@ -103,7 +104,7 @@ def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
 def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient
     of the backward."""
-    forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
+    forward = [_LEAST_MS + 2e3 * TOKENS_GUESSED * layer.matmul_elements / _FLOPS for layer in layers]
     gradients = [
         (index >= first_trained) * (1 + (layer.trained_elements > 0))
         for index, layer in enumerate(layers)
@@ -140,7 +141,7 @@ def with_guessed_graphs(
         tokens: of the largest microbatch; a guess that is too small is worse than one that is too
             large.
     """
-    token_widths = [max(tokens, _TOKENS) * sqrt(layer.matmul_elements / 12) for layer in layers]
+    token_widths = [max(tokens, TOKENS_GUESSED) * sqrt(layer.matmul_elements / 12) for layer in layers]
 
     def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
         guesses = [int(bytes_per_width * width) for width in token_widths]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ..plan.best import plan_peak, smallest_plan
+from .cost_model import TOKENS_GUESSED
 from .measurements import ShapeMeasurements
 from .planned import InUse, PlanKey
 from .problem import Problems
@@ -50,6 +51,9 @@ class Cutting:
         """As far as is known. The user's own plan fits until it has run out of memory."""
         if plan_key.chosen is not None or measured.shortages > _SHORTAGES_BELIEVED:
             return not measured.shortages
+        is_blind = not measured.knows_graphs and not measured.shortages
+        if is_blind and self._problems.tokens(plan_key) < TOKENS_GUESSED:
+            return True  # because guesses are for so many at least
         self._problems.limit.ask()
         costs, workload = self._problems.of(plan_key, measured)
         allowed = workload.limit_bytes
