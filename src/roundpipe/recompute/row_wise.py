@@ -231,7 +231,8 @@ class _InParts(Function):
             for part in _parts(len(rows), cut.tokens):
                 given = rows[part].unsqueeze(0).detach().requires_grad_(needs_input)
                 wanted = [given, *weights] if needs_input else weights
-                made = cut.forward(ctx.module, given)
+                # A view, because whoever watches the backward of modules cannot have hooks on leaves.
+                made = cut.forward(ctx.module, given.view_as(given))
                 if part.start == 0:
                     _refuse_others(made, wanted, ctx.module, cut.name)
                 found = list(
