@@ -104,7 +104,9 @@ def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
 def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient
     of the backward."""
-    forward = [_LEAST_MS + 2e3 * TOKENS_GUESSED * layer.matmul_elements / _FLOPS for layer in layers]
+    forward = [
+        _LEAST_MS + 2e3 * TOKENS_GUESSED * layer.matmul_elements / _FLOPS for layer in layers
+    ]
     gradients = [
         (index >= first_trained) * (1 + (layer.trained_elements > 0))
         for index, layer in enumerate(layers)
@@ -141,7 +143,9 @@ def with_guessed_graphs(
         tokens: of the largest microbatch; a guess that is too small is worse than one that is too
             large.
     """
-    token_widths = [max(tokens, TOKENS_GUESSED) * sqrt(layer.matmul_elements / 12) for layer in layers]
+    token_widths = [
+        max(tokens, TOKENS_GUESSED) * sqrt(layer.matmul_elements / 12) for layer in layers
+    ]
 
     def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
         guesses = [int(bytes_per_width * width) for width in token_widths]

@@ -1,11 +1,11 @@
 """Modules that compute each token by itself, run for a part of a sequence at a time.
 
-[Note: row-wise modules] A layer names, in its attribute ``row_wise``, inner modules whose output for
-a token depends on that token alone: MLPs and norms. Only who knows a module can say so, its preset
-or its author; nothing is guessed. Where a call is short of memory such a module runs chunk by chunk
-of tokens. It keeps its input alone, and its backward runs each chunk once more: what the module
-holds inside never exists for more than one chunk. The gradient of a weight is a sum over chunks,
-in fp32 for 16-bit weights, and is rounded once, as the single product of the whole would be.
+[Note: row-wise modules] A layer names, in its attribute ``row_wise``, inner modules whose output
+for a token depends on that token alone: MLPs and norms. Only who knows a module can say so, its
+preset or its author; nothing is guessed. Where a call is short of memory such a module runs for
+some tokens at a time. It keeps its input alone, and its backward runs each part once more: what the
+module holds inside never exists for more than one part. The gradient of a weight is a sum over
+parts, in fp32 for 16-bit weights, and is rounded once, as the single product of the whole would be.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -192,7 +192,7 @@ def _cut_kind(kind: type[nn.Module], cut: _Cut) -> type[nn.Module]:
         return _InParts.apply(self, cut, weights, args[0], *weights)
 
     # Because the compiler would take the loop apart, and hold what is inside of all parts at once.
-    alone = torch._dynamo.disable(forward)  # type: ignore[no-untyped-call]
+    alone = torch._dynamo.disable(forward)
     return type(kind.__name__, (kind,), {"forward": alone, "__module__": kind.__module__})
 
 
@@ -203,7 +203,7 @@ class _InParts(Function):
     @staticmethod
     def forward(
         ctx: Any, module: nn.Module, cut: _Cut, weights: list[Tensor], input: Tensor, *_: Tensor
-    ) -> Tensor:
+    ) -> Any:
         ctx.module, ctx.cut, ctx.weights = module, cut, weights
         ctx.autocast = _autocast_of(input)
         ctx.save_for_backward(input)
@@ -220,7 +220,7 @@ class _InParts(Function):
         return output.unflatten(0, input.shape[:2])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         (input,), cut, weights = ctx.saved_tensors, ctx.cut, ctx.weights
         needs_input = ctx.needs_input_grad[3]
@@ -231,7 +231,7 @@ class _InParts(Function):
             for part in _parts(len(rows), cut.tokens):
                 given = rows[part].unsqueeze(0).detach().requires_grad_(needs_input)
                 wanted = [given, *weights] if needs_input else weights
-                # A view, because whoever watches the backward of modules cannot have hooks on leaves.
+                # A view, because who watches the backward of modules cannot have hooks on leaves.
                 made = cut.forward(ctx.module, given.view_as(given))
                 if part.start == 0:
                     _refuse_others(made, wanted, ctx.module, cut.name)

@@ -86,9 +86,7 @@ class StageLoader:
             if index in wanted:
                 here |= {index}
 
-    def begin(
-        self, stage_run: StageRun, model: ModelThen, timer: Timer, **how: Any
-    ) -> Stage:
+    def begin(self, stage_run: StageRun, model: ModelThen, timer: Timer, **how: Any) -> Stage:
         """A stage that has nothing yet. ``how``: what else a `Stage` takes."""
         modes, layer_modes = model.modes, {}
         for index in stage_run.layers:
