@@ -61,6 +61,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="of the optimizer: fp32 masters and moments, or bf16 masters with such moments",
     )
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")
+    parser.add_argument(
+        "--tokens-at-once",
+        type=int,
+        help="what MLPs and norms run for, 0 for all (default: as the planner finds it needed)",
+    )
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
         "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
@@ -98,6 +103,7 @@ def training(
             num_microbatch=workload.num_microbatch,
             execute_plan=parse_plan(options.plan) if options.plan else None,
             recompute_grain=options.recompute_grain,
+            tokens_at_once=options.tokens_at_once,
         ),
         name=f"{workload.method}-{mode}",
         optim_dtype=torch.float32 if options.state == "fp32" else torch.bfloat16,
@@ -123,6 +129,7 @@ def settings_of(training: Training, options: argparse.Namespace) -> measure.Reco
         "plan": plan_of(training.engine),
         "planned_by": "hand" if options.plan else "engine",
         "recompute_grain": options.recompute_grain,
+        "tokens_at_once": options.tokens_at_once,
         "state": options.state,
         "pin_model": options.pin_model,
         "devices": len(training.engine.devices),

@@ -26,7 +26,10 @@ class Needs(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """Calls that may use one plan: what makes another plan right is another key."""
+    """Calls that may use one plan: what makes another plan right is another key.
+
+    ``tokens_at_once``: how many row-wise modules run for; 0 for all.
+    """
 
     run_type: RunType
     num_microbatches: int
@@ -38,6 +41,7 @@ class PlanKey(NamedTuple):
     modes: tuple[bool, ...]
     chosen: ModelExecutePlan | None
     returns: bool
+    tokens_at_once: int
 
     @property
     def forwards(self) -> Hashable:

@@ -13,6 +13,7 @@ from ..params.working import ParameterStore
 from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
+from .cutting import TOKENS_AT_ONCE, Cutting
 from .measurements import ShapeMeasurements
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems
@@ -53,6 +54,7 @@ class Planner:
         self._problems = Problems(
             store, devices, layers, rules, held_bytes, keeps_layers=keeps_layers
         )
+        self._cutting = Cutting(self._problems, self._num_layers)
         self._in_use: dict[PlanKey, InUse] = {}
         self._latest: PlanKey | None = None
         self._overlaps = True
@@ -109,6 +111,8 @@ class Planner:
         caller_bytes: int = 0,
         wants_gradients: bool = False,
         returns: bool = False,
+        tokens_at_once: int | None = 0,
+        can_cut: Callable[[], bool] = lambda: False,
     ) -> Planned:
         """The plan for a call.
 
@@ -121,12 +125,14 @@ class Planner:
             caller_bytes: of inputs that are on devices already, or whose gradients will be.
             wants_gradients: whether the backward goes on to the inputs, whatever trains.
             returns: whether outputs stay on devices until all of them are known.
+            tokens_at_once: how many row-wise modules run for; 0 for all; None where that is decided
+                here, if there are any that ``can_cut``.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing
                 fits.
         """
-        self._latest = plan_key = self._plan_key(
+        plan_key = self._plan_key(
             run_type,
             num_microbatches,
             chosen,
@@ -134,11 +140,16 @@ class Planner:
             shapes=shapes,
             wants_gradients=wants_gradients,
             returns=returns,
+            tokens_at_once=tokens_at_once or 0,
         )
         self._problems.note_inputs(plan_key, tokens, input_bytes)
-        measured = self._problems.measured(plan_key)
-        measured.grow_to(elements)
-        measured.record_caller_bytes(caller_bytes)
+        measured = self._told(plan_key, elements, caller_bytes)
+        if tokens_at_once is None and self._cutting.is_needed(
+            plan_key, self._in_use.get(plan_key), can_cut
+        ):
+            plan_key = plan_key._replace(tokens_at_once=TOKENS_AT_ONCE)
+            measured = self._told(plan_key, elements, caller_bytes)
+        self._latest = plan_key
         before = self._in_use.get(plan_key)
         if before is not None and (
             before.elements < measured.elements or before.shortages < measured.shortages
@@ -155,6 +166,12 @@ class Planner:
             is_timed=in_use.is_timed,
             is_sure=in_use.is_sure,
         )
+
+    def _told(self, plan_key: PlanKey, elements: int, caller_bytes: int) -> ShapeMeasurements:
+        measured = self._problems.measured(plan_key)
+        measured.grow_to(elements)
+        measured.record_caller_bytes(caller_bytes)
+        return measured
 
     def next_plan(
         self,
@@ -260,12 +277,15 @@ class Planner:
         shapes: Hashable = None,
         wants_gradients: bool | None = None,
         returns: bool = False,
+        tokens_at_once: int | None = None,
     ) -> PlanKey:
-        """``shapes`` and ``wants_gradients`` are the latest call's where they are None."""
+        """``shapes``, ``wants_gradients`` and ``tokens_at_once`` are the latest call's where they
+        are None."""
         latest = self._latest
         if latest is not None:
             shapes = latest.shapes if shapes is None else shapes
             wants_gradients = latest.wants_gradients if wants_gradients is None else wants_gradients
+            tokens_at_once = latest.tokens_at_once if tokens_at_once is None else tokens_at_once
         return PlanKey(
             run_type=run_type,
             num_microbatches=num_microbatches,
@@ -277,6 +297,7 @@ class Planner:
             modes=tuple(layer.training for layer in self._layers),
             chosen=chosen,
             returns=returns,
+            tokens_at_once=tokens_at_once or 0,
         )
 
     def _first(self, plan_key: PlanKey, measured: ShapeMeasurements) -> InUse:

@@ -32,6 +32,7 @@ from ..plan.schedule import (
     saved_layers,
 )
 from ..recompute.random_streams import AmbientState, RandomStreams
+from ..recompute.row_wise import can_cut, refuse_uncut
 from ..runtime.autograd import Gradients, attach, commits_held
 from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
 from ..runtime.changes import WrittenInShares, refuse_shared_writes, write_buffers
@@ -238,6 +239,7 @@ class BatchRunner:
                 kept_graphs=kept_graphs,
                 measured=planned.measured,
                 is_timed=planned.is_timed,
+                tokens_at_once=planned.plan_key.tokens_at_once,
             ),
             RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
             Kept(),
@@ -296,6 +298,9 @@ class BatchRunner:
 
     def _plan(self, batch: Batch, request: Request) -> Planned:
         inputs = [boundary.leaves for boundary in batch.boundaries]
+        tokens_at_once = batch.config.tokens_at_once
+        if tokens_at_once:
+            refuse_uncut(self.layers)
         return self.planner.plan(
             request.run_type,
             batch.num_microbatches,
@@ -308,6 +313,8 @@ class BatchRunner:
             wants_gradients=batch.wants_gradients,
             returns=request.returns_outputs,
             grain=batch.grain,
+            tokens_at_once=tokens_at_once,
+            can_cut=partial(can_cut, self.layers),
         )
 
     def _run_backward(

@@ -51,6 +51,7 @@ class PlannedStep:
         tokens: of a microbatch.
         kind: of the devices.
         shortages: how often the engine's calls have run out of a device's memory before they fit.
+        tokens_at_once: what row-wise modules run for, 0 for all.
 
     Raises:
         PlanError: no plan fits into a device.
@@ -70,9 +71,11 @@ class PlannedStep:
         from_disk: float = 0.0,
         shortages: int = 0,
         has_states: bool = True,
+        tokens_at_once: int = 0,
     ) -> None:
         self.choice, self.machine, self._sketches = choice, machine, sketches
         self.from_disk = from_disk
+        self.tokens_at_once = tokens_at_once
         self._has_states = has_states and choice.optimizer_state_dir is None
         self.rules = GradientRules(torch.float32, None)
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
@@ -102,6 +105,7 @@ class PlannedStep:
             tokens=tokens,
             elements=tokens,
             input_bytes=self._sketches[0].inputs,
+            tokens_at_once=self.tokens_at_once,
         )
 
     def _tell_what_was_measured(self, up_bytes_per_ms: float) -> None:

@@ -9,8 +9,8 @@ once to count operations and what autograd keeps, once to see what is alive, bec
 keeps tensors alive.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
 from ..errors import ConfigError
+from ..recompute.row_wise import RowCuts
 
 _ENDLESS = 1 << 60
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,11 +51,14 @@ class LayerSketch:
     backward_change: int = 0
 
 
-def sketches(layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor]) -> list[LayerSketch]:
+def sketches(
+    layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor], tokens_at_once: int = 0
+) -> list[LayerSketch]:
     """Of every layer, the loss with the last. See [Note: sketch].
 
     Args:
         inputs: of the first layer, on the meta device. The last returns an object with a loss.
+        tokens_at_once: what row-wise modules run for, 0 for all.
 
     Raises:
         ConfigError: a layer looks at values, so that it cannot run without.
@@ -64,12 +68,27 @@ def sketches(layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor]) -> li
         alike.setdefault(_kind(layer), []).append(index)
     chain = sorted(index for same in alike.values() for index in same[:2])
     made = [LayerSketch() for _ in chain]
-    for counts in (True, False):
-        _Run(made, counts=counts).through([layers[index] for index in chain], inputs)
+    run = [layers[index] for index in chain]
+    with _cut(run, tokens_at_once):
+        for counts in (True, False):
+            _Run(made, counts=counts).through(run, inputs)
     known = dict(zip(chain, made, strict=True))
     for same in alike.values():
         known.update(dict.fromkeys(same[2:], known[same[1]]) if len(same) > 2 else {})
     return [known[index] for index in range(len(layers))]
+
+
+@contextmanager
+def _cut(layers: Sequence[nn.Module], tokens_at_once: int) -> Iterator[None]:
+    classes = {module: type(module) for layer in layers for module in layer.modules()}
+    try:
+        if tokens_at_once:
+            for layer in layers:
+                RowCuts().apply(layer, tokens_at_once)
+        yield
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
 
 
 def _kind(layer: nn.Module) -> Any:

@@ -15,7 +15,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
 from ..layers.output_use import only_loss_is_wanted
-from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
+from .calling import (
+    by_name,
+    honour_return_logits,
+    parameters_of,
+    refuse_unknown,
+    row_wise_in,
+)
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
 from .preset import Cut, MergeOutput, SplitForward, SplitRows, split_by_rule
 
@@ -53,6 +59,7 @@ class HeadAndLoss(nn.Module):
         self.head = head
         self.config = model.config
         self.loss = Loss(model)
+        self.row_wise = row_wise_in(self)
 
     def forward(self, state: LossState) -> Any:
         """The model's output. Its past is always None: in training no cache is built.

@@ -20,7 +20,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..errors import ConfigError
 from . import trial
 from .balance import Balance, assemble_routed, balance_of, routers_in
-from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
+from .calling import (
+    by_name,
+    note_lengths,
+    refuse_cache,
+    refuse_unsupported,
+    row_wise_in,
+    run_block,
+)
 from .causal_lm import Readout, assemble, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
@@ -141,6 +148,7 @@ class Block(nn.Module):
         super().__init__()
         self.block = block
         self.kind = kind
+        self.row_wise = row_wise_in(self)
 
     def forward(self, state: State) -> State:
         call = state["calls"][self.kind]

@@ -92,7 +92,8 @@ class MemoryPlan:
     ``saved_layers``: whose inputs a forward keeps; ``spilled_layers``: of those, the ones whose
     wait on the host; ``resident_layers``: what stays on the devices when stage runs are over;
     ``slot_limit``: bytes that slots may take on each device; ``kept_graphs``: the first layers of
-    stages whose graphs stay on their device until the backward.
+    stages whose graphs stay on their device until the backward; ``tokens_at_once``: what row-wise
+    modules run for, 0 for all.
     """
 
     saved_layers: frozenset[int]
@@ -102,6 +103,7 @@ class MemoryPlan:
     kept_graphs: frozenset[int]
     measured: ShapeMeasurements
     is_timed: bool
+    tokens_at_once: int = 0
 
 
 class Cancelled(BaseException):

@@ -175,7 +175,11 @@ class Executor:
             run, self.device, self._watch, memory.measured if memory.is_timed else None
         )
         stage = self._stages[run] = self._loader.begin(
-            run, call.model, timer, keeps_graphs=run.layers.start in memory.kept_graphs
+            run,
+            call.model,
+            timer,
+            keeps_graphs=run.layers.start in memory.kept_graphs,
+            tokens_at_once=memory.tokens_at_once,
         )
         self._uploads.begin(call, stage)
 

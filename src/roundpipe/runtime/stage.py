@@ -41,6 +41,7 @@ class Stage:
         layer_modes: whether a layer trains and which of its parameters do, all that its behaviour
             may depend on.
         keeps_graphs: it stays, with its weights, from a forward to the backward.
+        tokens_at_once: as of `MemoryPlan`.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Stage:
         timer: Timer,
         *,
         keeps_graphs: bool = False,
+        tokens_at_once: int = 0,
     ) -> None:
+        self.tokens_at_once = tokens_at_once
         self.stage_run = stage_run
         self.keeps_graphs = keeps_graphs
         self.is_parked = False

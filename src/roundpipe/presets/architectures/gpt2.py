@@ -14,7 +14,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from ...errors import ConfigError
-from ..calling import causal_config, refuse_cache, refuse_unsupported, run_block
+from ..calling import causal_config, refuse_cache, refuse_unsupported, row_wise_in, run_block
 from ..causal_lm import HeadAndLoss, LossState, assemble
 from ..loss import take_loss_kwargs
 from ..preset import Cut
@@ -96,6 +96,7 @@ class Block(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
+        self.row_wise = row_wise_in(self)
 
     def forward(self, state: State) -> State:
         hidden_states = run_block(

@@ -12,7 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..calling import causal_config, note_lengths, refuse_cache, refuse_unsupported, run_block
+from ..calling import (
+    causal_config,
+    note_lengths,
+    refuse_cache,
+    refuse_unsupported,
+    row_wise_in,
+    run_block,
+)
 from ..causal_lm import HeadAndLoss, LossState, assemble
 from ..loss import take_loss_kwargs
 from ..preset import Cut
@@ -111,6 +118,7 @@ class Block(nn.Module):
         super().__init__()
         self.block = block
         self.kind = kind
+        self.row_wise = row_wise_in(self)
 
     def forward(self, state: State) -> State:
         hidden_states = run_block(
