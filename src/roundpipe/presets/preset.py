@@ -97,17 +97,17 @@ class DoesNotFit(Exception):
     """Why a model that has no preset of its own cannot be cut by the generic one."""
 
 
-# Class of the model -> file in `architectures` with `cut(model) -> Cut`, or such a function of the
-# user's own.
+# Class of the model -> file in `architectures` (and, after a dot, which function of it) that makes
+# a `Cut` of a model; or such a function of the user's own.
 _PRESETS: dict[str, str | CutModel] = {
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
-    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen2",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "qwen3_moe",
-    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": "qwen3_moe",
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",
-    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2",
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM": "decoders.llama",
+    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "decoders.mistral",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "decoders.qwen",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "decoders.qwen",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "decoders.routed",
+    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": "decoders.routed",
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "decoders.gpt_oss",
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "decoders.gpt2",
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
     "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
     "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
@@ -148,7 +148,8 @@ def cut(model: nn.Module) -> Cut | None:
     base = base_of(model)
     preset = _preset_of(type(base))
     if isinstance(preset, str):
-        preset = import_module(f"{__package__}.architectures.{preset}").cut
+        file, _, name = preset.partition(".")
+        preset = getattr(import_module(f"{__package__}.architectures.{file}"), name or "cut")
     elif preset is None and (generic := _generic_for(base)) is not None:
         preset = generic.cut
     if preset is None:
