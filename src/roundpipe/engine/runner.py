@@ -44,8 +44,7 @@ from .batches import (
     input_gradients,
     sum_losses,
 )
-from .device_memory import DeviceMemory
-from .out_of_memory import OutOfMemoryBackoff
+from .device_memory import DeviceMemory, OutOfMemoryBackoff
 from .state import Host
 
 

@@ -15,7 +15,8 @@ from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
 from ..params.gradients import is_small
-from ..params.placement.device_state import DeviceStates, state_bytes
+from ..params.placement.device_state import state_bytes
+from ..params.placement.device_states import DeviceStates
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Pass
 from ..plan.best import plan_peak, smallest_plan, step_ms

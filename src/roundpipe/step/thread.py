@@ -21,7 +21,7 @@ from torch import nn
 
 from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
 from ..params.placement.newest import PendingUpdates
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
