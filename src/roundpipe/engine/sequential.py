@@ -268,21 +268,19 @@ class RoundPipe(Engine):
         config: RoundPipeRunConfig,
         microbatches: GivenMicrobatches | CutMicrobatches | None,
     ) -> Results:
-        config = config.over(self._config)
-        if microbatches is None and self._is_joint(args, kwargs, config):
+        config, default = config.over(self._config), self.default_num_microbatch
+        count, cut = config.num_microbatch or default, config.split_input
+        if (
+            microbatches is None
+            and count > 1
+            and isinstance(cut, SplitForward)
+            and cut.is_joint(args, kwargs)  # it has a loss that no sum over microbatches gives
+        ):
             if request.loss_fn is None:
                 return self._run_jointly(request, args, kwargs, config)
             config = in_one_microbatch(config)
-        default = self.default_num_microbatch
         batch = Batch.of(args, kwargs, label, microbatches, default, config)
         return self._runner.run(batch, replace(request, loss_fn=request.loss_fn or outputs_as_loss))
-
-    def _is_joint(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
-    ) -> bool:
-        """Says if such a batch has a loss that no sum over its microbatches gives."""
-        count, cut = config.num_microbatch or self.default_num_microbatch, config.split_input
-        return count > 1 and isinstance(cut, SplitForward) and cut.is_joint(args, kwargs)
 
     def _run_jointly(
         self,

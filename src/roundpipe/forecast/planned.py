@@ -185,7 +185,7 @@ class PlannedStep:
         """The problem as it is when layers are where they stay."""
         costs, workload = self.problem
         layers = list(enumerate(self.store.layers))
-        trained = [self._trained_bytes(layer) for _, layer in layers]
+        trained = [layer.trained_bytes for _, layer in layers]
 
         def unless_there(own: Sequence[int]) -> tuple[int, ...]:
             return tuple(0 if i in self.on_device else n for i, n in enumerate(own))
@@ -200,9 +200,6 @@ class PlannedStep:
             upload_bytes=unless_there(uploads),
             offloaded_bytes=unless_there(costs.offloaded_bytes),
         ), replace(workload, optimizer_ms=self.update_ms_of(others))
-
-    def _trained_bytes(self, layer: LayerParameters) -> int:
-        return sum(use.parameter.nbytes for use in layer.trainable)
 
     # What it takes.
 
@@ -248,7 +245,7 @@ class PlannedStep:
         if pass_ is Pass.FORWARD:
             return max(sketch.forward_peak for sketch in own)
         costs, count = self.problem[0], self.num_microbatches
-        made = [self._gradient_bytes(layer) for layer in layers]
+        made = [self.store.layers[layer].trained_bytes for layer in layers]
         summed = [
             costs.gradient_bytes[layer] if count > 1 else n
             for layer, n in zip(layers, made, strict=True)
@@ -280,9 +277,6 @@ class PlannedStep:
             if is_small(use.parameter.shape) or kept != offloaded:
                 copied += use.parameter.numel() * offloaded.itemsize
         return copied
-
-    def _gradient_bytes(self, layer: int) -> int:
-        return self._trained_bytes(self.store.layers[layer])
 
     def times(self) -> Times:
         """See `Times`."""

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
 from ..errors import ConfigError
+from ..microbatch.sizes import first_of_graph
 
 _ENDLESS = 1 << 60
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -158,11 +159,10 @@ class _Run:
             if position + 1 < len(made):
                 self._end(made[position + 1])
 
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(arrived)
-                self._lowest = self._lowest or made[position]
-                return
+        leaf = first_of_graph(output)
+        if leaf is not None:
+            leaf.register_hook(arrived)
+            self._lowest = self._lowest or made[position]
 
     def _begin(self) -> tuple[int, float]:
         self._memory.peak = self._memory.used

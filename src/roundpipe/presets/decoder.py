@@ -23,7 +23,7 @@ from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, ru
 from .causal_lm import LossState, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, by_kind, kinds_of, path_of_blocks
-from .preset import Cut, DoesNotFit
+from .preset import Cut, DoesNotFit, unreached
 from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
@@ -239,10 +239,7 @@ def cut(
             if balance is None or asks:
                 raise
             made = _tried(model, path, blocks, None, make)
-    reached = {id(parameter) for parameter in made.sequential.parameters()}
-    left_out = [
-        name for name, parameter in model.named_parameters() if id(parameter) not in reached
-    ]
+    left_out = unreached(model, made.sequential)
     if left_out:
         raise DoesNotFit(
             f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them"

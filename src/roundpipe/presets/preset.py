@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..layers.modes import has_hooks
 from ..microbatch import split
 from .adapters import base_of
 from .low_rank import run_without_sums
@@ -200,13 +201,16 @@ def _preset_of(cls: type) -> str | CutModel | None:
     return None
 
 
+def unreached(model: nn.Module, sequential: nn.Sequential) -> list[str]:
+    """Names of the model's parameters that are in no layer."""
+    reached = set(map(id, sequential.parameters()))
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in reached]
+
+
 def _refuse_left_out(model: nn.Module, sequential: nn.Sequential) -> None:
     """A parameter the sequence does not reach would train in plain PyTorch and silently stand still
     here."""
-    reached = {id(parameter) for parameter in sequential.parameters()}
-    left_out = [
-        name for name, parameter in model.named_parameters() if id(parameter) not in reached
-    ]
+    left_out = unreached(model, sequential)
     if left_out:
         raise ConfigError(
             f"the preset for {type(base_of(model)).__name__} reaches none of {len(left_out)} "
@@ -229,13 +233,7 @@ def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
     lost = [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if module not in called
-        and (
-            _has_patched_forward(module)
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-        )
+        if module not in called and (_has_patched_forward(module) or has_hooks(module))
     ]
     if lost:
         logger.warning(

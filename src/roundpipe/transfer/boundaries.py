@@ -39,6 +39,15 @@ class BoundaryGradient(NamedTuple):
     ready: Event | None
 
 
+def of_all_leaves(
+    given: Iterable[torch.Tensor | None], carries: Iterable[bool]
+) -> BoundaryGradient:
+    """The caller's gradients, ``given`` for the leaves that carry one."""
+    remaining = iter(given)
+    leaves = tuple(next(remaining) if carried else None for carried in carries)
+    return BoundaryGradient(leaves, None, None)
+
+
 def boundary_of(
     value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None
 ) -> Boundary:

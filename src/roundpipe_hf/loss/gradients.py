@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..engine.calls import LossFn
 
@@ -114,11 +115,7 @@ class _Outputs:
     outputs."""
 
     def __init__(self, outputs: Any) -> None:
-        tensors = [
-            leaf
-            for leaf in tree_leaves(outputs)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        tensors = [leaf for leaf in tensor_leaves(outputs) if leaf.requires_grad]
         self._nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         self._tensors = set(tensors)
 

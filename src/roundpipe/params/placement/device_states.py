@@ -28,9 +28,7 @@ class DeviceStates:
         self._store = store
         self._link: Link | None = None
         if device is not None:
-            most = max(
-                sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers
-            )
+            most = max(4 * layer.num_elements for layer in store.layers)
             self._link = Link(device, PinnedCopier(device.compute, memory, most))
         self._lock = threading.RLock()
         self._refused: set[int] = set()
