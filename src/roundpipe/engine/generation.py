@@ -206,9 +206,8 @@ class _Asked:
     def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
         self._config = kwargs.get("generation_config") or model.generation_config
-        named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-        found = (one for one in (*args[:1], *named) if isinstance(one, torch.Tensor))
-        self._inputs: Any = next(found, None)
+        named = map(kwargs.get, ("inputs", "input_ids", "inputs_embeds"))
+        self._inputs: Any = next(iter(tensor_leaves([*args[:1], *named])), None)
         self.rows = 1 if self._inputs is None else len(self._inputs)
 
     def setting(self, name: str) -> Any:

@@ -135,8 +135,8 @@ class Block(nn.Module):
 
     def forward(self, state: State) -> State:
         call = state["calls"][self.kind]
-        output = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
-        return {**state, "hidden_states": output[0] if isinstance(output, tuple) else output}
+        hidden_states = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
+        return {**state, "hidden_states": hidden_states}
 
 
 class RoutedBlock(Block):
