@@ -280,9 +280,8 @@ class Executor:
             # Taken before losses write to them.
             ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]
             losses, known = self._loss(run, output)
-            call.reaches_out |= not call.asked.only_loss and any(
-                True for _ in leaves_beside(losses, ends)
-            )
+            beside = iter(()) if call.asked.only_loss else leaves_beside(losses, ends)
+            call.reaches_out |= next(beside, None) is not None
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradient(run, trained, _gradients_of(leaves))
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient

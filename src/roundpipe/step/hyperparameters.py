@@ -215,9 +215,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if step is not None and _BEFORE in optimizer.__dict__:
         return None  # a stand-in already: its step calls the step of the class above
     parameters = context.parameters_of(optimizer)
-    working = [weights.ids for weights in _working if not weights.is_closed]
+    working = set[int]().union(*(weights.ids for weights in _working if not weights.is_closed))
     for parameter in parameters:
-        if not isinstance(parameter, Master) and any(id(parameter) in ids for ids in working):
+        if not isinstance(parameter, Master) and id(parameter) in working:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which "
                 "get no gradient; "
