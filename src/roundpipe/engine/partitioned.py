@@ -42,7 +42,7 @@ from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.rows import BatchRows, PartInputs
 from .parts.shell import EngineCall, Ran, Shell
-from .runner import BatchRunner, refuse_hooks
+from .runner import BatchRunner
 from .state import HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
@@ -206,7 +206,7 @@ class AutoRoundPipe(Engine):
         config = roundpipe_run_config.over(self._config)
         with_grad = config.builds_graph
         if with_grad:
-            refuse_hooks(self._store)
+            self._store.refuse_hooks()
             last = self._store.layers[-1]  # also to be written back
             self._steps.wait_written_back(last.layer)
         else:

@@ -13,7 +13,6 @@ from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..config import RoundPipeRunConfig
 from ..device import MemoryInUse
-from ..errors import ConfigError
 from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
@@ -36,7 +35,7 @@ from ..recompute.row_wise import can_cut, refuse_uncut
 from ..runtime.autograd import Gradients, attach, commits_held
 from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
 from ..runtime.changes import WrittenInShares, refuse_shared_writes, write_buffers
-from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
+from ..transfer.boundaries import bytes_with_caller, num_bytes, of_all_leaves
 from ..transfer.residency import WeightsVersion
 from .batches import (
     Batch,
@@ -45,8 +44,7 @@ from .batches import (
     input_gradients,
     sum_losses,
 )
-from .device_memory import DeviceMemory
-from .out_of_memory import OutOfMemoryBackoff
+from .device_memory import DeviceMemory, OutOfMemoryBackoff
 from .state import Host
 
 
@@ -219,7 +217,7 @@ class BatchRunner:
             kept_graphs = frozenset(layers.start for _, layers in later if layers.start >= at)
         rounds = [passes, later] if later else [passes]
         if run_type != "infer":
-            refuse_hooks(self._store)
+            self._store.refuse_hooks()
         call = self._call(
             passes,
             Asked(
@@ -356,8 +354,8 @@ class BatchRunner:
             },
         )
         for microbatch, given in enumerate(gradients):
-            of_all = _of_all_leaves(given, carries[microbatch])
-            call.post_gradient(forward.model.num_layers, microbatch, of_all)
+            posted = of_all_leaves(given, carries[microbatch])
+            call.post_gradient(forward.model.num_layers, microbatch, posted)
         gradients.clear()
         with (
             self._host.device_states.noting_failures(),
@@ -368,21 +366,3 @@ class BatchRunner:
 
     def _in_use(self) -> list[MemoryInUse]:
         return [device.memory_in_use() for device in self._pool.devices]
-
-
-def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
-    remaining = iter(given)
-    return BoundaryGradient(
-        tuple(next(remaining) if carried else None for carried in carries), None, None
-    )
-
-
-def refuse_hooks(store: ParameterStore) -> None:
-    """Devices compute with resident copies, so a hook on the user's own parameter would silently
-    never run."""
-    for parameter in store.parameters:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
-                "gradients are complete only in step_fn; change master.grad there"
-            )

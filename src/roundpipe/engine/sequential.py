@@ -32,7 +32,7 @@ from .batches import (
 from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
-from .runner import BatchRunner, Request
+from .runner import BatchRunner, Request, Results
 from .state import ComputeDtype, HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
@@ -225,23 +225,17 @@ class RoundPipe(Engine):
             ...     return summed / num_tokens  # of the whole batch
             >>> loss = engine.forward_backward((ids,), label=labels, loss_fn=loss_fn)
         """
-        self._begin("forward_backward()")
-        config = run_config.over(self._config)
-        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
-            if loss_fn is None:
-                return self._run_jointly(input_args, input_kwargs, config, return_outputs)
-            config = in_one_microbatch(config)
-        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_backward()",
             run_type="fused",
-            loss_fn=loss_fn or outputs_as_loss,
+            loss_fn=loss_fn,
             returns_outputs=return_outputs,
             only_loss=loss_fn is None and not return_outputs,
             is_last=is_last,
         )
-        results = self._runner.run(batch, request)
-        return (results.losses, results.outputs) if return_outputs else results.losses
+        self._begin(request.what)
+        results = self._run(request, input_args, input_kwargs, label, run_config, microbatches)
+        return tuple(results) if return_outputs else results.losses
 
     def forward_loss(
         self,
@@ -260,59 +254,59 @@ class RoundPipe(Engine):
         ``input_kwargs``, ``label``, ``loss_fn``, ``run_config``, ``microbatches``) and returns what
         ``forward_backward`` does. Waits for pending updates first.
         """
-        self._begin("forward_loss()")
-        self._steps.flush()
-        config = run_config.over(self._config)
-        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
-            if loss_fn is None:
-                config = replace(config, requires_grad=False)
-                outputs = self._runner.forward(
-                    input_args, input_kwargs or {}, config, only_loss=True
-                )
-                return outputs.loss.cpu()
-            config = in_one_microbatch(config)
-        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_loss()",
             run_type="infer",
-            loss_fn=loss_fn or outputs_as_loss,
+            loss_fn=loss_fn,
             returns_outputs=False,
             only_loss=loss_fn is None,
         )
-        return self._runner.run(batch, request).losses
+        self._begin(request.what)
+        self._steps.flush()
+        return self._run(request, input_args, input_kwargs, label, run_config, microbatches).losses
 
-    def _is_joint(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
-    ) -> bool:
-        """Says if such a batch has a loss that no sum over its microbatches gives."""
-        count, cut = config.num_microbatch or self.default_num_microbatch, config.split_input
-        return count > 1 and isinstance(cut, SplitForward) and cut.is_joint(args, kwargs)
-
-    def _run_jointly(
+    def _run(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        config: RoundPipeRunConfig,
-        returns_outputs: bool,
-    ) -> Any:
-        """All microbatches go forward before the first goes backward."""
-        config = replace(config, requires_grad=True)
-        outputs = self._runner.forward(args, kwargs or {}, config, only_loss=not returns_outputs)
-        outputs.loss.backward()
-        loss = marked_as_run(outputs.loss.detach().to("cpu", copy=True))
-        if not returns_outputs:
-            return loss
-        return loss, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-
-    def _batch(
-        self,
+        request: Request,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
         config: RoundPipeRunConfig,
         microbatches: GivenMicrobatches | CutMicrobatches | None,
-    ) -> Batch:
-        return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)
+    ) -> Results:
+        config, default = config.over(self._config), self.default_num_microbatch
+        count, cut = config.num_microbatch or default, config.split_input
+        if (
+            microbatches is None
+            and count > 1
+            and isinstance(cut, SplitForward)
+            and cut.is_joint(args, kwargs)  # it has a loss that no sum over microbatches gives
+        ):
+            if request.loss_fn is None:
+                return self._run_jointly(request, args, kwargs, config)
+            config = in_one_microbatch(config)
+        batch = Batch.of(args, kwargs, label, microbatches, default, config)
+        return self._runner.run(batch, replace(request, loss_fn=request.loss_fn or outputs_as_loss))
+
+    def _run_jointly(
+        self,
+        request: Request,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        config: RoundPipeRunConfig,
+    ) -> Results:
+        """All microbatches go forward before the first goes backward, if any does."""
+        trains = request.run_type == "fused"
+        config = replace(config, requires_grad=trains)
+        only_loss = not request.returns_outputs
+        outputs = self._runner.forward(args, kwargs or {}, config, only_loss=only_loss)
+        if not trains:
+            return Results(outputs.loss.cpu(), None)
+        outputs.loss.backward()
+        loss = marked_as_run(outputs.loss.detach().to("cpu", copy=True))
+        if only_loss:
+            return Results(loss, None)
+        return Results(loss, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs))
 
     def split_rows(self, inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
         """Cuts what a forward is given by name as a call would, without a look at losses.

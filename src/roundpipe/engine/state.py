@@ -22,7 +22,7 @@ from ..memory.state_file import StateFile
 from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
 from ..params.rank_sums import RankSums
 from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master

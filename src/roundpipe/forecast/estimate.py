@@ -138,8 +138,8 @@ def estimate(
         >>> print(best.step_ms, best.arguments)
     """
     on = _machine(machine)
-    cut = 1 if num_microbatch is None else num_microbatch
-    for name, value in (("seq", seq), ("batch", batch), ("num_microbatch", cut)):
+    split = 1 if num_microbatch is None else num_microbatch
+    for name, value in (("seq", seq), ("batch", batch), ("num_microbatch", split)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
     imagined = imagine(model, lora=lora, dtype=dtype)

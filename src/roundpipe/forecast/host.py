@@ -75,7 +75,7 @@ def _staging_bytes(step: PlannedStep, store: ParameterStore) -> int:
     largest = max(layer.image_bytes for layer in store.layers)
     slices = rings * min(SLICE_BYTES, largest)
     if step.on_device:
-        most = max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
+        most = max(4 * layer.num_elements for layer in store.layers)
         slices += min(SLICE_BYTES, most)
     return NUM_SLICES * slices
 

@@ -15,7 +15,8 @@ from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
 from ..params.gradients import is_small
-from ..params.placement.device_state import DeviceStates, state_bytes
+from ..params.placement.device_state import state_bytes
+from ..params.placement.device_states import DeviceStates
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Pass
 from ..plan.best import plan_peak, smallest_plan, step_ms
@@ -188,7 +189,7 @@ class PlannedStep:
         """The problem as it is when layers are where they stay."""
         costs, workload = self.problem
         layers = list(enumerate(self.store.layers))
-        trained = [self._trained_bytes(layer) for _, layer in layers]
+        trained = [layer.trained_bytes for _, layer in layers]
 
         def unless_there(own: Sequence[int]) -> tuple[int, ...]:
             return tuple(0 if i in self.on_device else n for i, n in enumerate(own))
@@ -203,9 +204,6 @@ class PlannedStep:
             upload_bytes=unless_there(uploads),
             offloaded_bytes=unless_there(costs.offloaded_bytes),
         ), replace(workload, optimizer_ms=self.update_ms_of(others))
-
-    def _trained_bytes(self, layer: LayerParameters) -> int:
-        return sum(use.parameter.nbytes for use in layer.trainable)
 
     # What it takes.
 
@@ -251,7 +249,7 @@ class PlannedStep:
         if pass_ is Pass.FORWARD:
             return max(sketch.forward_peak for sketch in own)
         costs, count = self.problem[0], self.num_microbatches
-        made = [self._gradient_bytes(layer) for layer in layers]
+        made = [self.store.layers[layer].trained_bytes for layer in layers]
         summed = [
             costs.gradient_bytes[layer] if count > 1 else n
             for layer, n in zip(layers, made, strict=True)
@@ -283,9 +281,6 @@ class PlannedStep:
             if is_small(use.parameter.shape) or kept != offloaded:
                 copied += use.parameter.numel() * offloaded.itemsize
         return copied
-
-    def _gradient_bytes(self, layer: int) -> int:
-        return self._trained_bytes(self.store.layers[layer])
 
     def times(self) -> Times:
         """See `Times`."""

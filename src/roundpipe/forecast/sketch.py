@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
 from ..errors import ConfigError
+from ..microbatch.sizes import first_of_graph, tensor_leaves
 from ..recompute.row_wise import RowCuts
 
 _ENDLESS = 1 << 60
@@ -153,15 +153,14 @@ class _Run:
         self, layer: nn.Module, position: int, value: Any, inputs: dict[str, torch.Tensor]
     ) -> Any:
         sketch, is_first = self._made[position], position == 0
-        given = pytree.tree_leaves(inputs if is_first else value)
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves(inputs if is_first else value)
         sketch.inputs = sum(tensor.nbytes for tensor in tensors)
         graph = GraphBytes([*layer.parameters(), *(tensors if is_first else ())])
         hooks = torch.autograd.graph.saved_tensors_hooks(graph.pack, torch.Tensor.detach)
         before, flops = self._begin()
         with hooks if self._counts else nullcontext():
             output = layer(**inputs) if is_first else layer(value)
-        del value, given, tensors
+        del value, tensors
         if self._counts:
             sketch.saved, sketch.largest = graph.num_bytes, graph.largest_bytes
             sketch.forward = self._flops.get_total_flops() - flops
@@ -177,11 +176,10 @@ class _Run:
             if position + 1 < len(made):
                 self._end(made[position + 1])
 
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(arrived)
-                self._lowest = self._lowest or made[position]
-                return
+        leaf = first_of_graph(output)
+        if leaf is not None:
+            leaf.register_hook(arrived)
+            self._lowest = self._lowest or made[position]
 
     def _begin(self) -> tuple[int, float]:
         self._memory.peak = self._memory.used

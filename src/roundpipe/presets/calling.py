@@ -214,12 +214,13 @@ def causal_config(config: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a block without the checkpointing that `gradient_checkpointing_enable` puts into its
-    own ``__call__``.
+    """Hidden states, by a block without the checkpointing that `gradient_checkpointing_enable` puts
+    into its own ``__call__``.
 
     The engine recomputes already. Hooks run all the same: they are in `nn.Module`'s ``__call__``.
     """
-    return nn.Module.__call__(block, *args, **kwargs)
+    output = nn.Module.__call__(block, *args, **kwargs)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def note_lengths(module: nn.Module) -> None:

@@ -24,7 +24,7 @@ from ..transfer.boundaries import (
     copied,
 )
 from ..transfer.spill import Spills
-from .autograd import reaches_leaves_beside
+from .autograd import leaves_beside
 from .call import Call, Cancelled, MicrobatchLoss, describe
 from .capture.layers import CapturedLayers
 from .changes import ModuleChanges
@@ -286,7 +286,8 @@ class Executor:
             # Taken before losses write to them.
             ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]
             losses, known = self._loss(run, output)
-            call.reaches_out |= not call.asked.only_loss and reaches_leaves_beside(losses, ends)
+            beside = iter(()) if call.asked.only_loss else leaves_beside(losses, ends)
+            call.reaches_out |= next(beside, None) is not None
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradient(run, trained, _gradients_of(leaves))
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
 from ..params.placement.newest import PendingUpdates
 from ..params.rank_sums import Arriving, RankSums
 from ..params.window import GradientWindow

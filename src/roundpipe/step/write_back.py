@@ -9,7 +9,8 @@ from itertools import repeat
 import torch
 
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceState, DeviceStates
+from ..params.placement.device_state import DeviceState
+from ..params.placement.device_states import DeviceStates
 from ..params.placement.newest import Copy, PendingUpdates, Whereabouts, value_of
 from ..params.window import GradientWindow
 from ..params.working import LayerParameters, ParameterStore, ParameterUse
