@@ -2,6 +2,7 @@
 itself, and where the parts of a model share them."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol
 
 from ..autoplan.free_memory import FreeMemory
@@ -91,7 +92,9 @@ class SharedMemory:
         inputs wait on the host."""
         if not later or self._kept.suffices(self._part, planned.needs):
             return planned
-        return planned._replace(spilled=saved_layers(later))
+        # All that is kept, however much that is.
+        needs = planned.needs._replace(waiting=inf)
+        return planned._replace(spilled=saved_layers(later), needs=needs)
 
     def resident_layers(
         self, planned: Planned, rounds: Sequence[Passes], graph_bytes: int

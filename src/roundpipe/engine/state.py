@@ -159,6 +159,8 @@ class Host:
             captures=settings.cuda_graphs,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
+        # Because a step may make moments, and what the first call's guesses took is their room.
+        self.steps.step_listeners.append(self.worker_pool.blocks.shrink)
         self._working = WorkingWeights(store.parameters)
 
     @property

@@ -86,6 +86,8 @@ class StepThread:
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = self.num_steps = self.num_loads = 0
+        # Told that a step begins, when the calls before it are over.
+        self.step_listeners: list[Callable[[], None]] = []
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
         self.load_listeners: list[Callable[[], None]] = []
@@ -315,6 +317,8 @@ class StepThread:
         """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
         began, result, error = time.perf_counter(), None, None
         window, following = windows
+        for listener in self.step_listeners:
+            listener()
         updates = optimizers.updates = PendingUpdates()
         ranks = self._masters.ranks
         try:
