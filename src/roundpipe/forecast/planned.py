@@ -328,17 +328,25 @@ class PlannedStep:
 
     def gradient_sets(self) -> float:
         """How many sets of gradients the host holds at most. Asynchronous updates go from the
-        shallowest layer to the deepest while the next call's gradients come from the deepest on."""
+        deepest layer to the shallowest, as the next call's gradients come: a second set is needed
+        of the layers in whose update they would have to wait."""
         costs, workload = self._left_to_send
         totals, update = StageSums(costs), workload.optimizer_ms
-        if not self.choice.is_async or not update:
+        if not self.choice.is_async:
             return 1.0
-        before = sum(
-            totals.compute_ms(*run) * (workload.num_microbatches - (run[0] is Pass.FUSED))
+        ms = {
+            run: totals.compute_ms(*run) * workload.num_microbatches / workload.num_devices
             for run in self.passes
-            if run[0] is not Pass.BACKWARD
+        }
+        backward = sum(own for (pass_, _), own in ms.items() if pass_ is Pass.BACKWARD)
+        # The last microbatch of the fused stage brings the first.
+        before = sum(ms.values()) - backward
+        before -= sum(own for (pass_, _), own in ms.items() if pass_ is Pass.FUSED) / (
+            workload.num_microbatches
         )
-        return 1.0 + max(0.0, 1.0 - before / workload.num_devices / update)
+        if update <= before + backward:
+            return 1.0
+        return 2.0 - before / (update - backward)
 
     def least_device_bytes(self) -> int:
         """What the smallest plan needs: layer by layer, its inputs on the host."""
