@@ -4,12 +4,14 @@ a device and sends over the link."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..autoplan.free_memory import FreeMemory
+from ..autoplan.host_room import HostRoom
 from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
@@ -78,7 +80,10 @@ class PlannedStep:
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
         self.store = ParameterStore(layers, memory, device="meta")
         devices: Any = [ImaginedDevice(i, device_bytes, kind) for i in range(machine.gpus)]
-        self._planner = Planner(self.store, devices, layers=layers, rules=self.rules)
+        room = self._input_room()
+        self._planner = Planner(
+            self.store, devices, layers=layers, rules=self.rules, input_room=lambda: room
+        )
         self._planner.note_step(choice.is_async)
         self.num_microbatches = num_microbatches
         # As in an engine: the first call's plan is made of guesses, and stays if it is good enough.
@@ -93,6 +98,15 @@ class PlannedStep:
         self.passes = fused_passes(self.planned.plan, self.workload.first_trained)
         one = devices[0] if machine.gpus == 1 and self._has_states else None
         self._free = FreeMemory(self._planner, self.store, DeviceStates(self.store, one, memory))
+
+    def _input_room(self) -> float:
+        """What all other state leaves of the machine's memory for kept inputs."""
+        on_disk = self.choice.optimizer_state_dir is not None
+        held = HostRoom(inf, self.store.parameters, self.rules, has_state_file=on_disk)
+        in_files = held.frozen if self.choice.pin_model == "off" else 0
+        per_master = 0 if on_disk else OPTIMIZERS[self.choice.optimizer].moment_bytes / 4
+        taken = held.weights - in_files + held.masters * (1 + per_master) + held.gradients
+        return max(0.0, self.machine.ram_bytes - taken)
 
     def _plan(self, tokens: int) -> Planned:
         return self._planner.plan(

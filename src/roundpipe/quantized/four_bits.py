@@ -33,7 +33,7 @@ class NF4(Format):
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.offset:
             raise ConfigError(
-                f"nf4: weights are quantized without an offset of magnitudes here, not {self.offset}"
+                f"nf4: weights are quantized without an offset of magnitudes, not {self.offset}"
             )
         self.check_shape(weight.shape)
         table = nf4_table().to(weight.device)

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
+from math import inf
 
 import torch
 
@@ -13,7 +14,7 @@ from ..params.placement.device_state import DeviceState, DeviceStates
 from ..params.placement.newest import Copy, PendingUpdates, Whereabouts, value_of
 from ..params.window import GradientWindow
 from ..params.working import LayerParameters, ParameterStore, ParameterUse
-from ..system.host_memory import SPARED_BYTES, free_host_bytes
+from ..system.host_memory import SPARED_BYTES, free_host_bytes, resident_bytes
 from ..threads.interrupts import SteadyCondition
 from ..trace import spans
 from .jobs import LateError
@@ -39,7 +40,9 @@ class WriteBack:
         device_states: DeviceStates,
         late: LateError,
         pages: StatePages | None = None,
+        max_host_bytes: float = inf,
     ) -> None:
+        self._max_host_bytes = max_host_bytes
         self._condition = condition
         self._pages = pages
         self._store = store
@@ -184,7 +187,9 @@ class WriteBack:
         """After an update, when all other memory that a step takes is taken, but for another set of
         gradients."""
         num_bytes = self._store.second_buffer_bytes()
-        if num_bytes and 2 * num_bytes + SPARED_BYTES < free_host_bytes():
+        if not num_bytes or 2 * num_bytes + SPARED_BYTES >= free_host_bytes():
+            return
+        if self._max_host_bytes == inf or num_bytes < self._max_host_bytes - resident_bytes():
             self._store.make_second_buffers()
 
     @contextmanager
