@@ -61,6 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="of the optimizer: fp32 masters and moments, or bf16 masters with such moments",
     )
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")
+    parser.add_argument("--max-host-gb", type=float, help="max_host_memory of the engine")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
         "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
@@ -102,6 +103,7 @@ def training(
         compile=options.compile,
         compute_dtype=options.compute_dtype,
         max_gpu_memory=_limit(options),
+        max_host_memory=options.max_host_gb,
     )
     with engine:
         moments: Any = torch.bfloat16 if options.state == "bf16" else options.state
