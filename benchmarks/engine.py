@@ -66,6 +66,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="what MLPs and norms run for, 0 for all (default: as the planner finds it needed)",
     )
+    parser.add_argument("--max-host-gb", type=float, help="max_host_memory of the engine")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
         "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
@@ -113,6 +114,7 @@ def training(
         compute_dtype=options.compute_dtype,
         max_gpu_memory=_limit(options),
         process_group=process_group,
+        max_host_memory=options.max_host_gb,
     )
     with engine:
         moments: Any = torch.bfloat16 if options.state == "bf16" else options.state

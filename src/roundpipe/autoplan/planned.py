@@ -16,13 +16,15 @@ _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 class Needs(NamedTuple):
     """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of
-    ``slots`` and the ``graph`` among that, and what may be there."""
+    ``slots`` and the ``graph`` among that, and what may be there; and of inputs ``waiting`` on the
+    host."""
 
     kept: int
     most: int
     slots: int
     graph: int
     allowed: float
+    waiting: float = 0.0
 
 
 class PlanKey(NamedTuple):
@@ -94,7 +96,8 @@ class InUse:
     @property
     def needs(self) -> Needs:
         held = self.peak.bytes
-        return Needs(self.peak.kept, held.total, held.slots, held.graph, self.allowed)
+        peak = self.peak
+        return Needs(peak.kept, held.total, held.slots, held.graph, self.allowed, peak.waiting)
 
     @property
     def is_timed(self) -> bool:

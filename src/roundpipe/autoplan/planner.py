@@ -3,6 +3,7 @@ memory."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import nn
 
@@ -10,7 +11,7 @@ from ..device import Device
 from ..errors import PlanError
 from ..params.dtypes import GradientRules
 from ..params.working import ParameterStore
-from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms
+from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms, within_host
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from .cutting import TOKENS_AT_ONCE, Cutting
@@ -35,6 +36,7 @@ class Planner:
         rules: what gradients are summed in; default fp32.
         held_bytes: by device, what the engine holds there while it does nothing; None while it does
             something.
+        input_room: how many bytes kept inputs may take on the host.
         keeps_layers: whether layers may stay on devices between stage runs: not where other engines
             plan with that memory.
     """
@@ -47,9 +49,11 @@ class Planner:
         layers: Sequence[nn.Module] = (),
         rules: GradientRules | None = None,
         held_bytes: Callable[[], Mapping[str, int] | None] = dict,
+        input_room: Callable[[], float] = lambda: inf,
         keeps_layers: bool = True,
     ) -> None:
         self._num_layers = len(store.layers)
+        self._input_room = input_room
         self._layers = layers
         self._problems = Problems(
             store, devices, layers, rules, held_bytes, keeps_layers=keeps_layers
@@ -208,7 +212,8 @@ class Planner:
         plan = in_use.plan
         if plan_key.chosen is None:
             was_short = in_use.shortages < measured.shortages
-            plan = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+            better = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+            plan = within_host(better, plan_key.run_type, costs, workload, self._input_room())
         self._in_use[plan_key] = replace(
             in_use,
             plan=plan,
@@ -320,6 +325,12 @@ class Planner:
                 # Raises if what is known does not fit either.
                 plan_for(run_type, known, workload)
                 plan = smallest_plan(run_type, self._num_layers)
+            room = self._input_room()
+            if plan_peak(plan, run_type, costs, workload).waiting > room:
+                # What is known of the host goes before what is guessed of a device.
+                most = self._problems.most_allowed(plan_key, measured)
+                workload = replace(workload, limit_bytes=max(most, workload.limit_bytes))
+                plan = within_host(plan, run_type, costs, workload, room)
         return InUse(
             plan=plan,
             peak=plan_peak(plan, run_type, costs, workload),

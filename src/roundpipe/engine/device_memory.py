@@ -17,6 +17,7 @@ or whose loss has given parameters of the caller's own their gradients. What fai
 
 import logging
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol, TypeVar
 
 import torch
@@ -117,7 +118,9 @@ class SharedMemory:
         inputs wait on the host."""
         if not later or self._kept.suffices(self._part, planned.needs):
             return planned
-        return planned._replace(spilled=saved_layers(later))
+        # All that is kept, however much that is.
+        needs = planned.needs._replace(waiting=inf)
+        return planned._replace(spilled=saved_layers(later), needs=needs)
 
     def resident_layers(
         self, planned: Planned, rounds: Sequence[Passes], graph_bytes: int

@@ -210,6 +210,8 @@ class BatchRunner:
         passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
         later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
         planned = self.memory.settle(planned, later)
+        if run_type != "infer":
+            self._pool.blocks.expect(planned.needs.waiting, is_sure=planned.is_sure)
         kept_graphs, graph_bytes = frozenset[int](), 0
         if batch.config.keep_graphs and later and planned.plan_key.chosen is None:
             at, graph_bytes = self.memory.graphs_kept_from(planned, later)

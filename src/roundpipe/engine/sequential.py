@@ -61,6 +61,9 @@ class RoundPipe(Engine):
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
             number of GB; a virtual device has no more.
+        max_host_memory: what the process stays under in host memory, in the same form, as far as
+            that is for speed only: no second working copies, and fewer inputs that wait there, for
+            which plans recompute more. Less than weights, masters and gradients take is refused.
         process_group: a group of torch.distributed's, such as ``dist.group.WORLD``, whose processes
             each make this engine and train together: gradients are summed over them before each
             step, and each has a share of the optimizer's state; see `docs/scale-out.md`.
@@ -99,6 +102,7 @@ class RoundPipe(Engine):
         compile: bool = False,
         grad_dtype: torch.dtype | None = None,
         max_gpu_memory: str | float | None = None,
+        max_host_memory: str | float | None = None,
         process_group: Any = None,
         optimizer_state_dir: str | os.PathLike[str] | None = None,
         compute_dtype: ComputeDtype | None = None,
@@ -113,6 +117,7 @@ class RoundPipe(Engine):
             compile=compile,
             grad_dtype=grad_dtype,
             max_gpu_memory=max_gpu_memory,
+            max_host_memory=max_host_memory,
             optimizer_state_dir=optimizer_state_dir,
             compute_dtype=compute_dtype,
             cuda_graphs=cuda_graphs,

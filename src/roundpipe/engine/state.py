@@ -4,11 +4,13 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ..autoplan.host_room import HostRoom
 from ..autoplan.planner import Planner
 from ..device import Device
 from ..device.choose import DeviceSpec, choose_devices
@@ -34,6 +36,7 @@ from ..step.state_pages import StatePages
 from ..step.thread import StepThread
 from ..step.turns import make_way
 from ..system.cores import leave_cores_for
+from ..system.sizes import bytes_of
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
@@ -57,6 +60,7 @@ class HostSettings:
     compile: bool = False
     grad_dtype: torch.dtype | None = None
     max_gpu_memory: str | float | None = None
+    max_host_memory: str | float | None = None
     optimizer_state_dir: str | os.PathLike[str] | None = None
     compute_dtype: ComputeDtype | None = None
     cuda_graphs: bool | None = None
@@ -80,6 +84,11 @@ class HostSettings:
                 f"compute_dtype is {self.compute_dtype!r}; use 'fp8', or leave it out to compute "
                 "in the weights' dtype, or in autocast's"
             )
+
+    @property
+    def max_host_bytes(self) -> float:
+        most = self.max_host_memory
+        return inf if most is None else bytes_of(most, "max_host_memory")
 
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
@@ -123,6 +132,13 @@ class Host:
         prepare = None if settings.compute_dtype is None else use_fp8(layers)
         if prepare is not None and is_accelerated and not settings.compile:
             _log.warning("%s: %s", name, _FP8_IS_SLOW)
+        self.room = HostRoom(
+            settings.max_host_bytes,
+            [*on_host, *(parameter for layer in layers for parameter in layer.parameters())],
+            rules,
+            has_state_file=settings.optimizer_state_dir is not None,
+        )
+        self.room.refuse_too_little(in_files=self.room.frozen if settings.pin_model == "off" else 0)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
         self.ranks = ranks = ranks or Ranks()
         is_alone = ranks.count == 1 and state_file is None
@@ -154,6 +170,7 @@ class Host:
             RankSums(ranks, store, rules),
             lambda: GradientWindow(store, rules, buffers),
             pages,
+            settings.max_host_bytes,
         )
         self.steps.name = name
         self.worker_pool = WorkerPool(
@@ -165,6 +182,8 @@ class Host:
             captures=settings.cuda_graphs,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
+        # Because a step may make moments, and what the first call's guesses took is their room.
+        self.steps.step_listeners.append(self.worker_pool.blocks.shrink)
         self._working = WorkingWeights(store.parameters)
 
     @property
@@ -192,7 +211,13 @@ class Host:
             layers=layers,
             rules=self.rules,
             held_bytes=self.device_bytes,
+            input_room=self._input_room,
             keeps_layers=keeps_layers,
+        )
+
+    def _input_room(self) -> float:
+        return self.room.for_inputs(
+            self.worker_pool.blocks.num_bytes, has_stepped=self.steps.num_steps > 0
         )
 
     def follow(self, model: nn.Module) -> None:

@@ -119,8 +119,8 @@ def estimate(
         batch: rows of a step, all devices together.
         num_microbatch: default: the number of devices + 1, but no more than rows.
         quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
-            "none", "nf4", "fp8" or "int8"; a name in `OPTIMIZERS`; True or False; "alloc" or "off",
-            which leaves weights in their files.
+            "none", "nf4", "nf4_double" (tried only if given), "fp8" or "int8"; a name in
+            `OPTIMIZERS`; True or False; "alloc" or "off", which leaves weights in their files.
         optimizer_state_dir: as of `RoundPipe`; times are as if no state stayed in memory.
         dtype: of the weights; default: that of the config.
         devices: what devices are; "cpu" for virtual ones.

@@ -4,12 +4,14 @@ a device and sends over the link."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..autoplan.free_memory import FreeMemory
+from ..autoplan.host_room import HostRoom
 from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
@@ -82,7 +84,10 @@ class PlannedStep:
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
         self.store = ParameterStore(layers, memory, device="meta")
         devices: Any = [ImaginedDevice(i, device_bytes, kind) for i in range(machine.gpus)]
-        self._planner = Planner(self.store, devices, layers=layers, rules=self.rules)
+        room = self._input_room()
+        self._planner = Planner(
+            self.store, devices, layers=layers, rules=self.rules, input_room=lambda: room
+        )
         self._planner.note_step(choice.is_async)
         self.num_microbatches = num_microbatches
         # As in an engine: the first call's plan is made of guesses, and stays if it is good enough.
@@ -97,6 +102,15 @@ class PlannedStep:
         self.passes = fused_passes(self.planned.plan, self.workload.first_trained)
         one = devices[0] if machine.gpus == 1 and self._has_states else None
         self._free = FreeMemory(self._planner, self.store, DeviceStates(self.store, one, memory))
+
+    def _input_room(self) -> float:
+        """What all other state leaves of the machine's memory for kept inputs."""
+        on_disk = self.choice.optimizer_state_dir is not None
+        held = HostRoom(inf, self.store.parameters, self.rules, has_state_file=on_disk)
+        in_files = held.frozen if self.choice.pin_model == "off" else 0
+        per_master = 0 if on_disk else OPTIMIZERS[self.choice.optimizer].moment_bytes / 4
+        taken = held.weights - in_files + held.masters * (1 + per_master) + held.gradients
+        return max(0.0, self.machine.ram_bytes - taken)
 
     def _plan(self, tokens: int) -> Planned:
         return self._planner.plan(
@@ -327,17 +341,25 @@ class PlannedStep:
 
     def gradient_sets(self) -> float:
         """How many sets of gradients the host holds at most. Asynchronous updates go from the
-        shallowest layer to the deepest while the next call's gradients come from the deepest on."""
+        deepest layer to the shallowest, as the next call's gradients come: a second set is needed
+        of the layers in whose update they would have to wait."""
         costs, workload = self._left_to_send
         totals, update = StageSums(costs), workload.optimizer_ms
-        if not self.choice.is_async or not update:
+        if not self.choice.is_async:
             return 1.0
-        before = sum(
-            totals.compute_ms(*run) * (workload.num_microbatches - (run[0] is Pass.FUSED))
+        ms = {
+            run: totals.compute_ms(*run) * workload.num_microbatches / workload.num_devices
             for run in self.passes
-            if run[0] is not Pass.BACKWARD
+        }
+        backward = sum(own for (pass_, _), own in ms.items() if pass_ is Pass.BACKWARD)
+        # The last microbatch of the fused stage brings the first.
+        before = sum(ms.values()) - backward
+        before -= sum(own for (pass_, _), own in ms.items() if pass_ is Pass.FUSED) / (
+            workload.num_microbatches
         )
-        return 1.0 + max(0.0, 1.0 - before / workload.num_devices / update)
+        if update <= before + backward:
+            return 1.0
+        return 2.0 - before / (update - backward)
 
     def least_device_bytes(self) -> int:
         """What the smallest plan needs: layer by layer, its inputs on the host."""

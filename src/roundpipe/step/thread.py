@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class StepThread:
         sums: RankSums,
         new_window: Callable[[], GradientWindow],
         pages: StatePages | None = None,
+        max_host_bytes: float = inf,
     ) -> None:
         self._condition = condition
         self._store = store
@@ -72,10 +74,14 @@ class StepThread:
         self._window = new_window()
         self._learnt = LearntOptimizers(pages)
         self._late = LateError(condition)
-        self._write_back = WriteBack(condition, store, masters, device_states, self._late, pages)
+        self._write_back = WriteBack(
+            condition, store, masters, device_states, self._late, pages, max_host_bytes
+        )
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = self.num_steps = self.num_loads = 0
+        # Told that a step begins, when the calls before it are over.
+        self.step_listeners: list[Callable[[], None]] = []
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
         self.load_listeners: list[Callable[[], None]] = []
@@ -311,6 +317,8 @@ class StepThread:
         """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
         began, result, error = time.perf_counter(), None, None
         window, following = windows
+        for begins in self.step_listeners:
+            begins()
         updates = optimizers.updates = PendingUpdates()
         ranks = self._masters.ranks
         try:
