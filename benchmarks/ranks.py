@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> measure.Record | None:
     if not is_alone:
         for name, operation in _OF_ALL.items():
             record[name] = _of_all(record[name], operation)
+        # Because gloo's threads may still let go of those tensors, for which they need Python.
+        dist.barrier()
         dist.destroy_process_group()
     record["tokens_per_s"] = workload.tokens_per_step / record["step_s"]
     return record if rank == 0 else None
