@@ -84,6 +84,17 @@ def test_weights_in_their_files_take_no_memory() -> None:
     assert mapped.disk_bytes == stored.disk_bytes
 
 
+def test_long_rows_run_in_parts_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roundpipe.forecast.estimate.TOKENS_AT_ONCE", 256)
+    options = {"optimizer": "adamw", "async_optimizer": False, "pin_model": "alloc", "batch": 1}
+    (whole,) = estimates(**options, seq=1024)
+    (cut,) = estimates(**options, seq=1024, gpu_memory="40MB")
+    assert not whole.tokens_at_once
+    assert cut.tokens_at_once == 256
+    assert cut.device_bytes < 40e6 < whole.device_bytes
+    assert cut.compute_ms > whole.compute_ms
+
+
 def test_nothing_that_fits_says_what_would() -> None:
     with pytest.raises(PlanError, match=r"nothing fits into 1 x 2MB .* needs \d+\.\d GB there"):
         estimates(gpu_memory="2MB")
