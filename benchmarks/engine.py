@@ -32,10 +32,10 @@ class Training(NamedTuple):
         """One step on ``tokens`` (rows, length); its loss, a mean over predictions at the weights
         before it."""
         loss: Tensor = self.engine.forward_backward(input_kwargs=inputs_of(tokens))
-        self.engine.step(self._update, is_async=self.is_async)
+        self.engine.step(self.update, is_async=self.is_async)
         return loss
 
-    def _update(self) -> None:
+    def update(self) -> None:
         clip_grad_norm_(self.optimizer, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -61,6 +61,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="of the optimizer: fp32 masters and moments, or bf16 masters with such moments",
     )
     parser.add_argument("--recompute-grain", choices=["stage", "layer"], default="stage")
+    parser.add_argument(
+        "--tokens-at-once",
+        type=int,
+        help="what MLPs and norms run for, 0 for all (default: as the planner finds it needed)",
+    )
+    parser.add_argument("--max-host-gb", type=float, help="max_host_memory of the engine")
     parser.add_argument("--pin-model", choices=["alloc", "register", "off"], default="alloc")
     parser.add_argument(
         "--devices", type=int, help="the first so many GPUs; without a GPU: virtual devices"
@@ -78,7 +84,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def training(
-    workload: Workload, mode: str, options: argparse.Namespace, learning_rate: float = LEARNING_RATE
+    workload: Workload,
+    mode: str,
+    options: argparse.Namespace,
+    learning_rate: float = LEARNING_RATE,
+    process_group: Any = None,
 ) -> Iterator[Training]:
     """``mode``: sync or async; ``options``: those of ``add_engine_options`` and the machine's."""
     torch.set_num_threads(options.threads)
@@ -94,6 +104,7 @@ def training(
             num_microbatch=workload.num_microbatch,
             execute_plan=parse_plan(options.plan) if options.plan else None,
             recompute_grain=options.recompute_grain,
+            tokens_at_once=options.tokens_at_once,
         ),
         name=f"{workload.method}-{mode}",
         optim_dtype=torch.float32 if options.state == "fp32" else torch.bfloat16,
@@ -102,6 +113,8 @@ def training(
         compile=options.compile,
         compute_dtype=options.compute_dtype,
         max_gpu_memory=_limit(options),
+        process_group=process_group,
+        max_host_memory=options.max_host_gb,
     )
     with engine:
         moments: Any = torch.bfloat16 if options.state == "bf16" else options.state
@@ -118,6 +131,7 @@ def settings_of(training: Training, options: argparse.Namespace) -> measure.Reco
         "plan": plan_of(training.engine),
         "planned_by": "hand" if options.plan else "engine",
         "recompute_grain": options.recompute_grain,
+        "tokens_at_once": options.tokens_at_once,
         "state": options.state,
         "pin_model": options.pin_model,
         "devices": len(training.engine.devices),

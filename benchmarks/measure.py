@@ -26,6 +26,11 @@ def compute_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def local_rank() -> int:
+    """Of this process among those that torchrun has started here."""
+    return int(os.environ["LOCAL_RANK"])
+
+
 def environment() -> Record:
     """The machine and the versions, for every record."""
     import transformers
@@ -141,14 +146,22 @@ def emit(record: Record) -> None:
     print(json.dumps(_rounded(record)), flush=True)
 
 
-def run_rows(rows: list[list[str]], columns: list[str], comment: Comment | None = None) -> int:
+def run_rows(
+    rows: list[list[str]],
+    columns: list[str],
+    comment: Comment | None = None,
+    launchers: list[list[str]] | None = None,
+) -> int:
     """Runs this script once per row of arguments, each in a process of its own, so that one row's
-    peaks, caches and compiled code are not another's. ``comment``: what to say behind each. Returns
-    the exit status."""
+    peaks, caches and compiled code are not another's. ``comment``: what to say behind each;
+    ``launchers``: for each row what Python is given before the script. Returns the exit status."""
     records, failed = [], 0
-    for row in rows:
+    for launcher, row in zip(launchers or [[]] * len(rows), rows, strict=True):
         done = subprocess.run(
-            [sys.executable, sys.argv[0], *row], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, *launcher, sys.argv[0], *row],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         for record in parse_records(done.stdout):
             _show(record, comment)

@@ -184,7 +184,7 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="so many instead of the model's own")
     parser.add_argument(
         "--quantization",
-        choices=["nf4", "fp8", "int8", "mxfp4"],
+        choices=["nf4", "nf4_double", "fp8", "int8", "mxfp4"],
         help="of the blocks' frozen matrices (mxfp4: of stacked experts)",
     )
     parser.add_argument(

@@ -4,7 +4,7 @@ workers."""
 from . import errors, optim
 from .config import RoundPipeRunConfig
 from .device.choose import virtual
-from .engine.checkpoint import load_checkpoint, save_checkpoint
+from .engine.checkpoint import consolidate_checkpoint, load_checkpoint, save_checkpoint
 from .engine.partitioned import AutoRoundPipe
 from .engine.sequential import RoundPipe
 from .engine.wrap import wrap_model_to_roundpipe
@@ -34,6 +34,7 @@ __all__ = [
     "RoundPipeRunConfig",
     "StepHandle",
     "clip_grad_norm_",
+    "consolidate_checkpoint",
     "doing_recompute",
     "errors",
     "estimate",

@@ -36,6 +36,10 @@ class RoundPipeRunConfig:
             of its layers' graphs until the backward, which recomputes the others only; else False.
             What the caller computes in between needs its room as well, so it begins once a few
             training steps have shown how much that is.
+        tokens_at_once: modules that compute each token by itself (MLPs and norms, those that a
+            layer names in ``row_wise``) run for so many tokens at a time, forward and again in
+            their backward, so that less is alive on a device; 0 never cuts them; else they are cut
+            where no plan fits otherwise.
 
     Raises:
         ConfigError: a value that a field cannot have.
@@ -58,6 +62,7 @@ class RoundPipeRunConfig:
     merge_output: Callable[..., Any] | Any | bool | None = None
     execute_plan: ModelExecutePlan | None = None
     keep_graphs: bool | None = None
+    tokens_at_once: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_microbatch is not None:
@@ -67,6 +72,14 @@ class RoundPipeRunConfig:
                     f"num_microbatch is {self.num_microbatch!r}; it must be an integer, at least 1"
                 )
             object.__setattr__(self, "num_microbatch", count)
+        if self.tokens_at_once is not None:
+            tokens = _whole_number(self.tokens_at_once)
+            if tokens is None or tokens < 0 or isinstance(self.tokens_at_once, bool):
+                raise ConfigError(
+                    f"tokens_at_once is {self.tokens_at_once!r}; give a number of tokens, such as "
+                    "4096, or 0 to run all at once"
+                )
+            object.__setattr__(self, "tokens_at_once", tokens)
         if self.output_device is not None:
             _check_is_there(torch.device(self.output_device))
         if self.recompute_grain not in (None, "stage", "layer"):

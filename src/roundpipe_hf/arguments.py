@@ -55,6 +55,7 @@ class PipelineArguments:
             weights'.
         max_gpu_memory: what the engine stays under on each device: ``"24GB"``, ``"900MiB"`` or a
             number of GB, 10**9 bytes.
+        max_host_memory: what the process stays under in host memory, as in `RoundPipe`.
         optimizer_state_dir: a folder on a disk where masters and the optimizer's state lie instead
             of in memory, as in `RoundPipe`.
         compute_dtype: ``"fp8"`` has the blocks' linear layers multiply in fp8, as in `RoundPipe`.
@@ -114,6 +115,10 @@ class PipelineArguments:
         default=None,
         metadata={"help": "What the engine stays under on each device: 24GB, 900MiB, or GB."},
     )
+    max_host_memory: float | str | None = field(
+        default=None,
+        metadata={"help": "What the process stays under in host memory: 60GB, or a number of GB."},
+    )
     optimizer_state_dir: str | None = field(
         default=None,
         metadata={
@@ -152,13 +157,13 @@ class PipelineArguments:
                 f"devices is {self.devices}; give a number, at least 1, or names such as "
                 "cuda:0,cuda:1, or leave it out"
             )
-        if (
-            isinstance(self.max_gpu_memory, str)
-            and self.max_gpu_memory.replace(".", "", 1).isdigit()
-        ):
-            self.max_gpu_memory = float(self.max_gpu_memory)  # GB, as on the command line
-        if self.max_gpu_memory is not None:
-            bytes_of(self.max_gpu_memory, "max_gpu_memory")
+        for name in ("max_gpu_memory", "max_host_memory"):
+            size = getattr(self, name)
+            if isinstance(size, str) and size.replace(".", "", 1).isdigit():
+                size = float(size)  # GB, as on the command line
+                setattr(self, name, size)
+            if size is not None:
+                bytes_of(size, name)
         check_choice("pin_model", self.pin_model, get_args(PinModel))
         check_choice("optim_dtype", self.optim_dtype, get_args(OptimDtype))
         if self.compute_dtype is not None:

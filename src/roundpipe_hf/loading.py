@@ -107,8 +107,9 @@ def load_pretrained(
 
     Args:
         name_or_path: a folder, or the name of a model on the Hub.
-        quantization: how to quantize a checkpoint that is not: ``"nf4"``, ``"fp8"`` or ``"int8"``
-            the linear layers but the head, and experts; ``"mxfp4"`` experts that are stacked. Done
+        quantization: how to quantize a checkpoint that is not: ``"nf4"``, ``"nf4_double"`` (its
+            scales too), ``"fp8"`` or ``"int8"`` the linear layers but the head, and experts;
+            ``"mxfp4"`` experts that are stacked. Done
             once, file by file, and kept in ``quantized_dir``. None: as the checkpoint is.
         mmap: weights stay in the files; else they are read into memory.
         quantized_dir: where what is quantized here is kept; default: in the Hugging Face cache.

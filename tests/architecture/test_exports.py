@@ -27,6 +27,7 @@ PUBLIC: dict[ModuleType, set[str]] = {
         "RoundPipeRunConfig",
         "StepHandle",
         "clip_grad_norm_",
+        "consolidate_checkpoint",
         "doing_recompute",
         "errors",
         "estimate",

@@ -1,8 +1,10 @@
 """The benchmarks of correctness and memory say what they find, on a toy model."""
 
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import optimizer
 import preference
 import preference_speed
 import pytest
+import ranks
 import torch
 from max_length import Attempts, longest
 
@@ -130,3 +133,21 @@ def test_the_reward_of_sums_is_for_the_answer_and_the_end_of_its_line() -> None:
     completions = [" 7\nFor", "7\n", " 7", " 7 is\n", " 17\n", "\n7\n"]
     rewards = preference.is_the_sum(completions, answer=["7"] * len(completions))
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_ranks_train_on_the_rows_of_one_process() -> None:
+    """Losses in bf16, whose gradients are rounded once in each process."""
+    script = str(Path(ranks.__file__))
+    row = ["--tiny", "--steps", "2", "--warmup", "1", "--modes", "sync", "--threads", "2"]
+    done = subprocess.run(
+        [sys.executable, script, *row], stdout=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == 0
+    alone, *together = measure.parse_records(done.stdout)
+    assert [one["processes"] for one in together] == ["2", "2, sums in the step"]
+    for one in together:
+        assert one["tokens_per_s"] > 0
+        assert one["loss_last"] < one["loss_first"]
+        for loss in ("loss_first", "loss_last"):
+            assert one[loss] == pytest.approx(alone[loss], rel=0.01)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe.device.choose import choose_devices
+from roundpipe.device.choose import choose_devices, own_share
 from roundpipe.device.virtual import VirtualDevice
 from roundpipe.errors import ConfigError
 from tests.support.device_sets import ACCELERATORS
@@ -34,3 +34,23 @@ def test_a_device_given_twice_is_refused() -> None:
 def test_also_under_two_names() -> None:
     with pytest.raises(ConfigError, match=f"cuda:{torch.cuda.current_device()} more than once"):
         choose_devices(["cuda", f"cuda:{torch.cuda.current_device()}"], None)
+
+
+def test_processes_of_a_host_share_its_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that sees a single one was given it by its launcher; one that was started by none has
+    all."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert own_share(4) == range(4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert [own_share(there) for there in (0, 1, 2, 3, 8)] == [
+        range(0),
+        range(1),
+        range(1, 2),
+        range(1, 3),
+        range(4, 8),
+    ]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 processes on this host see 2 accelerators"):
+        own_share(2)

@@ -21,9 +21,9 @@ from tests.support.quantized_models import WIDTH, Adapted, data, dense, loss_fn,
     list(
         zip(
             FORMATS,
-            ("off", "alloc", "register", "off"),
-            (1, 3, 1, 3),
-            (False, True, True, False),
+            ("off", "alloc", "register", "off", "alloc"),
+            (1, 3, 1, 3, 1),
+            (False, True, True, False, True),
             strict=True,
         )
     ),

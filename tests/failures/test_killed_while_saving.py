@@ -18,7 +18,7 @@ import torch
 import torch._dynamo  # what the first optimizer would import, once instead of in each child
 from torch import nn
 import roundpipe
-from roundpipe.engine import checkpoint
+from roundpipe.engine.checkpoints import one_file as checkpoint
 
 torch.set_num_threads(1)
 path = sys.argv[1]

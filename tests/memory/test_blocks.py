@@ -26,3 +26,60 @@ def test_a_collection_may_give_one_back_while_another_is_taken() -> None:
         del dropped
     blocks.take(1)
     assert blocks.num_bytes == 4096
+
+
+def test_what_a_first_plan_needed_is_given_back() -> None:
+    blocks = make_blocks()
+    blocks.expect(8 * 4096, is_sure=False)
+    held = [blocks.take(4096) for _ in range(8)]
+    blocks.expect(2 * 4096, is_sure=True)
+    assert blocks.num_bytes == 8 * 4096, "they are in use"
+    held.clear()
+    blocks.expect(2 * 4096, is_sure=True)
+    assert blocks.num_bytes == 2 * 4096
+
+
+def test_what_calls_before_needed_stays_for_a_few() -> None:
+    blocks = make_blocks()
+    wanted = [8, 2, 3, 2, 2, 2]
+    sizes = []
+    for count in wanted:
+        blocks.expect(count * 4096, is_sure=True)
+        for block in [blocks.take(4096) for _ in range(count)]:
+            del block
+        sizes.append(blocks.num_bytes // 4096)
+    assert sizes == [8, 8, 8, 8, 8, 3]
+
+
+def test_what_is_in_use_counts_beside_what_is_expected() -> None:
+    """As where the parts of a model keep their inputs at once."""
+    blocks = make_blocks()
+    first, second = blocks.take(4096), blocks.take(3 * 4096)
+    del second
+    blocks.expect(3 * 4096, is_sure=True)
+    assert blocks.num_bytes == 4 * 4096
+    del first
+
+
+def test_batches_of_many_lengths_take_no_more_than_the_longest() -> None:
+    blocks = make_blocks()
+    for pages in (5, 9, 3, 8, 1, 7, 2, 6, 4):
+        blocks.expect(4 * 4096 * pages, is_sure=True)
+        held = [blocks.take(4096 * pages) for _ in range(4)]
+        held.clear()
+    assert blocks.num_bytes <= 1.25 * 4 * 4096 * 9
+
+
+def test_memory_is_let_go_only_when_its_lane_is_done() -> None:
+    waited = list[int]()
+
+    class Noted:
+        def wait(self) -> None:
+            waited.append(blocks.num_bytes)
+
+    blocks = make_blocks()
+    held = blocks.take(4096)
+    held.free = Noted()
+    del held
+    blocks.expect(0, is_sure=True)
+    assert waited == [0]

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.params import gradients
+from roundpipe.params import gradients, window
+from roundpipe.step import write_back
 from tests.support.device_sets import TWO
 from tests.support.engines import Engines, run_batch, train_steps
 from tests.support.models import make_mlp, mlp_batch
@@ -52,3 +53,27 @@ def test_only_sums_over_calls_are_wider(made: list[set[torch.dtype]], engines: E
         run_batch(engine, batch, 2)
     engine.synchronize()
     assert made.count({torch.float32}) == NUM_LINEARS
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_memory_of_the_layers_that_are_wanted_next_comes_back_first(
+    is_async: bool, monkeypatch: pytest.MonkeyPatch, engines: Engines
+) -> None:
+    """Beside an asynchronous update the next call's gradients come, deep layers first; behind a
+    synchronous one its forward, which needs shallow layers first."""
+    given_back = list[int]()
+    release = window.GradientWindow._release
+
+    def noted(self: Any, layer: int) -> None:
+        if layer in self._layers:
+            given_back.append(layer)
+        release(self, layer)
+
+    monkeypatch.setattr(window.GradientWindow, "_release", noted)
+    monkeypatch.setattr(write_back, "_TOGETHER_BYTES", 1)
+    engine = engines(make_mlp(NUM_LINEARS).bfloat16(), TWO, optim_dtype=torch.float32)
+    optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=0.01)
+    train_steps(engine, optimizer, BATCHES[:1], 2, is_async=is_async)
+    engine.synchronize()
+    trained = [index for index, layer in enumerate(engine._store.layers) if layer.trainable]
+    assert given_back == (trained[::-1] if is_async else trained)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from roundpipe.errors import ConfigError
-from roundpipe.presets import decoder, preset
-from roundpipe.presets.architectures.llama import Block, Prefix
+from roundpipe.presets import preset
+from roundpipe.presets.architectures.decoders import Opening
+from roundpipe.presets.decoder import Block
+from roundpipe.presets.parts import Part
 from tests.support.preset_models import (
     CONFIGS,
     INPUTS,
@@ -320,8 +322,8 @@ def test_another_forward_is_another_architecture() -> None:
         pass
 
     config = CONFIGS["llama"]()
-    assert isinstance(cut_of(Mine(config)).sequential[0], decoder.Prefix)
-    assert isinstance(cut_of(Named(config)).sequential[0], Prefix)
+    assert isinstance(cut_of(Mine(config)).sequential[0].part, Part)
+    assert isinstance(cut_of(Named(config)).sequential[0].part, Opening)
     assert preset.cut(nn.Linear(2, 2)) is None
 
 

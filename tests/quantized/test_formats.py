@@ -19,6 +19,7 @@ WEIGHTS = {
     "fp8": (2, 300, 200),
     "int8": (300, 200),
     "mxfp4": (2, 64, 40),
+    "nf4_double": (96, 256),
 }
 
 
@@ -56,8 +57,53 @@ def test_nested_magnitudes_of_bitsandbytes() -> None:
     form.check(parts, dense.shape)
     expected = bitsandbytes.dequantize_4bit(packed, state)
     assert torch.equal(form.dequantize(parts, dense.shape, dense.dtype), expected)
-    with pytest.raises(ConfigError, match="only read"):
+    with pytest.raises(ConfigError, match="without an offset"):
         form.quantize(dense)
+
+
+@pytest.mark.bitsandbytes
+def test_bitsandbytes_reads_nested_magnitudes_that_are_made_here() -> None:
+    dense, form = weight((256, 256)), FORMATS["nf4_double"]
+    packed, codes, table, steps, outer = form.quantize(dense)
+    inner = bitsandbytes.QuantState(absmax=outer, code=steps, blocksize=256)
+    inner.dtype = torch.float32
+    state = bitsandbytes.QuantState(
+        absmax=codes, shape=dense.shape, code=table, blocksize=64, quant_type="nf4",
+        dtype=dense.dtype, offset=torch.tensor(0.0), state2=inner,
+    )  # fmt: skip
+    expected = bitsandbytes.dequantize_4bit(packed, state)
+    actual = form.dequantize((packed, codes, table, steps, outer), dense.shape, dense.dtype)
+    assert torch.equal(actual, expected)
+
+
+def test_nested_magnitudes_are_nearly_those_that_are_not() -> None:
+    """Also beside one that is a thousand times as large, and of a block of zeros."""
+    dense = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    dense[3, 5], dense[7, :64] = 4e3, 0.0
+    form = FORMATS["nf4_double"]
+    parts = form.quantize(dense)
+    form.check(parts, dense.shape)
+    assert sum(part.nbytes for part in (parts[1], parts[4])) == 512 + 2 * 4
+    plain = NF4().dequantize(NF4().quantize(dense), dense.shape, dense.dtype)
+    off = (form.dequantize(parts, dense.shape, dense.dtype) - plain).abs()
+    sizes = NF4().quantize(dense)[1].view(64, 8).repeat_interleave(64, 1)
+    # Half a step of the root, where that is of a value that small.
+    largest = parts[4].view(2, 1).repeat_interleave(32, 0)
+    step = (torch.sqrt(sizes * largest) + largest / 510) / 255
+    assert bool((off <= step * 1.001 + 1e-6).all())
+    assert bool((off[40:] <= 0.01 * sizes[40:]).all())
+    assert bool((dense[7, :64] == form.dequantize(parts, dense.shape, dense.dtype)[7, :64]).all())
+
+
+def test_nested_weights_are_put_together_in_whole_blocks() -> None:
+    form, dense = FORMATS["nf4_double"], [weight((128, 256)) * scale for scale in (1.0, 3.0)]
+    parts = [form.quantize(one) for one in dense]
+    together = form.join(parts, [(128, 256)] * 2, 0)
+    values = form.dequantize(together, (256, 256), dense[0].dtype)
+    apart = [form.dequantize(own, (128, 256), dense[0].dtype) for own in parts]
+    assert torch.equal(values, torch.cat(apart))
+    with pytest.raises(ConfigError, match="whole blocks of 16384"):
+        form.join(parts, [(128, 256)] * 2, 1)
 
 
 @pytest.mark.bitsandbytes
@@ -95,8 +141,10 @@ def test_fp8_multiplies_each_block_by_its_scale() -> None:
 
 
 # Bounds of the error: half a step of the format where its steps are largest, beside the largest
-# magnitude of a block, and half a step of bfloat16 (2^-9).
+# magnitude of a block, and half a step of bfloat16 (2^-9). Nested magnitudes are half a step of
+# their own off: near the largest, 1 / 255 of it.
 _HALF_STEP = {"nf4": 0.1521, "fp8": 2**-4, "int8": 0.5 / 127, "mxfp4": 0.25}
+_HALF_STEP["nf4_double"] = _HALF_STEP["nf4"] + 1 / 255
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -116,7 +164,7 @@ def test_parts_of_another_weight_are_refused(name: str) -> None:
     form, dense = FORMATS[name], weight(WEIGHTS[name])
     parts = form.quantize(dense)
     larger = (*dense.shape[:-1], 2 * dense.shape[-1])
-    with pytest.raises(ConfigError, match=rf"{name}: .* elements of .*; this weight takes"):
+    with pytest.raises(ConfigError, match=rf"{form.name}: .* elements of .*; this weight takes"):
         form.check(parts, larger)
     with pytest.raises(ConfigError, match="parts"):
         form.check(parts[:1], dense.shape)

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tests.support import ROOT
@@ -13,17 +14,18 @@ _SECONDS = 400  # most of which a busy machine takes to import what is used
 
 
 def run_in_processes(
-    check: Callable[[], None], folder: Path, count: int = 2
+    check: Callable[[], None] | partial[None], folder: Path, count: int = 2
 ) -> list[tuple[int, str]]:
-    """Runs the function in ``count`` processes, in ``folder``. Returns how each has ended and what
-    it has printed."""
+    """Runs the function in ``count`` processes, in ``folder``; what it is given is spelt as in a
+    program. Returns how each has ended and what it has printed."""
+    function, given = (check.func, check.args) if isinstance(check, partial) else (check, ())
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
-        f"from {check.__module__} import {check.__name__}; {check.__name__}()"
+        f"from {function.__module__} import {function.__name__} as check; check(*{given!r})"
     )
     common = {
         "WORLD_SIZE": str(count),
@@ -50,7 +52,9 @@ def run_in_processes(
     return [(process.returncode, text) for process, text in zip(started, printed, strict=True)]
 
 
-def check_in_processes(check: Callable[[], None], folder: Path, count: int = 2) -> None:
+def check_in_processes(
+    check: Callable[[], None] | partial[None], folder: Path, count: int = 2
+) -> None:
     """The function raises in none of them."""
     ended = run_in_processes(check, folder, count)
     assert [code for code, _ in ended] == [0] * count, "\n".join(text for _, text in ended)

@@ -24,7 +24,8 @@ from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.copier import NUM_SLICES, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.optim import SGD, Adam, AdamW, Lion
-from roundpipe.params.placement.device_state import DeviceState, DeviceStates
+from roundpipe.params.placement.device_state import DeviceState
+from roundpipe.params.placement.device_states import DeviceStates
 from roundpipe.params.placement.held import Held, free
 from roundpipe.params.placement.newest import Whereabouts
 from roundpipe.params.working import LayerParameters

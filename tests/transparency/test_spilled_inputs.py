@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.testing.lanes import AdversarialLane
 from tests.support.adversaries import Adversaries, FullDevice
@@ -143,6 +144,21 @@ def test_host_memory_is_used_again_from_call_to_call(engines: Engines) -> None:
         engine.synchronize()
     # Forward and backward apart keep the input of the last stage too.
     assert spill_bytes(engine) <= 2 * first
+
+
+def test_what_another_plan_needed_is_given_back(engines: Engines) -> None:
+    batch = mlp_batch(ROWS)
+    engine = engines(make_mlp(), Adversaries(2, kind=FullDevice))  # type: ignore[arg-type]
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.01)
+    alone = [range(layer, layer + 1) for layer in range(7)]
+    every_layer = ModelExecutePlan([range(6)], alone[::-1])
+    one_layer = ModelExecutePlan([range(6)], [range(6, 7), range(6)])
+    sizes = []
+    for plan in (every_layer, *[one_layer] * 5):
+        run_batch(engine, batch, MICROBATCHES, execute_plan=plan)
+        engine.step(optimizer.step, is_async=False)
+        sizes.append(spill_bytes(engine))
+    assert sizes[-1] == sizes[0] / 6
 
 
 def drop_a_failed_call(engine: RoundPipe, batch: Batch) -> None:

@@ -15,7 +15,8 @@ from ..plan.costs import LayerCosts
 # Guesses that only have to be right relative to each other: tokens in a microbatch, matmul rate,
 # copy rate, what any layer costs, and the host's memory bandwidth. 16-bit weights then take as long
 # to go up over PCIe gen4 as to run.
-_TOKENS, _FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 8192, 2e14, 25e6, 0.01, 50e6
+TOKENS_GUESSED = 8192
+_FLOPS, _BYTES_PER_MS, _LEAST_MS, _HOST_BYTES_PER_MS = 2e14, 25e6, 0.01, 50e6
 # An update reads a 16-bit gradient and writes 16-bit weights, and reads and writes fp32 masters and
 # two moments.
 _UPDATE_BYTES = 28
@@ -103,7 +104,9 @@ def _embeddings(layer: nn.Module) -> list[torch.Tensor]:
 def estimate_costs(layers: Sequence[LayerSize], first_trained: int) -> LayerCosts:
     """Costs from sizes: 2 operations per weight and token forward, as many again for each gradient
     of the backward."""
-    forward = [_LEAST_MS + 2e3 * _TOKENS * layer.matmul_elements / _FLOPS for layer in layers]
+    forward = [
+        _LEAST_MS + 2e3 * TOKENS_GUESSED * layer.matmul_elements / _FLOPS for layer in layers
+    ]
     gradients = [
         (index >= first_trained) * (1 + (layer.trained_elements > 0))
         for index, layer in enumerate(layers)
@@ -126,20 +129,23 @@ def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
 
 
 def with_guessed_graphs(
-    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0
+    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0, *, is_cut: bool = False
 ) -> LayerCosts:
     """Activations of each layer of which nothing was measured, as if it were a transformer block
     with as many weights; for a first call to be careful.
 
     34 bytes per token and unit of width, as counted by Korthikanti et al. 2022 (without attention
     scores, which fused kernels do not keep); 12 weights per unit of width squared. As much more as
-    that was too little for those measured.
+    that was too little for those measured. Of a block that ``is_cut``, whose MLP and norms run for
+    some tokens at a time, 11 bytes inside of attention and the inputs of four modules.
 
     Args:
         tokens: of the largest microbatch; a guess that is too small is worse than one that is too
             large.
     """
-    token_widths = [max(tokens, _TOKENS) * sqrt(layer.matmul_elements / 12) for layer in layers]
+    token_widths = [
+        max(tokens, TOKENS_GUESSED) * sqrt(layer.matmul_elements / 12) for layer in layers
+    ]
 
     def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
         guesses = [int(bytes_per_width * width) for width in token_widths]
@@ -156,7 +162,7 @@ def with_guessed_graphs(
 
     return replace(
         costs,
-        saved_bytes=filled(costs.saved_bytes, 34),
-        passing_bytes=filled(costs.passing_bytes, 8),
+        saved_bytes=filled(costs.saved_bytes, 19 if is_cut else 34),
+        passing_bytes=filled(costs.passing_bytes, 2 if is_cut else 8),
         input_bytes=filled(costs.input_bytes, 2),
     )

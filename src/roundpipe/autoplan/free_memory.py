@@ -4,7 +4,7 @@ their optimizer state."""
 from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.costs import LayerCosts, StageSums

@@ -16,17 +16,22 @@ _TIMED_EARLY, _TIMED_EVERY = range(2, 5), 16
 
 class Needs(NamedTuple):
     """Bytes: of inputs ``kept`` on all devices together, of all that is at most on one, of
-    ``slots`` and the ``graph`` among that, and what may be there."""
+    ``slots`` and the ``graph`` among that, and what may be there; and of inputs ``waiting`` on the
+    host."""
 
     kept: int
     most: int
     slots: int
     graph: int
     allowed: float
+    waiting: float = 0.0
 
 
 class PlanKey(NamedTuple):
-    """Calls that may use one plan: what makes another plan right is another key."""
+    """Calls that may use one plan: what makes another plan right is another key.
+
+    ``tokens_at_once``: how many row-wise modules run for; 0 for all.
+    """
 
     run_type: RunType
     num_microbatches: int
@@ -38,6 +43,7 @@ class PlanKey(NamedTuple):
     modes: tuple[bool, ...]
     chosen: ModelExecutePlan | None
     returns: bool
+    tokens_at_once: int
 
     @property
     def forwards(self) -> Hashable:
@@ -90,7 +96,8 @@ class InUse:
     @property
     def needs(self) -> Needs:
         held = self.peak.bytes
-        return Needs(self.peak.kept, held.total, held.slots, held.graph, self.allowed)
+        peak = self.peak
+        return Needs(peak.kept, held.total, held.slots, held.graph, self.allowed, peak.waiting)
 
     @property
     def is_timed(self) -> bool:

@@ -3,6 +3,7 @@ memory."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import nn
 
@@ -10,9 +11,10 @@ from ..device import Device
 from ..errors import PlanError
 from ..params.dtypes import GradientRules
 from ..params.working import ParameterStore
-from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms
+from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms, within_host
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
+from .cutting import TOKENS_AT_ONCE, Cutting
 from .measurements import ShapeMeasurements
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems
@@ -34,6 +36,7 @@ class Planner:
         rules: what gradients are summed in; default fp32.
         held_bytes: by device, what the engine holds there while it does nothing; None while it does
             something.
+        input_room: how many bytes kept inputs may take on the host.
         keeps_layers: whether layers may stay on devices between stage runs: not where other engines
             plan with that memory.
     """
@@ -46,13 +49,16 @@ class Planner:
         layers: Sequence[nn.Module] = (),
         rules: GradientRules | None = None,
         held_bytes: Callable[[], Mapping[str, int] | None] = dict,
+        input_room: Callable[[], float] = lambda: inf,
         keeps_layers: bool = True,
     ) -> None:
         self._num_layers = len(store.layers)
+        self._input_room = input_room
         self._layers = layers
         self._problems = Problems(
             store, devices, layers, rules, held_bytes, keeps_layers=keeps_layers
         )
+        self._cutting = Cutting(self._problems, self._num_layers)
         self._in_use: dict[PlanKey, InUse] = {}
         self._latest: PlanKey | None = None
         self._overlaps = True
@@ -109,6 +115,8 @@ class Planner:
         caller_bytes: int = 0,
         wants_gradients: bool = False,
         returns: bool = False,
+        tokens_at_once: int | None = 0,
+        can_cut: Callable[[], bool] = lambda: False,
     ) -> Planned:
         """The plan for a call.
 
@@ -121,12 +129,14 @@ class Planner:
             caller_bytes: of inputs that are on devices already, or whose gradients will be.
             wants_gradients: whether the backward goes on to the inputs, whatever trains.
             returns: whether outputs stay on devices until all of them are known.
+            tokens_at_once: how many row-wise modules run for; 0 for all; None where that is decided
+                here, if there are any that ``can_cut``.
 
         Raises:
             PlanError: ``chosen``, the user's plan, does not cover the model, or without one nothing
                 fits.
         """
-        self._latest = plan_key = self._plan_key(
+        plan_key = self._plan_key(
             run_type,
             num_microbatches,
             chosen,
@@ -134,11 +144,16 @@ class Planner:
             shapes=shapes,
             wants_gradients=wants_gradients,
             returns=returns,
+            tokens_at_once=tokens_at_once or 0,
         )
         self._problems.note_inputs(plan_key, tokens, input_bytes)
-        measured = self._problems.measured(plan_key)
-        measured.grow_to(elements)
-        measured.record_caller_bytes(caller_bytes)
+        measured = self._told(plan_key, elements, caller_bytes)
+        if tokens_at_once is None and self._cutting.is_needed(
+            plan_key, self._in_use.get(plan_key), can_cut
+        ):
+            plan_key = plan_key._replace(tokens_at_once=TOKENS_AT_ONCE)
+            measured = self._told(plan_key, elements, caller_bytes)
+        self._latest = plan_key
         before = self._in_use.get(plan_key)
         if before is not None and (
             before.elements < measured.elements or before.shortages < measured.shortages
@@ -155,6 +170,12 @@ class Planner:
             is_timed=in_use.is_timed,
             is_sure=in_use.is_sure,
         )
+
+    def _told(self, plan_key: PlanKey, elements: int, caller_bytes: int) -> ShapeMeasurements:
+        measured = self._problems.measured(plan_key)
+        measured.grow_to(elements)
+        measured.record_caller_bytes(caller_bytes)
+        return measured
 
     def next_plan(
         self,
@@ -191,7 +212,8 @@ class Planner:
         plan = in_use.plan
         if plan_key.chosen is None:
             was_short = in_use.shortages < measured.shortages
-            plan = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+            better = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+            plan = within_host(better, plan_key.run_type, costs, workload, self._input_room())
         self._in_use[plan_key] = replace(
             in_use,
             plan=plan,
@@ -260,12 +282,15 @@ class Planner:
         shapes: Hashable = None,
         wants_gradients: bool | None = None,
         returns: bool = False,
+        tokens_at_once: int | None = None,
     ) -> PlanKey:
-        """``shapes`` and ``wants_gradients`` are the latest call's where they are None."""
+        """``shapes``, ``wants_gradients`` and ``tokens_at_once`` are the latest call's where they
+        are None."""
         latest = self._latest
         if latest is not None:
             shapes = latest.shapes if shapes is None else shapes
             wants_gradients = latest.wants_gradients if wants_gradients is None else wants_gradients
+            tokens_at_once = latest.tokens_at_once if tokens_at_once is None else tokens_at_once
         return PlanKey(
             run_type=run_type,
             num_microbatches=num_microbatches,
@@ -277,6 +302,7 @@ class Planner:
             modes=tuple(layer.training for layer in self._layers),
             chosen=chosen,
             returns=returns,
+            tokens_at_once=tokens_at_once or 0,
         )
 
     def _first(self, plan_key: PlanKey, measured: ShapeMeasurements) -> InUse:
@@ -299,6 +325,12 @@ class Planner:
                 # Raises if what is known does not fit either.
                 plan_for(run_type, known, workload)
                 plan = smallest_plan(run_type, self._num_layers)
+            room = self._input_room()
+            if plan_peak(plan, run_type, costs, workload).waiting > room:
+                # What is known of the host goes before what is guessed of a device.
+                most = self._problems.most_allowed(plan_key, measured)
+                workload = replace(workload, limit_bytes=max(most, workload.limit_bytes))
+                plan = within_host(plan, run_type, costs, workload, room)
         return InUse(
             plan=plan,
             peak=plan_peak(plan, run_type, costs, workload),

@@ -72,7 +72,13 @@ class Problems:
         estimate = self._estimate(plan_key)
         # What trains decides what a backward does, so times measured otherwise say nothing.
         return self.measurements.of(
-            (plan_key.shapes, plan_key.trains, estimate.first_trained), estimate.costs
+            (
+                plan_key.shapes,
+                plan_key.trains,
+                estimate.first_trained,
+                plan_key.tokens_at_once,
+            ),
+            estimate.costs,
         )
 
     def of(self, plan_key: PlanKey, measured: ShapeMeasurements) -> tuple[LayerCosts, Workload]:
@@ -96,10 +102,14 @@ class Problems:
         """``costs`` with guesses in place of activations that nobody has seen yet."""
         if measured.knows_graphs:
             return costs
-        sizes, tokens = self._estimate(plan_key).sizes, self._tokens.get(plan_key.shapes, 0)
-        costs = with_guessed_graphs(costs, sizes, tokens)
+        sizes, tokens = self._estimate(plan_key).sizes, self.tokens(plan_key)
+        costs = with_guessed_graphs(costs, sizes, tokens, is_cut=plan_key.tokens_at_once > 0)
         given = self._input_bytes.get(plan_key.shapes, 0) or costs.input_bytes[0]
         return replace(costs, input_bytes=(given, *costs.input_bytes[1:]))
+
+    def tokens(self, plan_key: PlanKey) -> int:
+        """Of the largest microbatch; 0 where that is not known."""
+        return self._tokens.get(plan_key.shapes, 0)
 
     def most_allowed(
         self, plan_key: PlanKey, measured: ShapeMeasurements, *, blindly: bool = False

@@ -124,6 +124,9 @@ class AcceleratorDevice:
     def __repr__(self) -> str:
         return self.name
 
+    def new_lane(self) -> StreamLane:
+        return StreamLane(self.torch_device, priority=-1)
+
     def enter_thread(self) -> None:
         """[Note: threads without a context] Kernels that torch launches give a thread its device's
         context if it has none; those that compiled C++ launches find it missing, for instance where

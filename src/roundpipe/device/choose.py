@@ -1,5 +1,6 @@
 """Which devices an engine gets: what the user named, every visible accelerator, or virtual ones."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 
@@ -40,7 +41,9 @@ def get_num_devices() -> int:
     return len(_first(None))
 
 
-def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> list[Device]:
+def choose_devices(
+    devices: DeviceSpec, max_gpu_memory: str | float | None, *, are_shared: bool = False
+) -> list[Device]:
     """Resolves the ``devices`` argument.
 
     Args:
@@ -49,13 +52,15 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> l
             of devices, such as ``virtual(2)``.
         max_gpu_memory: what the engine keeps under on each device: a string with a unit
             (``"24GB"``, ``"900MiB"``), or a number of GB.
+        are_shared: by the processes that a launcher has started on this host; those visible then
+            are this one's share. See `own_share`.
 
     Raises:
         ConfigError: no device, one that does not exist, or one that is named twice; no memory.
     """
     max_bytes = None if max_gpu_memory is None else bytes_of(max_gpu_memory, "max_gpu_memory")
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
-        devices = _first(devices)
+        devices = _first(devices, are_shared=are_shared)
     if isinstance(devices, str) or not isinstance(devices, Sequence) or not devices:
         raise ConfigError(
             f"devices is {devices!r}; give a number of devices or a list such as ['cuda:0']"
@@ -68,20 +73,41 @@ def choose_devices(devices: DeviceSpec, max_gpu_memory: str | float | None) -> l
     return chosen
 
 
-def _first(count: int | None) -> list[torch.device]:
+def own_share(there: int) -> range:
+    """Which of so many visible accelerators are this process's, one of several that torchrun or
+    accelerate have started on this host: neighbours, as many for each where they come out even.
+    A single one is its own, because the launcher has seen to that.
+
+    Raises:
+        ConfigError: fewer accelerators than processes.
+    """
+    rank, count = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if there < 2:
+        return range(there)
+    if there < count:
+        raise ConfigError(
+            f"{count} processes on this host see {there} accelerators; start at most {there}, or "
+            "name each one's in devices"
+        )
+    return range(there * rank // count, there * (rank + 1) // count)
+
+
+def _first(count: int | None, *, are_shared: bool = False) -> list[torch.device]:
     """The first so many accelerators (None: all), or so many virtual devices where there are
     none."""
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = own_share(visible) if are_shared else range(visible)
     if count is not None and count < 1:
         raise ConfigError(f"devices is {count}; an engine needs at least 1")
     if not there:
         return virtual(count or 1)
-    if count is not None and count > there:
+    if count is not None and count > len(there):
+        whose = "for this process" if are_shared else "accelerators"
         raise ConfigError(
-            f"devices is {count}, but there are {there} accelerators; give at most {there}, or "
-            f"roundpipe.virtual({count}) for virtual devices on the CPU"
+            f"devices is {count}, but there are {len(there)} {whose}; give at most {len(there)}, "
+            f"or roundpipe.virtual({count}) for virtual devices on the CPU"
         )
-    return [torch.device("cuda", index) for index in range(there if count is None else count)]
+    return [torch.device("cuda", index) for index in there[:count]]
 
 
 def _resolve(device: torch.device | str | Device, index: int, max_bytes: int | None) -> Device:

@@ -102,6 +102,10 @@ class Device(Protocol):
         """The lane of copies to the host: gradients, boundaries."""
         ...
 
+    def new_lane(self) -> Lane:
+        """One more lane, for copies that are to wait for no others."""
+        ...
+
     def enter_thread(self) -> None:
         """Called once by a thread that will queue work on this device, before it queues any."""
         ...

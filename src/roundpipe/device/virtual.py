@@ -121,6 +121,9 @@ class VirtualDevice:
     def __repr__(self) -> str:
         return self.name
 
+    def new_lane(self) -> Lane:
+        return VirtualLane(self.capacity)
+
     def enter_thread(self) -> None:
         return
 

@@ -2,9 +2,9 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,14 +16,13 @@ from ..layers.structure import Structure
 from ..params.ranks import Ranks
 from ..step import context
 from ..step.handle import StepHandle
-from ..step.hyperparameters import know_master
 from ..step.thread import StepThread
 from ..threads.worker import Worker
 from ..trace.table import Statistics
-from .forwarding import ForwardingModule
 from .generation import through_copy
 from .runner import BatchRunner
 from .state import Host
+from .weights import HostWeights
 
 
 def check_model(model: Any) -> None:
@@ -79,21 +78,7 @@ def _full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-T = TypeVar("T")
-
-
-class Listed(list[T]):
-    """A list that may be read with `next` as well, as torch's ``parameters()`` are."""
-
-    _rest: Iterator[T] | None = None
-
-    def __next__(self) -> T:
-        if self._rest is None:
-            self._rest = iter(self)
-        return next(self._rest)
-
-
-class Engine(ForwardingModule):
+class Engine(HostWeights):
     """A model whose weights are trained on the host. Used by one thread, the caller's.
 
     Whoever makes one adds its ``_runners`` and last calls ``set_original_model``.
@@ -152,151 +137,6 @@ class Engine(ForwardingModule):
             if name == "num_layers" and "_runners" in self.__dict__:
                 return sum(len(runner.layers) for runner in self._runners)
             raise
-
-    # Weights: masters, working copies, gradients.
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[Any]:
-        """Yields names and working weights, up to date; in an optimizer context names and masters.
-
-        Waits for pending updates outside of an optimizer context. ``parameters()`` does the same
-        without names.
-        """
-        if context.sees_masters():
-            yield from self.optim_named_parameters(prefix, remove_duplicate)
-            return
-        self._flush("named_parameters()")
-        yield from self.model.named_parameters(prefix, recurse, remove_duplicate)
-
-    def optim_named_parameters(
-        self, prefix: str = "", remove_duplicate: bool = True
-    ) -> "Listed[tuple[str, nn.Parameter]]":
-        """Lists names, as in the original model, and masters of all trainable parameters.
-
-        A master has its weight's shape, lies on the host in ``optim_dtype``, and exists from this
-        call on: 4 bytes per element in fp32. Its ``grad`` is there only inside ``step_fn``.
-
-        Args:
-            prefix: put before every name.
-            remove_duplicate: list a tied weight once, by its first name.
-        """
-        if context.current_step() is None:
-            self._steps.user_writes.follow()
-        named: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in self.model.named_parameters(
-            prefix, remove_duplicate=remove_duplicate
-        ):
-            if parameter.requires_grad:
-                master = self._masters.of(parameter)
-                know_master(master)
-                named.append((name, master))
-        return Listed(named)
-
-    def optim_parameters(self) -> "Listed[nn.Parameter]":
-        """Lists the masters of all trainable parameters, each once. Construct optimizers over
-        these.
-
-        Example:
-            >>> optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
-        """
-        return Listed(master for _, master in self.optim_named_parameters())
-
-    def synchronize(self) -> None:
-        """Waits for everything, writes back the newest weights, and puts copies of the accumulated
-        gradients into the model's ``.grad``, in the weights' dtype.
-
-        A weight without a gradient gets ``grad = None``. Changes of these copies have no effect on
-        training.
-        """
-        self._flush("synchronize()")
-        for parameter in self._store.parameters:
-            gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the original model's state dict, every update in it.
-
-        Takes what ``nn.Module.state_dict`` takes. Tensors are the model's own, not copies: the next
-        update that is written back shows in them.
-        """
-        self._flush("state_dict()")
-        return self.model.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads weights; masters of the loaded keys follow at the incoming precision. Drops
-        accumulated gradients, keeps the optimizer's moments.
-
-        Args:
-            state_dict: tensors by the original model's names, in its shapes and any dtype.
-            strict: as torch's: names that are missing or unknown are an error.
-            assign: must be False.
-
-        Raises:
-            ConfigError: ``assign=True``, which would replace the memory that devices copy from.
-        """
-        if assign:
-            raise ConfigError(
-                "load_state_dict(assign=True) would replace the engine's weights; use assign=False"
-            )
-        self._flush("load_state_dict()")
-        self._steps.zero_grad()
-        self._steps.note_load()
-        try:
-            return self.model.load_state_dict(state_dict, strict=strict)
-        finally:
-            # Also after an error, which torch raises with part of the weights loaded, and whatever
-            # became of the keys.
-            for name, parameter in self.model.named_parameters(remove_duplicate=False):
-                self._masters.follow_load(parameter, state_dict.get(name))
-
-    def reload_parameters(self) -> None:
-        """Makes masters and devices follow the model after it was loaded, or changed in a way that
-        torch does not count: through ``.data`` in place, or through NumPy.
-
-        A master becomes what its parameter holds, to the bit. Only one whose parameter nobody is
-        known to have written, and which is what was written back from it, keeps its own precision.
-        Drops accumulated gradients, keeps the optimizer's moments. What torch counts needs no call
-        of this: see docs/internals/model-state.md.
-
-        Raises:
-            ConfigError: an update had not been written back when the parameters were changed. It
-                has taken the place of the change.
-
-        Example:
-            >>> engine.synchronize()
-            >>> engine.model.load_state_dict(weights)
-            >>> engine.reload_parameters()
-        """
-        self._begin("reload_parameters()")
-        self._steps.wait_idle()
-        self._steps.raise_late_error()
-        if self._masters.are_ahead:
-            raise ConfigError(
-                "an update was still to be written back when the parameters were changed; call "
-                "synchronize() before changing them, then reload_parameters()"
-            )
-        self._steps.zero_grad()
-        self._steps.note_load()
-        for parameter, _ in self._masters.existing():
-            self._masters.follow_load(parameter, None)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
-
-        What a step that is under way works on is not touched, but what it leaves is dropped.
-        ``set_to_none`` is accepted as torch's is, and ignored: gradients are always dropped.
-        """
-        self._begin("zero_grad()")
-        self._steps.zero_grad()
-        for parameter in self._store.parameters:
-            parameter.grad = None
-
-    def _flush(self, what: str) -> None:
-        self._begin(what)
-        self._steps.flush()
 
     # Steps and checks.
 
@@ -363,9 +203,6 @@ class Engine(ForwardingModule):
     def ranks(self) -> Ranks:
         """The processes that train this model together."""
         return self._host.ranks
-
-    def _begin(self, what: str) -> None:
-        self._host.begin(what, self._structure)
 
     def rest(self) -> None:
         """Says that no call is likely for a while, as when training has ended: what is alive once

@@ -15,6 +15,7 @@ from ..device import Device
 from ..errors import ConfigError
 from ..microbatch import Microbatches, merge, refuse_packed, split
 from ..microbatch.packed import RoundPipePackedData
+from ..microbatch.sizes import tensor_leaves
 from ..microbatch.split import Inputs
 from ..plan.costs import Grain
 from ..presets.preset import SplitForward
@@ -182,12 +183,7 @@ class Batch:
         ]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        return (
-            leaf
-            for boundary in self.boundaries
-            for leaf in boundary.leaves
-            if isinstance(leaf, torch.Tensor)
-        )
+        return (leaf for boundary in self.boundaries for leaf in tensor_leaves(boundary.leaves))
 
     @contextmanager
     def spent_by(self, call: Call) -> Iterator[None]:

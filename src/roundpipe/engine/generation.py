@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..device import Device
 from ..errors import ConfigError
+from ..microbatch.sizes import tensor_leaves
 from ..plan.memory import readable
 from ..quantized import QuantizedWeight
 from ..transfer.turns import StreamedBlocks, buffer_bytes
@@ -58,7 +59,7 @@ def generate_on(engine: "Engine", device: Device, *args: Any, **kwargs: Any) -> 
         ConfigError: ``assistant_model``, whose weights are not on the device.
         torch.OutOfMemoryError: one row alone does not fit.
     """
-    given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    given = tensor_leaves((args, kwargs))
     home = given[0].device if given else torch.device("cpu")
     kwargs = _keeping_cache(engine.model, kwargs)
     target, model = device.torch_device, engine.model
@@ -211,9 +212,8 @@ class _Asked:
     def __init__(self, model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._kwargs = kwargs
         self._config = kwargs.get("generation_config") or model.generation_config
-        named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
-        found = (one for one in (*args[:1], *named) if isinstance(one, torch.Tensor))
-        self._inputs: Any = next(found, None)
+        named = map(kwargs.get, ("inputs", "input_ids", "inputs_embeds"))
+        self._inputs: Any = next(iter(tensor_leaves([*args[:1], *named])), None)
         self.rows = 1 if self._inputs is None else len(self._inputs)
 
     def setting(self, name: str) -> Any:

@@ -42,8 +42,8 @@ from .parts.find import ModelPart, layers_of
 from .parts.loss import LossFunction, has_loss_function
 from .parts.rows import BatchRows, PartInputs
 from .parts.shell import EngineCall, Ran, Shell
-from .runner import BatchRunner, refuse_hooks
-from .state import Host, HostSettings
+from .runner import BatchRunner
+from .state import HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
 
@@ -91,9 +91,7 @@ class AutoRoundPipe(Engine):
                 ModelPart(path="loss_function", module=own_loss, config=own_loss.run_config())
             )
         layers = [layer for part in parts for layer in layers_of(part.module)]
-        host = Host(
-            name, layers, settings.choose_devices(), settings, on_host=list(model.parameters())
-        )
+        host = make_host(name, layers, settings, on_host=list(model.parameters()))
         super().__init__(host, model, model_run_config)
         self._rows = BatchRows(name)
         self._loss = own_loss
@@ -208,7 +206,7 @@ class AutoRoundPipe(Engine):
         config = roundpipe_run_config.over(self._config)
         with_grad = config.builds_graph
         if with_grad:
-            refuse_hooks(self._store)
+            self._store.refuse_hooks()
             last = self._store.layers[-1]  # also to be written back
             self._steps.wait_written_back(last.layer)
         else:

@@ -13,7 +13,6 @@ from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..config import RoundPipeRunConfig
 from ..device import MemoryInUse
-from ..errors import ConfigError
 from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
@@ -32,10 +31,11 @@ from ..plan.schedule import (
     saved_layers,
 )
 from ..recompute.random_streams import AmbientState, RandomStreams
+from ..recompute.row_wise import can_cut, refuse_uncut
 from ..runtime.autograd import Gradients, attach, commits_held
 from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
 from ..runtime.changes import WrittenInShares, refuse_shared_writes, write_buffers
-from ..transfer.boundaries import BoundaryGradient, bytes_with_caller, num_bytes
+from ..transfer.boundaries import bytes_with_caller, num_bytes, of_all_leaves
 from ..transfer.residency import WeightsVersion
 from .batches import (
     Batch,
@@ -44,8 +44,7 @@ from .batches import (
     input_gradients,
     sum_losses,
 )
-from .device_memory import DeviceMemory
-from .out_of_memory import OutOfMemoryBackoff
+from .device_memory import DeviceMemory, OutOfMemoryBackoff
 from .state import Host
 
 
@@ -58,6 +57,7 @@ class Request:
         run_type: ``"fused"`` runs backward too, ``"train"`` leaves that to the caller's graph.
         loss_fn: None where outputs are all that is wanted.
         only_loss: of the outputs nobody reads more than their loss.
+        is_last: nothing more is to come before the step.
     """
 
     what: str
@@ -65,6 +65,7 @@ class Request:
     loss_fn: LossFn | None = None
     returns_outputs: bool = True
     only_loss: bool = False
+    is_last: bool = False
 
 
 class Results(NamedTuple):
@@ -209,6 +210,8 @@ class BatchRunner:
         passes = fused_passes(plan, first) if run_type == "fused" else forward_passes(plan.fwd_plan)
         later = backward_passes(plan.bwd_plan, first) if run_type == "train" else []
         planned = self.memory.settle(planned, later)
+        if run_type != "infer":
+            self._pool.blocks.expect(planned.needs.waiting, is_sure=planned.is_sure)
         kept_graphs, graph_bytes = frozenset[int](), 0
         if batch.config.keep_graphs and later and planned.plan_key.chosen is None:
             at, graph_bytes = self.memory.graphs_kept_from(planned, later)
@@ -216,7 +219,7 @@ class BatchRunner:
             kept_graphs = frozenset(layers.start for _, layers in later if layers.start >= at)
         rounds = [passes, later] if later else [passes]
         if run_type != "infer":
-            refuse_hooks(self._store)
+            self._store.refuse_hooks()
         call = self._call(
             passes,
             Asked(
@@ -236,14 +239,21 @@ class BatchRunner:
                 kept_graphs=kept_graphs,
                 measured=planned.measured,
                 is_timed=planned.is_timed,
+                tokens_at_once=planned.plan_key.tokens_at_once,
             ),
             RandomStreams(self._pool.devices, enabled=batch.config.preserve_rng_state is not False),
             Kept(),
-            self._host.steps.commit if run_type == "fused" else None,
+            self._commit_of(request),
         )
         for microbatch, boundary in enumerate(batch.boundaries):
             call.post_input(0, microbatch, boundary)
         return call, later
+
+    def _commit_of(self, request: Request) -> Callable[[Call], None] | None:
+        if request.run_type != "fused":
+            return None
+        steps = self._host.steps
+        return (lambda call: steps.commit(call, early=call)) if request.is_last else steps.commit
 
     def _model_now(self, first_trained: int) -> ModelThen:
         steps = self._host.steps
@@ -288,6 +298,9 @@ class BatchRunner:
 
     def _plan(self, batch: Batch, request: Request) -> Planned:
         inputs = [boundary.leaves for boundary in batch.boundaries]
+        tokens_at_once = batch.config.tokens_at_once
+        if tokens_at_once:
+            refuse_uncut(self.layers)
         return self.planner.plan(
             request.run_type,
             batch.num_microbatches,
@@ -300,6 +313,8 @@ class BatchRunner:
             wants_gradients=batch.wants_gradients,
             returns=request.returns_outputs,
             grain=batch.grain,
+            tokens_at_once=tokens_at_once,
+            can_cut=partial(can_cut, self.layers),
         )
 
     def _run_backward(
@@ -341,8 +356,8 @@ class BatchRunner:
             },
         )
         for microbatch, given in enumerate(gradients):
-            of_all = _of_all_leaves(given, carries[microbatch])
-            call.post_gradient(forward.model.num_layers, microbatch, of_all)
+            posted = of_all_leaves(given, carries[microbatch])
+            call.post_gradient(forward.model.num_layers, microbatch, posted)
         gradients.clear()
         with (
             self._host.device_states.noting_failures(),
@@ -353,21 +368,3 @@ class BatchRunner:
 
     def _in_use(self) -> list[MemoryInUse]:
         return [device.memory_in_use() for device in self._pool.devices]
-
-
-def _of_all_leaves(given: Gradients, carries: tuple[bool, ...]) -> BoundaryGradient:
-    remaining = iter(given)
-    return BoundaryGradient(
-        tuple(next(remaining) if carried else None for carried in carries), None, None
-    )
-
-
-def refuse_hooks(store: ParameterStore) -> None:
-    """Devices compute with resident copies, so a hook on the user's own parameter would silently
-    never run."""
-    for parameter in store.parameters:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigError(
-                f"parameter {store.name_of(parameter)!r} has a gradient hook, which would not run: "
-                "gradients are complete only in step_fn; change master.grad there"
-            )

@@ -32,8 +32,8 @@ from .batches import (
 from .device_memory import OwnMemory
 from .forwarding import SignedByModel
 from .parts.find import layers_of
-from .runner import BatchRunner, Request
-from .state import ComputeDtype, Host, HostSettings
+from .runner import BatchRunner, Request, Results
+from .state import ComputeDtype, HostSettings, make_host
 
 _UNSET = RoundPipeRunConfig()
 
@@ -55,11 +55,15 @@ class RoundPipe(Engine):
             page-locked ring.
         devices: None for every visible accelerator, else one virtual CPU device; an int for
             the first so many accelerators, or that many virtual devices where there are none; or a
-            list of devices, such as ``roundpipe.virtual(2)``.
+            list of devices, such as ``roundpipe.virtual(2)``. With a ``process_group`` and no list
+            the visible accelerators are shared out by ``LOCAL_RANK``.
         compile: compile each repeated layer class once with ``torch.compile``.
         grad_dtype: what gradients offload in on the host; None means each parameter's dtype.
         max_gpu_memory: what the engine keeps under on each device, as ``"24GB"``, ``"900MiB"`` or a
             number of GB; a virtual device has no more.
+        max_host_memory: what the process stays under in host memory, in the same form, as far as
+            that is for speed only: no second working copies, and fewer inputs that wait there, for
+            which plans recompute more. Less than weights, masters and gradients take is refused.
         process_group: a group of torch.distributed's, such as ``dist.group.WORLD``, whose processes
             each make this engine and train together: gradients are summed over them before each
             step, and each has a share of the optimizer's state; see `docs/scale-out.md`.
@@ -98,6 +102,7 @@ class RoundPipe(Engine):
         compile: bool = False,
         grad_dtype: torch.dtype | None = None,
         max_gpu_memory: str | float | None = None,
+        max_host_memory: str | float | None = None,
         process_group: Any = None,
         optimizer_state_dir: str | os.PathLike[str] | None = None,
         compute_dtype: ComputeDtype | None = None,
@@ -112,12 +117,13 @@ class RoundPipe(Engine):
             compile=compile,
             grad_dtype=grad_dtype,
             max_gpu_memory=max_gpu_memory,
+            max_host_memory=max_host_memory,
             optimizer_state_dir=optimizer_state_dir,
             compute_dtype=compute_dtype,
             cuda_graphs=cuda_graphs,
         )
         layers, name = layers_of(model), name if name is not None else call_site()
-        host = Host(name, layers, settings.choose_devices(), settings)
+        host = make_host(name, layers, settings)
         super().__init__(host, model, model_run_config)
         steps, planner = host.steps, host.planner(host.store, layers, keeps_layers=True)
         self._runner = BatchRunner(
@@ -180,6 +186,7 @@ class RoundPipe(Engine):
         run_config: RoundPipeRunConfig = _UNSET,
         *,
         microbatches: GivenMicrobatches | CutMicrobatches | None = None,
+        is_last: bool = False,
     ) -> Any:
         """Runs every microbatch forward, through ``loss_fn(outputs, label)``, and backward.
 
@@ -197,6 +204,9 @@ class RoundPipe(Engine):
                 are split already, and need not have the same shapes. Or a function that gives them
                 for a number of microbatches: it is asked for more where a device runs out of
                 memory, so it says that the sum of losses stays the same.
+            is_last: no gradients are to come any more before the next ``step``. In a process group
+                they are then added up while the backward runs; where it turns out not to be so,
+                once more in the step. Changes no number.
 
         Returns:
             The **sum** of the microbatches' losses, a detached 0-d CPU tensor (a list if
@@ -220,22 +230,17 @@ class RoundPipe(Engine):
             ...     return summed / num_tokens  # of the whole batch
             >>> loss = engine.forward_backward((ids,), label=labels, loss_fn=loss_fn)
         """
-        self._begin("forward_backward()")
-        config = run_config.over(self._config)
-        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
-            if loss_fn is None:
-                return self._run_jointly(input_args, input_kwargs, config, return_outputs)
-            config = in_one_microbatch(config)
-        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_backward()",
             run_type="fused",
-            loss_fn=loss_fn or outputs_as_loss,
+            loss_fn=loss_fn,
             returns_outputs=return_outputs,
             only_loss=loss_fn is None and not return_outputs,
+            is_last=is_last,
         )
-        results = self._runner.run(batch, request)
-        return (results.losses, results.outputs) if return_outputs else results.losses
+        self._begin(request.what)
+        results = self._run(request, input_args, input_kwargs, label, run_config, microbatches)
+        return tuple(results) if return_outputs else results.losses
 
     def forward_loss(
         self,
@@ -254,59 +259,59 @@ class RoundPipe(Engine):
         ``input_kwargs``, ``label``, ``loss_fn``, ``run_config``, ``microbatches``) and returns what
         ``forward_backward`` does. Waits for pending updates first.
         """
-        self._begin("forward_loss()")
-        self._steps.flush()
-        config = run_config.over(self._config)
-        if microbatches is None and self._is_joint(input_args, input_kwargs, config):
-            if loss_fn is None:
-                config = replace(config, requires_grad=False)
-                outputs = self._runner.forward(
-                    input_args, input_kwargs or {}, config, only_loss=True
-                )
-                return outputs.loss.cpu()
-            config = in_one_microbatch(config)
-        batch = self._batch(input_args, input_kwargs, label, config, microbatches)
         request = Request(
             what="forward_loss()",
             run_type="infer",
-            loss_fn=loss_fn or outputs_as_loss,
+            loss_fn=loss_fn,
             returns_outputs=False,
             only_loss=loss_fn is None,
         )
-        return self._runner.run(batch, request).losses
+        self._begin(request.what)
+        self._steps.flush()
+        return self._run(request, input_args, input_kwargs, label, run_config, microbatches).losses
 
-    def _is_joint(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, config: RoundPipeRunConfig
-    ) -> bool:
-        """Says if such a batch has a loss that no sum over its microbatches gives."""
-        count, cut = config.num_microbatch or self.default_num_microbatch, config.split_input
-        return count > 1 and isinstance(cut, SplitForward) and cut.is_joint(args, kwargs)
-
-    def _run_jointly(
+    def _run(
         self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        config: RoundPipeRunConfig,
-        returns_outputs: bool,
-    ) -> Any:
-        """All microbatches go forward before the first goes backward."""
-        config = replace(config, requires_grad=True)
-        outputs = self._runner.forward(args, kwargs or {}, config, only_loss=not returns_outputs)
-        outputs.loss.backward()
-        loss = marked_as_run(outputs.loss.detach().to("cpu", copy=True))
-        if not returns_outputs:
-            return loss
-        return loss, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-
-    def _batch(
-        self,
+        request: Request,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         label: Any,
         config: RoundPipeRunConfig,
         microbatches: GivenMicrobatches | CutMicrobatches | None,
-    ) -> Batch:
-        return Batch.of(args, kwargs, label, microbatches, self.default_num_microbatch, config)
+    ) -> Results:
+        config, default = config.over(self._config), self.default_num_microbatch
+        count, cut = config.num_microbatch or default, config.split_input
+        if (
+            microbatches is None
+            and count > 1
+            and isinstance(cut, SplitForward)
+            and cut.is_joint(args, kwargs)  # it has a loss that no sum over microbatches gives
+        ):
+            if request.loss_fn is None:
+                return self._run_jointly(request, args, kwargs, config)
+            config = in_one_microbatch(config)
+        batch = Batch.of(args, kwargs, label, microbatches, default, config)
+        return self._runner.run(batch, replace(request, loss_fn=request.loss_fn or outputs_as_loss))
+
+    def _run_jointly(
+        self,
+        request: Request,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        config: RoundPipeRunConfig,
+    ) -> Results:
+        """All microbatches go forward before the first goes backward, if any does."""
+        trains = request.run_type == "fused"
+        config = replace(config, requires_grad=trains)
+        only_loss = not request.returns_outputs
+        outputs = self._runner.forward(args, kwargs or {}, config, only_loss=only_loss)
+        if not trains:
+            return Results(outputs.loss.cpu(), None)
+        outputs.loss.backward()
+        loss = marked_as_run(outputs.loss.detach().to("cpu", copy=True))
+        if only_loss:
+            return Results(loss, None)
+        return Results(loss, tree_map_only(torch.Tensor, torch.Tensor.detach, outputs))
 
     def split_rows(self, inputs: Mapping[str, Any], num_microbatch: int) -> list[dict[str, Any]]:
         """Cuts what a forward is given by name as a call would, without a look at losses.

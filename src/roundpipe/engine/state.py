@@ -4,11 +4,13 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ..autoplan.host_room import HostRoom
 from ..autoplan.planner import Planner
 from ..device import Device
 from ..device.choose import DeviceSpec, choose_devices
@@ -22,7 +24,8 @@ from ..memory.state_file import StateFile
 from ..params.dtypes import GradientRules
 from ..params.gradients import GradientBuffers
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
+from ..params.rank_sums import RankSums
 from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
@@ -33,6 +36,7 @@ from ..step.state_pages import StatePages
 from ..step.thread import StepThread
 from ..step.turns import make_way
 from ..system.cores import leave_cores_for
+from ..system.sizes import bytes_of
 from ..threads.interpreter import QuietInterpreter
 from ..threads.interrupts import SteadyCondition
 from ..threads.worker import Worker
@@ -56,6 +60,7 @@ class HostSettings:
     compile: bool = False
     grad_dtype: torch.dtype | None = None
     max_gpu_memory: str | float | None = None
+    max_host_memory: str | float | None = None
     optimizer_state_dir: str | os.PathLike[str] | None = None
     compute_dtype: ComputeDtype | None = None
     cuda_graphs: bool | None = None
@@ -80,9 +85,15 @@ class HostSettings:
                 "in the weights' dtype, or in autocast's"
             )
 
+    @property
+    def max_host_bytes(self) -> float:
+        most = self.max_host_memory
+        return inf if most is None else bytes_of(most, "max_host_memory")
+
     def choose_devices(self) -> list[Device]:
         """The devices that were asked for, or ConfigError."""
-        devices = choose_devices(self.devices, self.max_gpu_memory)
+        are_shared = self.process_group is not None
+        devices = choose_devices(self.devices, self.max_gpu_memory, are_shared=are_shared)
         if self.compute_dtype == "fp8":
             refuse_without_fp8(devices)
         return devices
@@ -98,6 +109,7 @@ class Host:
         name: its engine's.
         layers: all layers of all runners.
         on_host: parameters that the caller's thread computes with itself; see `ParameterStore`.
+        ranks: the processes that make it together. None for this one alone.
     """
 
     def __init__(
@@ -107,6 +119,7 @@ class Host:
         devices: Sequence[Device],
         settings: HostSettings,
         on_host: Sequence[nn.Parameter] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self.name = name
         self.is_closed = False
@@ -119,11 +132,19 @@ class Host:
         prepare = None if settings.compute_dtype is None else use_fp8(layers)
         if prepare is not None and is_accelerated and not settings.compile:
             _log.warning("%s: %s", name, _FP8_IS_SLOW)
+        self.room = HostRoom(
+            settings.max_host_bytes,
+            [*on_host, *(parameter for layer in layers for parameter in layer.parameters())],
+            rules,
+            has_state_file=settings.optimizer_state_dir is not None,
+        )
+        self.room.refuse_too_little(in_files=self.room.frozen if settings.pin_model == "off" else 0)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
-        self.ranks = ranks = Ranks(settings.process_group)
+        self.ranks = ranks = ranks or Ranks()
         is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
         self.memory = HostMemory(settings.pin_model, accelerated=is_accelerated)
+        ranks.link(settings.process_group, devices[0], self.memory)
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
         read_ahead = make_read_ahead(store, self.memory)
@@ -146,8 +167,10 @@ class Host:
             store,
             self.masters,
             self.device_states,
+            RankSums(ranks, store, rules),
             lambda: GradientWindow(store, rules, buffers),
             pages,
+            settings.max_host_bytes,
         )
         self.steps.name = name
         self.worker_pool = WorkerPool(
@@ -159,6 +182,8 @@ class Host:
             captures=settings.cuda_graphs,
         )
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
+        # Because a step may make moments, and what the first call's guesses took is their room.
+        self.steps.step_listeners.append(self.worker_pool.blocks.shrink)
         self._working = WorkingWeights(store.parameters)
 
     @property
@@ -186,7 +211,13 @@ class Host:
             layers=layers,
             rules=self.rules,
             held_bytes=self.device_bytes,
+            input_room=self._input_room,
             keeps_layers=keeps_layers,
+        )
+
+    def _input_room(self) -> float:
+        return self.room.for_inputs(
+            self.worker_pool.blocks.num_bytes, has_stepped=self.steps.num_steps > 0
         )
 
     def follow(self, model: nn.Module) -> None:
@@ -249,6 +280,27 @@ class Host:
         self.buffers.clear()
         self.store.writes.forget()
         self.memory.close()
+
+
+def make_host(
+    name: str,
+    layers: Sequence[nn.Module],
+    settings: HostSettings,
+    on_host: Sequence[nn.Parameter] = (),
+) -> Host:
+    """A `Host` on the devices of the ``settings``. Its ranks meet before anything that one of them
+    alone may refuse, so that the others hear of it and do not wait for one that never comes."""
+    ranks, made = Ranks(settings.process_group), None
+    try:
+        with ranks.agreeing("making the engine"):
+            made = Host(name, layers, settings.choose_devices(), settings, on_host, ranks)
+    except BaseException:
+        if made is None:
+            ranks.close()
+        else:
+            made.close()  # because its threads would be left, when another rank has failed
+        raise
+    return made
 
 
 def _state_file(

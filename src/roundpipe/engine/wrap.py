@@ -7,14 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..microbatch import split
+from ..params.ranks import Ranks
 from ..presets.adapters import base_of
 from ..presets.preset import cut
 from .base import call_site, check_model
+from .checkpoints import refused_alike
 from .partitioned import AutoRoundPipe, takes_use_cache, without_cache
 from .parts.find import ModelPart, default_upper_threshold, find_parts, whole
 from .sequential import RoundPipe
@@ -101,7 +104,7 @@ def wrap_model_to_roundpipe(
     settings = HostSettings(**roundpipe_kwargs)
     _check_modules(model, skip_modules, "skip_modules")
     if upper_threshold is None:
-        upper_threshold = default_upper_threshold(model, len(settings.choose_devices()))
+        upper_threshold = default_upper_threshold(model, _fewest_devices(settings))
     parts = find_parts(
         model, lower_threshold=lower_threshold, upper_threshold=upper_threshold, skip=skip_modules
     )
@@ -128,6 +131,17 @@ def wrap_model_to_roundpipe(
         overrides=override_config,
         settings=settings,
     )
+
+
+def _fewest_devices(settings: HostSettings) -> int:
+    """That any rank has, because all have to cut the model alike."""
+    ranks = Ranks(settings.process_group)
+    try:
+        with refused_alike(ranks, "choosing devices"):
+            own = len(settings.choose_devices())
+        return int(min(ranks.combined([own], torch.minimum)))
+    finally:
+        ranks.close()
 
 
 def _of_whole_model(model: nn.Module) -> RoundPipeRunConfig:

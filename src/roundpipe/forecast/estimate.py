@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from ..autoplan.cutting import TOKENS_AT_ONCE
 from ..autoplan.problem import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
 from ..plan.memory import readable
+from ..recompute.row_wise import can_cut
 from ..transfer.read_ahead import KEPT_OF_FREE
 from .host import host_bytes, optimizer_bytes
 from .machine import CONTEXT_BYTES, Machine
@@ -45,6 +47,8 @@ class Estimate:
         bound: what a step waits for; "memory" where devices compute again what they could not keep.
         stages: layers in each stage, forward (the fused one last) and backward.
         spilled: layers whose kept inputs wait on the host.
+        tokens_at_once: what modules that compute each token by itself run for; 0 for all, which is
+            so where that fits.
     """
 
     choice: Choice
@@ -62,6 +66,7 @@ class Estimate:
     stages: tuple[tuple[int, ...], tuple[int, ...]]
     spilled: int
     tokens: int
+    tokens_at_once: int
 
     @property
     def device_bytes(self) -> int:
@@ -114,8 +119,8 @@ def estimate(
         batch: rows of a step, all devices together.
         num_microbatch: default: the number of devices + 1, but no more than rows.
         quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
-            "none", "nf4", "fp8" or "int8"; a name in `OPTIMIZERS`; True or False; "alloc" or "off",
-            which leaves weights in their files.
+            "none", "nf4", "nf4_double" (tried only if given), "fp8" or "int8"; a name in
+            `OPTIMIZERS`; True or False; "alloc" or "off", which leaves weights in their files.
         optimizer_state_dir: as of `RoundPipe`; times are as if no state stayed in memory.
         dtype: of the weights; default: that of the config.
         devices: what devices are; "cpu" for virtual ones.
@@ -133,8 +138,8 @@ def estimate(
         >>> print(best.step_ms, best.arguments)
     """
     on = _machine(machine)
-    cut = 1 if num_microbatch is None else num_microbatch
-    for name, value in (("seq", seq), ("batch", batch), ("num_microbatch", cut)):
+    split = 1 if num_microbatch is None else num_microbatch
+    for name, value in (("seq", seq), ("batch", batch), ("num_microbatch", split)):
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
     imagined = imagine(model, lora=lora, dtype=dtype)
@@ -149,11 +154,14 @@ def estimate(
     ways = [way._replace(optimizer_state_dir=optimizer_state_dir) for way in ways]
     said = {} if num_microbatch is None else {"num_microbatch": count}
     asked = _Asked(imagined, known, on, count, batch, seq, devices, said)
-    found, failures = list[Estimate](), list[_Failure]()
+    found, failures, cut = list[Estimate](), list[_Failure](), None
     for way in ways:
         try:
             with imagined.quantized(way.quantization):
                 made = asked.answer(way)
+                if isinstance(made, _Failure) and made.device_bytes > on.device_bytes(devices):
+                    cut = cut or asked.in_parts(inputs)
+                    made = made if cut is None else cut.answer(way)
         except ConfigError as error:  # weights that do not divide into blocks
             if quantization is not None:
                 raise
@@ -198,6 +206,14 @@ class _Asked:
     seq: int
     kind: str
     said: dict[str, Any]  # of the arguments, what was asked for
+    tokens_at_once: int = 0
+
+    def in_parts(self, inputs: dict[str, Any]) -> "_Asked | None":
+        """The same with row-wise modules cut; None if there are none."""
+        if not can_cut(self.model.layers):
+            return None
+        known = sketches(self.model.layers, inputs, TOKENS_AT_ONCE)
+        return replace(self, sketches=known, tokens_at_once=TOKENS_AT_ONCE)
 
     def answer(self, way: Choice) -> Estimate | _Failure:
         """With the model's weights as the way has them."""
@@ -243,6 +259,7 @@ class _Asked:
             stages=(tuple(map(len, plan.fwd_plan)), tuple(map(len, plan.bwd_plan))),
             spilled=len(step.planned.spilled),
             tokens=self.rows * self.seq,
+            tokens_at_once=self.tokens_at_once,
         )
 
     @property
@@ -274,6 +291,7 @@ class _Asked:
             from_disk=from_disk,
             shortages=shortages,
             has_states=has_states,
+            tokens_at_once=self.tokens_at_once,
         )
 
     def _in_files(self, step: PlannedStep, way: Choice) -> int:

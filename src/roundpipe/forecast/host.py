@@ -44,13 +44,17 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
         "moments": 0 if on_disk else moments,
         "state_pages": min(on_disk, AHEAD_BYTES + BEHIND_BYTES + 3 * largest),
         "gradients": int(gradients * step.gradient_sets()),
-        # Blocks are kept, those of the first plan too, which was made from guesses.
-        "spilled": max(step.spilled_bytes(), step.spilled_bytes(step.first)),
+        "spilled": step.spilled_bytes(),
         "staging": _staging_bytes(step, store),
     }
     second = _second_buffer_bytes(step) if choice.is_async else 0
     has_room = sum(made.values()) + 2 * second + SPARED_BYTES < free_bytes
-    return {**made, "second_buffer": second if has_room else 0}
+    made["second_buffer"] = second if has_room else 0
+    # The first call's plan was made from guesses. What waits on the host then is gone when the
+    # first update makes moments and what comes after them.
+    later = made["moments"] + made["second_buffer"] + made["gradients"] - gradients
+    made["spilled"] = max(made["spilled"], step.spilled_bytes(step.first) - later)
+    return made
 
 
 def optimizer_bytes(step: PlannedStep) -> tuple[int, int]:
@@ -75,7 +79,7 @@ def _staging_bytes(step: PlannedStep, store: ParameterStore) -> int:
     largest = max(layer.image_bytes for layer in store.layers)
     slices = rings * min(SLICE_BYTES, largest)
     if step.on_device:
-        most = max(sum(4 * use.parameter.numel() for use in layer.uses) for layer in store.layers)
+        most = max(4 * layer.num_elements for layer in store.layers)
         slices += min(SLICE_BYTES, most)
     return NUM_SLICES * slices
 

@@ -185,7 +185,8 @@ def _quantization_of(config: Any) -> str:
     name = method
     if method == "bitsandbytes":
         is_nf4 = said.get("load_in_4bit") and said.get("bnb_4bit_quant_type", "fp4") == "nf4"
-        name = "nf4" if is_nf4 else "bitsandbytes in 8 bits or fp4"
+        is_double = bool(said.get("bnb_4bit_use_double_quant"))
+        name = ("nf4", "nf4_double")[is_double] if is_nf4 else "bitsandbytes in 8 bits or fp4"
     if name not in FORMATS:
         raise ConfigError(
             f"the checkpoint is quantized by {name!r}; {', '.join(map(repr, FORMATS))} are read"

@@ -4,18 +4,21 @@ a device and sends over the link."""
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..autoplan.free_memory import FreeMemory
+from ..autoplan.host_room import HostRoom
 from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
 from ..params.gradients import is_small
-from ..params.placement.device_state import DeviceStates, state_bytes
+from ..params.placement.device_state import state_bytes
+from ..params.placement.device_states import DeviceStates
 from ..params.working import LayerParameters, ParameterStore
 from ..plan.actions import Pass
 from ..plan.best import plan_peak, smallest_plan, step_ms
@@ -51,6 +54,7 @@ class PlannedStep:
         tokens: of a microbatch.
         kind: of the devices.
         shortages: how often the engine's calls have run out of a device's memory before they fit.
+        tokens_at_once: what row-wise modules run for, 0 for all.
 
     Raises:
         PlanError: no plan fits into a device.
@@ -70,15 +74,20 @@ class PlannedStep:
         from_disk: float = 0.0,
         shortages: int = 0,
         has_states: bool = True,
+        tokens_at_once: int = 0,
     ) -> None:
         self.choice, self.machine, self._sketches = choice, machine, sketches
         self.from_disk = from_disk
+        self.tokens_at_once = tokens_at_once
         self._has_states = has_states and choice.optimizer_state_dir is None
         self.rules = GradientRules(torch.float32, None)
         memory = HostMemory(choice.pin_model, accelerated=False)  # type: ignore[arg-type]
         self.store = ParameterStore(layers, memory, device="meta")
         devices: Any = [ImaginedDevice(i, device_bytes, kind) for i in range(machine.gpus)]
-        self._planner = Planner(self.store, devices, layers=layers, rules=self.rules)
+        room = self._input_room()
+        self._planner = Planner(
+            self.store, devices, layers=layers, rules=self.rules, input_room=lambda: room
+        )
         self._planner.note_step(choice.is_async)
         self.num_microbatches = num_microbatches
         # As in an engine: the first call's plan is made of guesses, and stays if it is good enough.
@@ -94,6 +103,15 @@ class PlannedStep:
         one = devices[0] if machine.gpus == 1 and self._has_states else None
         self._free = FreeMemory(self._planner, self.store, DeviceStates(self.store, one, memory))
 
+    def _input_room(self) -> float:
+        """What all other state leaves of the machine's memory for kept inputs."""
+        on_disk = self.choice.optimizer_state_dir is not None
+        held = HostRoom(inf, self.store.parameters, self.rules, has_state_file=on_disk)
+        in_files = held.frozen if self.choice.pin_model == "off" else 0
+        per_master = 0 if on_disk else OPTIMIZERS[self.choice.optimizer].moment_bytes / 4
+        taken = held.weights - in_files + held.masters * (1 + per_master) + held.gradients
+        return max(0.0, self.machine.ram_bytes - taken)
+
     def _plan(self, tokens: int) -> Planned:
         return self._planner.plan(
             "fused",
@@ -102,6 +120,7 @@ class PlannedStep:
             tokens=tokens,
             elements=tokens,
             input_bytes=self._sketches[0].inputs,
+            tokens_at_once=self.tokens_at_once,
         )
 
     def _tell_what_was_measured(self, up_bytes_per_ms: float) -> None:
@@ -184,7 +203,7 @@ class PlannedStep:
         """The problem as it is when layers are where they stay."""
         costs, workload = self.problem
         layers = list(enumerate(self.store.layers))
-        trained = [self._trained_bytes(layer) for _, layer in layers]
+        trained = [layer.trained_bytes for _, layer in layers]
 
         def unless_there(own: Sequence[int]) -> tuple[int, ...]:
             return tuple(0 if i in self.on_device else n for i, n in enumerate(own))
@@ -199,9 +218,6 @@ class PlannedStep:
             upload_bytes=unless_there(uploads),
             offloaded_bytes=unless_there(costs.offloaded_bytes),
         ), replace(workload, optimizer_ms=self.update_ms_of(others))
-
-    def _trained_bytes(self, layer: LayerParameters) -> int:
-        return sum(use.parameter.nbytes for use in layer.trainable)
 
     # What it takes.
 
@@ -247,7 +263,7 @@ class PlannedStep:
         if pass_ is Pass.FORWARD:
             return max(sketch.forward_peak for sketch in own)
         costs, count = self.problem[0], self.num_microbatches
-        made = [self._gradient_bytes(layer) for layer in layers]
+        made = [self.store.layers[layer].trained_bytes for layer in layers]
         summed = [
             costs.gradient_bytes[layer] if count > 1 else n
             for layer, n in zip(layers, made, strict=True)
@@ -279,9 +295,6 @@ class PlannedStep:
             if is_small(use.parameter.shape) or kept != offloaded:
                 copied += use.parameter.numel() * offloaded.itemsize
         return copied
-
-    def _gradient_bytes(self, layer: int) -> int:
-        return self._trained_bytes(self.store.layers[layer])
 
     def times(self) -> Times:
         """See `Times`."""
@@ -328,17 +341,25 @@ class PlannedStep:
 
     def gradient_sets(self) -> float:
         """How many sets of gradients the host holds at most. Asynchronous updates go from the
-        shallowest layer to the deepest while the next call's gradients come from the deepest on."""
+        deepest layer to the shallowest, as the next call's gradients come: a second set is needed
+        of the layers in whose update they would have to wait."""
         costs, workload = self._left_to_send
         totals, update = StageSums(costs), workload.optimizer_ms
-        if not self.choice.is_async or not update:
+        if not self.choice.is_async:
             return 1.0
-        before = sum(
-            totals.compute_ms(*run) * (workload.num_microbatches - (run[0] is Pass.FUSED))
+        ms = {
+            run: totals.compute_ms(*run) * workload.num_microbatches / workload.num_devices
             for run in self.passes
-            if run[0] is not Pass.BACKWARD
+        }
+        backward = sum(own for (pass_, _), own in ms.items() if pass_ is Pass.BACKWARD)
+        # The last microbatch of the fused stage brings the first.
+        before = sum(ms.values()) - backward
+        before -= sum(own for (pass_, _), own in ms.items() if pass_ is Pass.FUSED) / (
+            workload.num_microbatches
         )
-        return 1.0 + max(0.0, 1.0 - before / workload.num_devices / update)
+        if update <= before + backward:
+            return 1.0
+        return 2.0 - before / (update - backward)
 
     def least_device_bytes(self) -> int:
         """What the smallest plan needs: layer by layer, its inputs on the host."""

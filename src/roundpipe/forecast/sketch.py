@@ -9,8 +9,8 @@ once to count operations and what autograd keeps, once to see what is alive, bec
 keeps tensors alive.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +18,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
 from ..errors import ConfigError
+from ..microbatch.sizes import first_of_graph, tensor_leaves
+from ..recompute.row_wise import RowCuts
 
 _ENDLESS = 1 << 60
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -50,11 +51,14 @@ class LayerSketch:
     backward_change: int = 0
 
 
-def sketches(layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor]) -> list[LayerSketch]:
+def sketches(
+    layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor], tokens_at_once: int = 0
+) -> list[LayerSketch]:
     """Of every layer, the loss with the last. See [Note: sketch].
 
     Args:
         inputs: of the first layer, on the meta device. The last returns an object with a loss.
+        tokens_at_once: what row-wise modules run for, 0 for all.
 
     Raises:
         ConfigError: a layer looks at values, so that it cannot run without.
@@ -64,12 +68,27 @@ def sketches(layers: Sequence[nn.Module], inputs: dict[str, torch.Tensor]) -> li
         alike.setdefault(_kind(layer), []).append(index)
     chain = sorted(index for same in alike.values() for index in same[:2])
     made = [LayerSketch() for _ in chain]
-    for counts in (True, False):
-        _Run(made, counts=counts).through([layers[index] for index in chain], inputs)
+    run = [layers[index] for index in chain]
+    with _cut(run, tokens_at_once):
+        for counts in (True, False):
+            _Run(made, counts=counts).through(run, inputs)
     known = dict(zip(chain, made, strict=True))
     for same in alike.values():
         known.update(dict.fromkeys(same[2:], known[same[1]]) if len(same) > 2 else {})
     return [known[index] for index in range(len(layers))]
+
+
+@contextmanager
+def _cut(layers: Sequence[nn.Module], tokens_at_once: int) -> Iterator[None]:
+    classes = {module: type(module) for layer in layers for module in layer.modules()}
+    try:
+        if tokens_at_once:
+            for layer in layers:
+                RowCuts().apply(layer, tokens_at_once)
+        yield
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
 
 
 def _kind(layer: nn.Module) -> Any:
@@ -134,15 +153,14 @@ class _Run:
         self, layer: nn.Module, position: int, value: Any, inputs: dict[str, torch.Tensor]
     ) -> Any:
         sketch, is_first = self._made[position], position == 0
-        given = pytree.tree_leaves(inputs if is_first else value)
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves(inputs if is_first else value)
         sketch.inputs = sum(tensor.nbytes for tensor in tensors)
         graph = GraphBytes([*layer.parameters(), *(tensors if is_first else ())])
         hooks = torch.autograd.graph.saved_tensors_hooks(graph.pack, torch.Tensor.detach)
         before, flops = self._begin()
         with hooks if self._counts else nullcontext():
             output = layer(**inputs) if is_first else layer(value)
-        del value, given, tensors
+        del value, tensors
         if self._counts:
             sketch.saved, sketch.largest = graph.num_bytes, graph.largest_bytes
             sketch.forward = self._flops.get_total_flops() - flops
@@ -158,11 +176,10 @@ class _Run:
             if position + 1 < len(made):
                 self._end(made[position + 1])
 
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(arrived)
-                self._lowest = self._lowest or made[position]
-                return
+        leaf = first_of_graph(output)
+        if leaf is not None:
+            leaf.register_hook(arrived)
+            self._lowest = self._lowest or made[position]
 
     def _begin(self) -> tuple[int, float]:
         self._memory.peak = self._memory.used

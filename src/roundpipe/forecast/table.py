@@ -60,6 +60,8 @@ def show_estimates(title: str, estimates: Sequence[Estimate]) -> None:
         f"update {best.update_ms:.0f} ms; stages forward {_joined(best.stages[0])}, "
         f"backward {_joined(best.stages[1])} layers"
     )
+    if best.tokens_at_once:
+        print(f"  MLPs and norms run for {best.tokens_at_once:,} tokens at a time, to fit")
     for what, parts in (("device", best.device), ("host", best.host)):
         said = ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in parts.items() if value)
         print(f"  {what}: {said}")

@@ -23,7 +23,7 @@ OPTIMIZERS = {
     "lion": OptimizerCosts(4, 450e3, "roundpipe.optim.Lion"),
     "sgd": OptimizerCosts(0, 900e3, "roundpipe.optim.SGD"),
 }
-MADE_FROM_DENSE = ("nf4", "fp8", "int8")
+MADE_FROM_DENSE = ("nf4", "fp8", "int8", "nf4_double")
 
 
 class Choice(NamedTuple):
@@ -91,8 +91,12 @@ def choices(
     # State in fewer bits is worth it where there is much of it.
     lean = ("adamw_bf16", "adamw_8bit") if is_full else ()
     optimizers = _chosen("optimizer", optimizer, tuple(OPTIMIZERS))
+    chosen = _chosen("quantization", quantization, formats)
+    if quantization is None and of_checkpoint == "none":
+        # As fast as "nf4" and a little less exact, so only where it is asked for.
+        chosen = [name for name in chosen if name != "nf4_double"]
     found = product(
-        _chosen("quantization", quantization, formats),
+        chosen,
         (False, True) if is_async is None else (is_async,),
         optimizers if optimizer is not None else ("adamw", *lean),
         _chosen("pin_model", pin_model, ("alloc", "off")),

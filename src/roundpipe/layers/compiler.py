@@ -65,12 +65,29 @@ class BlockCompiler:
         if kind not in self._kinds or "forward" in replica.__dict__:
             return
         key = kind, device.name, _hooked(replica) if modes.hooks else ()
+        replica.__dict__["forward"] = types.MethodType(self._compile(kind, device, key), replica)
+
+    def _compile(self, kind: type[nn.Module], device: Device, key: Any) -> Callable[..., Any]:
+        """The compiled forward of ``kind``, made once for each ``key``."""
         if key not in self._compiled:
             backend = _Backend(f"{kind.__name__} for {device.name}", self._in_cpp)
             self._compiled[key] = _entered_alone(
                 torch.compile(_own_code(kind.forward), backend=backend)
             )
-        replica.__dict__["forward"] = types.MethodType(self._compiled[key], replica)
+        return self._compiled[key]
+
+    def part_of(
+        self, replica: nn.Module, device: Device
+    ) -> Callable[[type[nn.Module]], Callable[..., Any]] | None:
+        """What gives the compiled forward of a class, for modules inside of ``replica`` that run by
+        themselves; None where that is not compiled."""
+        if type(replica) not in self._kinds:
+            return None
+
+        def compiled(kind: type[nn.Module]) -> Callable[..., Any]:
+            return self._compile(kind, device, (kind, device.name))
+
+        return compiled
 
     def let_go(self, replica: nn.Module) -> None:
         """Breaks the circle that `apply` has made, so that the replica goes as soon as nobody uses

@@ -60,6 +60,11 @@ _training = operator.attrgetter("training")
 _hook_tables = operator.itemgetter(*HOOKS)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether its ``__call__`` would do more than run its forward."""
+    return any(hook_tables(module))
+
+
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """All tables that its ``__call__`` looks into."""
     tables: tuple[dict[int, Any], ...] = _hook_tables(module.__dict__)

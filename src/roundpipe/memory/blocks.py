@@ -1,6 +1,8 @@
 """Host memory for tensors that leave a device for a while. Knows nothing of what they are."""
 
 import threading
+from collections import deque
+from typing import NamedTuple
 
 import torch
 
@@ -8,6 +10,17 @@ from ..device import Event
 from .pinning import HostArena, HostMemory
 
 _PAGE = 4096
+_LARGEST_FIT = 2  # times as large as what is asked for
+# Lengths of batches waver, and to make what was just given back is slow: calls that are remembered,
+# and how much more than they wanted there may be.
+_CALLS_REMEMBERED, _SLACK = 4, 1.25
+
+
+class _Free(NamedTuple):
+    """A block's memory, and when the lane that used it last is done with it."""
+
+    arena: HostArena
+    free: Event | None
 
 
 class HostBlock:
@@ -32,39 +45,96 @@ class HostBlock:
 
 
 class HostBlocks:
-    """Blocks by size, used again and again, because to page-lock memory is slow. Any thread may
-    call it."""
+    """Blocks that are used again and again, because to page-lock memory is slow. Any thread may
+    call it.
+
+    No more of them are free than calls have wanted of late: what a first plan, made of guesses,
+    needed, or batches of another length, is given back.
+    """
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         # Because workers take blocks, and whoever lets go of one last gives it back: perhaps a
         # garbage collection, that comes while its own thread is inside.
         self._lock = threading.RLock()
-        self._free: dict[int, list[tuple[HostArena, Event | None]]] = {}
+        # By size, those sizes first that were asked for longest ago.
+        self._free: dict[int, list[_Free]] = {}
+        self._in_use = 0
+        self._wanted: deque[float] = deque(maxlen=_CALLS_REMEMBERED)
         self.num_bytes = 0
 
     def __repr__(self) -> str:
-        free = sum(map(len, list(self._free.values())))
-        return f"<HostBlocks: {self.num_bytes / 2**20:.1f} MiB, {free} free>"
+        return f"<HostBlocks: {self.num_bytes / 2**20:.1f} MiB, {self._num_free} free>"
+
+    @property
+    def _num_free(self) -> int:
+        return sum(map(len, list(self._free.values())))
 
     def take(self, num_bytes: int) -> HostBlock:
         size = -(-max(num_bytes, 1) // _PAGE) * _PAGE
         with self._lock:
-            if free := self._free.get(size):
-                return HostBlock(*free.pop(), self)
+            fitting = [each for each in self._free if size <= each <= _LARGEST_FIT * size]
+            if fitting:
+                found = min(fitting)
+                free = self._free.pop(found)
+                block = HostBlock(*free.pop(), self)
+                if free:
+                    self._free[found] = free
+                self._in_use += found
+                return block
+            self._in_use += size
+            most = max([self._in_use, *(_SLACK * wanted for wanted in self._wanted)])
+            dropped = self._drop_beyond(most - size)
             self.num_bytes += size
+        _let_go(dropped)
         return HostBlock(self._memory.buffer(size), None, self)
+
+    def expect(self, num_bytes: float, *, is_sure: bool) -> None:
+        """A call comes that will use so many bytes. Lets go of what neither it nor one of the calls
+        before needs, once no lane uses that any more.
+
+        Args:
+            is_sure: that is known, so it tells something of the calls to come.
+        """
+        with self._lock:
+            most = max([self._in_use + num_bytes, *self._wanted])
+            if is_sure:
+                self._wanted.append(num_bytes)
+            dropped = self._drop_beyond(most) if self.num_bytes > _SLACK * most else []
+        _let_go(dropped)
+
+    def shrink(self) -> None:
+        """Lets go of what nobody holds and no call that was sure of its needs has wanted."""
+        with self._lock:
+            most = max([self._in_use, *self._wanted])
+            dropped = self._drop_beyond(most) if self.num_bytes > _SLACK * most else []
+        _let_go(dropped)
+
+    def _drop_beyond(self, num_bytes: float) -> "list[_Free]":
+        """Takes free blocks out until there are no more bytes than that, if so many are free."""
+        dropped = []
+        while self._free and self.num_bytes > num_bytes:
+            size, free = next(iter(self._free.items()))
+            dropped.append(free.pop())
+            self.num_bytes -= size
+            if not free:
+                del self._free[size]
+        return dropped
 
     def _take_back(self, arena: HostArena, free: Event | None) -> None:
         with self._lock:
-            self._free.setdefault(arena.num_bytes, []).append((arena, free))
+            self._in_use -= arena.num_bytes
+            self._free.setdefault(arena.num_bytes, []).append(_Free(arena, free))
 
     def clear(self) -> None:
         """Lets go of all free blocks once no lane uses them any more."""
         with self._lock:
-            dropped, self._free = self._free, {}
-            self.num_bytes = 0
-        for blocks in dropped.values():
-            for _, free in blocks:
-                if free is not None:
-                    free.wait()
+            dropped = self._drop_beyond(0)
+        _let_go(dropped)
+
+
+def _let_go(blocks: "list[_Free]") -> None:
+    """Outside the lock, because it waits for lanes and unlocks pages."""
+    for block in blocks:
+        if block.free is not None:
+            block.free.wait()

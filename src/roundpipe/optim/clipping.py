@@ -64,9 +64,7 @@ def clip_grad_norm_(optimizer_or_model: Any, max_norm: float) -> torch.Tensor:
 
 def _masters_of(optimizer_or_model: Any) -> Iterable[torch.Tensor]:
     if isinstance(optimizer_or_model, torch.optim.Optimizer):
-        return [
-            parameter for group in optimizer_or_model.param_groups for parameter in group["params"]
-        ]
+        return context.parameters_of(optimizer_or_model)
     masters: Iterable[torch.Tensor] = optimizer_or_model.optim_parameters()
     return masters
 

@@ -184,9 +184,7 @@ class GradScaler:
             raise ConfigError(
                 "no loss was multiplied by GradScaler.scale() before this step; do so in loss_fn"
             )
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = context.parameters_of(optimizer)
         for parameter in parameters:
             if parameter.dtype is torch.float16 and getattr(parameter, "is_owned", True):
                 raise ConfigError(

@@ -71,8 +71,11 @@ def has_complex(params: Any) -> bool:
 def of_owned(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The ``state_dict`` without the state of what other ranks own."""
     saved = [key for group in state_dict["param_groups"] for key in group["params"]]
-    held = [one for group in optimizer.param_groups for one in group["params"]]
-    foreign = {key for key, one in zip(saved, held, strict=False) if not is_owned(one)}
+    foreign = {
+        key
+        for key, one in zip(saved, context.parameters_of(optimizer), strict=False)
+        if not is_owned(one)
+    }
     state = {key: value for key, value in state_dict["state"].items() if key not in foreign}
     return {**state_dict, "state": state}
 

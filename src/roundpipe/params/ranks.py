@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..device import Device
 from ..errors import ConfigError, RankError
-from .dtypes import GradientRules
+from ..memory.pinning import HostMemory
+from .device_link import DeviceLink, can_link, has_nccl
 from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
-from .window import GradientWindow, Master, Offloaded
-from .working import ParameterStore
+from .window import Master
 
 _ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
+LEAST_BY_DEVICE = 1 << 20  # bytes; smaller ones are there sooner by the hosts' network
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -42,6 +44,7 @@ class Ranks:
         self._owners: dict[int, int] = {}  # by the parameter's id
         self._lost: RankError | None = None
         self._group: Any = None
+        self._link: DeviceLink | None = None
         if process_group is None:
             return
         if not isinstance(process_group, dist.ProcessGroup):
@@ -49,20 +52,39 @@ class Ranks:
                 f"process_group is {process_group!r}; give a torch.distributed group that this "
                 "process is in, such as torch.distributed.group.WORLD after init_process_group()"
             )
+        self._timeout = timeout_of(process_group)
         self._members = dist.get_process_group_ranks(process_group)
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
             self._is_of_all = self.count == dist.get_world_size()
-            self._group = dist.new_group(
-                self._members,
-                timeout=timeout_of(process_group),
-                backend="gloo",
-                use_local_synchronization=not self._is_of_all,
-            )
+            self._group = self._new_group("gloo")
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.rank} of {self.count}>"
+
+    def _new_group(self, backend: str) -> Any:
+        return dist.new_group(
+            self._members,
+            timeout=self._timeout,
+            backend=backend,
+            use_local_synchronization=not self._is_of_all,
+        )
+
+    def link(self, process_group: Any, device: Device, memory: HostMemory) -> None:
+        """From here on what is large goes through ``device``, this rank's, if all have one that the
+        group given at first sends from by itself. See [Note: device links]."""
+        if self.count == 1 or not has_nccl(process_group):
+            return
+        own = float(can_link(process_group, device))
+        if self.combined([own], torch.minimum, "making an engine") == [1.0]:
+            self._link = DeviceLink(
+                device, self._new_group("nccl"), self._members, self.rank, memory
+            )
+
+    @property
+    def sends_by_device(self) -> bool:
+        return self._link is not None
 
     # Who has what.
 
@@ -119,13 +141,16 @@ class Ranks:
                 self._note_lost(f"rank {self.rank} raised {type(error).__name__}: {error}")
             raise
 
-    def combined(self, values: Sequence[float], combine: Combine) -> list[float]:
-        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all."""
+    def combined(
+        self, values: Sequence[float], combine: Combine, where: str = "in step_fn"
+    ) -> list[float]:
+        """``combine`` of all ranks' ``values``, in their order; the same to the bit on all.
+        ``where`` they are said, for those that are elsewhere."""
         if self.count == 1:
             return list(values)
         self._refuse_lost()
         own = torch.tensor(values, dtype=torch.float64)
-        return list(map(float, self._talk("in step_fn", own, combine)))
+        return list(map(float, self._talk(where, own, combine)))
 
     def _talk(
         self, where: str, values: torch.Tensor, combine: Combine, failure: str = ""
@@ -135,9 +160,10 @@ class Ranks:
         message = torch.cat((coded(failure), coded(where), values.view(torch.uint8)))
         if self.rank != 0:
             answer = torch.empty_like(message)
-            self._exchange({0: message}, {0: answer})
+            with self._losing():
+                self._swap({0: message}, {0: answer})
         else:
-            heard = {peer: torch.empty_like(message) for peer in self._others()}
+            heard = {peer: torch.empty_like(message) for peer in self.others}
             failures, result = [failure], values
             for peer, from_peer in list(heard.items()):
                 try:
@@ -153,66 +179,28 @@ class Ranks:
                 result = combine(result, from_peer[2 * TEXT_BYTES :].clone().view(values.dtype))
             first = next(filter(None, failures), "")
             answer = torch.cat((coded(first), coded(where), result.view(torch.uint8)))
-            self._exchange(dict.fromkeys(heard, answer), {})
+            with self._losing():
+                self._swap(dict.fromkeys(heard, answer), {})
         said = decoded(answer[:TEXT_BYTES])
         if said:
             raise self._note_lost(said)
         return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
 
-    # Gradients and weights.
-
-    def summed(
-        self, window: GradientWindow, store: ParameterStore, rules: GradientRules
-    ) -> dict[int, Offloaded]:
-        """The sums over all ranks of the gradients of what this rank owns, by the parameter's id.
-        One that only some have counts as zero in the others. Gives the window's memory back.
-
-        Deep layers first, and a weight with the deepest that uses it, because what shallower ones
-        have made of its gradient is still there then.
-        """
-        own = {id(parameter): window.offloaded(parameter) for parameter in store.parameters}
-        are_there = self.combined([float(one is not None) for one in own.values()], torch.maximum)
-        wanted = {key for key, is_there in zip(own, are_there, strict=True) if is_there}
-        totals: dict[int, Offloaded] = {}
-        with self.exchanging():
-            for layer in reversed(store.layers):
-                dtypes = {
-                    use.parameter: torch.promote_types(
-                        rules.dtypes(use.parameter).summed, torch.float32
-                    )
-                    for use in layer.uses
-                    if id(use.parameter) in wanted and store.uses[id(use.parameter)][-1] == use
-                }
-                for flats in self._flats(dtypes):
-                    for flat in flats:
-                        for parameter, part in flat.parts:
-                            offloaded = own[id(parameter)]
-                            if offloaded is not None:
-                                part.copy_(offloaded.total())
-                    mine = flats[self.rank]
-                    heard = {peer: torch.empty_like(mine.tensor) for peer in self._others()}
-                    self._exchange({peer: flats[peer].tensor for peer in self._others()}, heard)
-                    for one in heard.values():
-                        mine.tensor.add_(one)
-                    totals |= {
-                        id(p): Offloaded((part,), None, part.dtype) for p, part in mine.parts
-                    }
-                window.release_layers([layer])
-        return totals
+    # Weights.
 
     @torch.no_grad()
     def spread(self, masters: Iterable[tuple[nn.Parameter, Master]]) -> None:
         """Owners send their new weights to the others' masters, rounded to the weights' dtype."""
         by_parameter = dict(masters)
-        for flats in self._flats({parameter: parameter.dtype for parameter in by_parameter}):
+        for flats in self.flats({parameter: parameter.dtype for parameter in by_parameter}):
             mine = flats[self.rank]
             for parameter, part in mine.parts:
                 part.copy_(by_parameter[parameter].data)
-            self._exchange(
-                dict.fromkeys(self._others(), mine.tensor),
-                {peer: flats[peer].tensor for peer in self._others()},
+            self.exchange(
+                dict.fromkeys(self.others, mine.tensor),
+                {peer: flats[peer].tensor for peer in self.others},
             )
-            for peer in self._others():
+            for peer in self.others:
                 for parameter, part in flats[peer].parts:
                     by_parameter[parameter].data.copy_(part)
 
@@ -224,10 +212,10 @@ class Ranks:
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             if self.rank == 0:
-                self._exchange(dict.fromkeys(self._others(), sent), {})
+                self.exchange(dict.fromkeys(self.others, sent), {})
                 continue
             first = torch.empty_like(sent)
-            self._exchange({}, {0: first})
+            self.exchange({}, {0: first})
             if not torch.equal(first, sent):
                 tensor.copy_(first)
 
@@ -255,10 +243,10 @@ class Ranks:
             entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
             told = torch.frombuffer(bytearray(pickle.dumps((entries, extra))), dtype=torch.uint8)
             for tensor in (torch.tensor(len(told)), told, *own.values()):
-                self._exchange({0: tensor}, {})
+                self.exchange({0: tensor}, {})
             return None
         extras = [extra]
-        for peer in self._others():
+        for peer in self.others:
             size = self._heard(peer, torch.int64, ())
             told = self._heard(peer, torch.uint8, (int(size),))
             entries, of_peer = pickle.loads(told.numpy().tobytes())
@@ -268,13 +256,16 @@ class Ranks:
 
     def _heard(self, peer: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         tensor = torch.empty(tuple(shape), dtype=dtype)
-        self._exchange({}, {peer: tensor})
+        self.exchange({}, {peer: tensor})
         return tensor
 
     def close(self) -> None:
         """The others are told at once if they wait for this rank."""
         # torch would give the next one of the same few ranks the name of one that is gone, under
         # which they would find the old addresses.
+        if self._link is not None:
+            self._link.close(is_whole=self._lost is None)
+            self._link = None
         if self._group is not None and self._is_of_all and dist.is_initialized():
             with suppress(ValueError):  # the program has ended all groups, and made others
                 dist.destroy_process_group(self._group)
@@ -282,10 +273,11 @@ class Ranks:
 
     # Between two.
 
-    def _others(self) -> list[int]:
+    @property
+    def others(self) -> list[int]:
         return [peer for peer in range(self.count) if peer != self.rank]
 
-    def _flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[Flat]"]:
+    def flats(self, dtypes: Mapping[nn.Parameter, torch.dtype]) -> Iterator["list[Flat]"]:
         """For each dtype one for each rank, with what that owns."""
         by_dtype: dict[torch.dtype, list[list[nn.Parameter]]] = defaultdict(
             lambda: [[] for _ in range(self.count)]
@@ -295,15 +287,36 @@ class Ranks:
         for dtype, owned in by_dtype.items():
             yield [Flat.of(parameters, dtype) for parameters in owned]
 
-    def _exchange(
+    def exchange(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
     ) -> None:
         """Returns when all is sent and there. Empty tensors are not sent."""
+        large_out, large_in = self._large(outgoing), self._large(incoming)
+        with self._losing():
+            self._swap(_without(outgoing, large_out), _without(incoming, large_in))
+            if self._link is not None and (large_out or large_in):
+                self._meet(large_out.keys() | large_in.keys())
+                self._link.swap(large_out, large_in)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Inside, a rank may be found to be lost: then for good."""
         self._refuse_lost()
         try:
-            self._swap(outgoing, incoming)
+            yield
         except RankError as error:
             raise self._note_lost(str(error)) from error
+
+    def _large(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Those that go through devices: as many bytes on both sides, so both say the same."""
+        if self._link is None:
+            return {}
+        return {peer: one for peer, one in tensors.items() if one.nbytes >= LEAST_BY_DEVICE}
+
+    def _meet(self, peers: Iterable[int]) -> None:
+        """Each waits for the other."""
+        here = torch.zeros(1, dtype=torch.uint8)
+        self._swap(dict.fromkeys(peers, here), {peer: here.clone() for peer in peers})
 
     def _swap(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
@@ -334,3 +347,9 @@ class Ranks:
     def _note_lost(self, why: str) -> RankError:
         self._lost = RankError(why)
         return RankError(why)
+
+
+def _without(
+    tensors: Mapping[int, torch.Tensor], those: Mapping[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    return {peer: one for peer, one in tensors.items() if peer not in those}

@@ -4,7 +4,10 @@ of it each master shows to ``step_fn``."""
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,6 +23,9 @@ from .working import LayerParameters, ParameterStore
 
 if TYPE_CHECKING:
     from .masters import Masters
+
+_NOTHING: Mapping[int, Sequence[OffloadedLayer]] = MappingProxyType({})
+_first_microbatch = attrgetter("first_microbatch")
 
 
 class Offloaded(NamedTuple):
@@ -58,6 +64,7 @@ class GradientWindow:
         self._layers: dict[int, list[_LayerSums]] = {}  # one for each share of the microbatches
         self._left: dict[int, torch.Tensor] = {}  # by the id of the parameter
         self.error: BaseException | None = None
+        self.num_changes = 0  # tells apart what it has held
 
     def commit(self, offloaded: Iterable[OffloadedLayer]) -> None:
         """Adds one call's gradients. Sums over calls are fp32 (or wider).
@@ -65,8 +72,9 @@ class GradientWindow:
         What different shares of the microbatches made stays apart until somebody reads it, because
         adding it up here would take memory and a pass of its own.
         """
+        self.num_changes += 1
         shares_seen: Counter[int] = Counter()
-        for one in sorted(offloaded, key=lambda layer: layer.first_microbatch):
+        for one in sorted(offloaded, key=_first_microbatch):
             layer, shares = one.layer.layer, self._layers.setdefault(one.layer.layer, [])
             if shares_seen[layer] == len(shares):
                 shares.append(_LayerSums(one.layer, self._buffers))
@@ -76,25 +84,28 @@ class GradientWindow:
     @torch.no_grad()
     def begin_with_left(self, masters: "Masters") -> None:
         """Takes the gradients that the step before has not dropped. With no call committed yet."""
+        self.num_changes += 1
         found = ((id(parameter), master.left()) for parameter, master in masters.existing())
         self._left |= {key: gradient for key, gradient in found if gradient is not None}
 
     def add(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Adds what came in another way than through calls."""
+        self.num_changes += 1
         for parameter, gradient in gradients.items():
             left = self._left.get(id(parameter))
             self._left[id(parameter)] = gradient if left is None else left + gradient
 
-    def show(self, masters: "Masters") -> None:
-        """Opens every master's gradient to the step that begins, that of all ranks together.
+    def show(self, masters: "Masters", totals: Mapping[int, Offloaded] | None = None) -> None:
+        """Opens every master's gradient to the step that begins.
+
+        Args:
+            totals: those of all ranks together, by the parameter's id, in place of the window's.
 
         Raises:
             ConfigError: a gradient arrived for a parameter that no optimizer can have, since it has
                 no master yet.
         """
         handed_out = bool(masters.by_parameter)
-        ranks = masters.ranks
-        totals = None if ranks.count == 1 else ranks.summed(self, self._store, self._rules)
         for parameter in self._store.parameters:
             # Also where it has been frozen since, as an adapter is when another one is set.
             own = self.offloaded(parameter) if totals is None else totals.get(id(parameter))
@@ -111,20 +122,31 @@ class GradientWindow:
                 master = masters.of(parameter)
             master.open(own)
 
-    def offloaded(self, parameter: nn.Parameter) -> Offloaded | None:
+    def offloaded(
+        self,
+        parameter: nn.Parameter,
+        coming: Mapping[int, Sequence[OffloadedLayer]] = _NOTHING,
+    ) -> Offloaded | None:
         """What the step before has left and the calls committed so far have made; None if nothing
-        reached the parameter."""
+        reached the parameter. ``coming``, by layer, is to be committed later and counts as if it
+        had been."""
         left = self._left.get(id(parameter))
+        summed = self._rules.dtypes(parameter).summed
         parts, norms = [] if left is None else [left], None
         for use in self._store.uses[id(parameter)]:
-            for sums in self._layers.get(use.layer, ()):
-                gradient = sums.gradients.get(use.place)
+            new = sorted(coming.get(use.layer, ()), key=_first_microbatch)
+            for sums, one in zip_longest(self._layers.get(use.layer, ()), new):
+                gradient = None if sums is None else sums.gradients.get(use.place)
+                added = None if one is None else one.gradients.get(use.place)
+                if gradient is None:
+                    gradient = added
+                elif added is not None:
+                    gradient = gradient.cpu().to(summed) + added.cpu()
                 if gradient is not None:
                     parts.append(gradient)
-                    norms = sums.norms.get(use.place)
+                    norms = sums.norms.get(use.place) if sums and added is None else None
         if len(parts) < 2:
             return Offloaded((parts[0],), norms, parts[0].dtype) if parts else None
-        summed = self._rules.dtypes(parameter).summed
         if left is not None:
             summed = torch.promote_types(summed, left.dtype)
         return Offloaded(tuple(parts), None, summed)

@@ -81,6 +81,15 @@ class LayerParameters:
     def trainable(self) -> tuple[ParameterUse, ...]:
         return tuple(use for use in self.uses if use.parameter.requires_grad)
 
+    @property
+    def trained_bytes(self) -> int:
+        """Of those that are trained, as they are kept."""
+        return sum(use.parameter.nbytes for use in self.trainable)
+
+    @property
+    def num_elements(self) -> int:
+        return sum(use.parameter.numel() for use in self.uses)
+
 
 class ParameterStore:
     """All parameters of a sequence of layers.
@@ -156,6 +165,16 @@ class ParameterStore:
         return next(
             (index for index, layer in enumerate(self.layers) if layer.trainable), len(self.layers)
         )
+
+    def refuse_hooks(self) -> None:
+        """Raises ConfigError for a hook on the user's own parameter: devices compute with resident
+        copies, so it would silently never run."""
+        for parameter in self.parameters:
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ConfigError(
+                    f"parameter {self.name_of(parameter)!r} has a gradient hook, which would not "
+                    "run: gradients are complete only in step_fn; change master.grad there"
+                )
 
     def part(self, layers: range) -> "ParameterStore":
         """This store as an engine sees it that has only these layers, numbered from 0. What

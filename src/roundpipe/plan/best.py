@@ -3,7 +3,7 @@ those that each way to make one gives."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 from ..errors import PlanError
 from .actions import Pass
@@ -159,6 +159,49 @@ def _there_and_back(costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
     if _plan_peak(smallest, "train", costs, workload).bytes.total <= workload.limit_bytes:
         return smallest
     raise PlanError(failure)
+
+
+def within_host(
+    plan: ModelExecutePlan,
+    run_type: RunType,
+    costs: LayerCosts,
+    workload: Workload,
+    host_bytes: float,
+) -> ModelExecutePlan:
+    """``plan``, if no more than ``host_bytes`` of kept inputs wait on the host, else one that
+    recomputes more or from fewer of them: the fastest with which that is so, or the one with which
+    the fewest do.
+
+    A stage of several layers keeps one input. The others it makes again, in the same recompute.
+    """
+    waiting = plan_peak(plan, run_type, costs, workload).waiting
+    if waiting <= host_bytes or run_type != "fused":
+        return plan
+    best = (True, float(waiting), plan)
+    fused = plan.bwd_plan[0]
+    if list(plan.bwd_plan).count(fused) > 1:
+        return plan  # stages in shares keep what each share needs
+    tops = {costs.num_layers - len(fused) * share // 4 for share in (4, 3, 2, 1)}
+    for top in sorted(top for top in tops if 0 < top < costs.num_layers):
+        for size in range(1, top + 1):
+            count = -(-top // size)
+            if size > 1 and count == -(-top // (size - 1)):
+                continue
+            cuts = [top * number // count for number in range(count + 1)]
+            below = [range(a, b) for a, b in pairwise(cuts)]
+            ahead = list(plan.fwd_plan) if top == fused.start else below
+            other = ModelExecutePlan(ahead, [range(top, costs.num_layers), *below[::-1]])
+            peak = plan_peak(other, run_type, costs, workload)
+            if peak.bytes.total > workload.limit_bytes:
+                continue
+            is_over = peak.waiting > host_bytes
+            ms = step_ms(other, run_type, costs, workload)
+            best = min(best, (is_over, peak.waiting if is_over else ms, other), key=_first_two)
+    return best[2]
+
+
+def _first_two(found: tuple[bool, float, ModelExecutePlan]) -> tuple[bool, float]:
+    return found[:2]
 
 
 def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:

@@ -62,12 +62,14 @@ class PeakBytes(NamedTuple):
 class Peak(NamedTuple):
     """What a plan needs on one device if the inputs of the ``spilled`` layers wait on the host.
 
-    ``kept``: bytes of the other inputs that are kept, on all devices together.
+    ``kept``: bytes of the other inputs that are kept, on all devices together; ``waiting``: bytes
+    of those on the host.
     """
 
     bytes: PeakBytes
     spilled: frozenset[int]
     kept: int
+    waiting: int = 0
 
 
 def readable(num_bytes: float) -> str:
@@ -187,8 +189,11 @@ def fitted_peak(passes: Passes, stages: StageSums, workload: Workload) -> Peak:
             break
         spilled |= {layer}
         peak = _peak(passes, stages, workload, saved, spilled)
-    kept = sum(stages.costs.input_bytes[layer] for layer in saved - spilled)
-    return Peak(peak, spilled, kept * workload.num_microbatches)
+    kept, waiting = (
+        sum(stages.costs.input_bytes[layer] for layer in layers) * workload.num_microbatches
+        for layers in (saved - spilled, spilled)
+    )
+    return Peak(peak, spilled, kept, waiting)
 
 
 def nothing_fits(

@@ -10,29 +10,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from ..microbatch import merge
 from . import causal_lm
 from .calling import by_name
-from .causal_lm import HeadAndLoss, assemble
 from .loss import merge_outputs
 from .preset import Cut
-from .routing import KeptChoice, Routed, RoutedState, wants_auxiliary_loss
-
-
-class RoutedHeadAndLoss(HeadAndLoss):
-    """Last layer of a decoder with experts: adds the auxiliary loss."""
-
-    output_class: type[Any] = MoeCausalLMOutputWithPast
-
-    def __init__(self, model: Any, norm: nn.Module, head: nn.Module) -> None:
-        super().__init__(model, norm, head)
-        self.balance = Balance(model)
-
-    def forward(self, state: RoutedState) -> Any:  # type: ignore[override]
-        """The model's output; what a readout returns gets the auxiliary loss as ``aux_loss``."""
-        return self.balance.added(super().forward(state), state)
+from .routing import KeptChoice, Routed, wants_auxiliary_loss
 
 
 class Balance:
@@ -133,15 +117,17 @@ def _function_of(model: Any) -> Callable[..., torch.Tensor]:
     raise AttributeError(f"{type(model).__name__} has no load_balancing_loss_func")
 
 
-def assemble_routed(
+def assemble(
     model: PreTrainedModel,
     prefix: nn.Module,
     blocks: Sequence[nn.Module],
     suffix: nn.Module,
-    balance: Balance,
+    balance: Balance | None,
 ) -> Cut:
-    """A decoder of these layers, whose batches may have an auxiliary loss."""
-    return assemble(
+    """A decoder of these layers, whose batches may have an auxiliary loss if it has routers."""
+    if balance is None:
+        return causal_lm.assemble(model, prefix, blocks, suffix)
+    return causal_lm.assemble(
         model, prefix, blocks, suffix, split_batch, merge=balance.merge, is_joint=wanted_in_call
     )
 

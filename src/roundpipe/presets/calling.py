@@ -30,6 +30,64 @@ _ALWAYS_KNOWN = {
 }
 
 
+# Of transformers: what these make of a token is made of that token alone.
+_ROW_WISE = {
+    "llama": ("LlamaMLP", "LlamaRMSNorm"),
+    "mistral": ("MistralMLP", "MistralRMSNorm"),
+    "mixtral": ("MixtralRMSNorm",),
+    "qwen2": ("Qwen2MLP", "Qwen2RMSNorm"),
+    "qwen3": ("Qwen3MLP", "Qwen3RMSNorm"),
+    "qwen3_moe": ("Qwen3MoeMLP", "Qwen3MoeRMSNorm"),
+    "gpt_oss": ("GptOssRMSNorm",),
+    "gpt2": ("GPT2MLP",),
+    "gemma2": ("Gemma2MLP", "Gemma2RMSNorm"),
+    "gemma3": ("Gemma3MLP", "Gemma3RMSNorm"),
+    "phi3": ("Phi3MLP", "Phi3RMSNorm"),
+    "olmo2": ("Olmo2MLP", "Olmo2RMSNorm"),
+    "smollm3": ("SmolLM3MLP", "SmolLM3RMSNorm"),
+}
+ROW_WISE = frozenset(
+    f"transformers.models.{model}.modeling_{model}.{name}"
+    for model, names in _ROW_WISE.items()
+    for name in names
+)
+# Inside of those: anything else may have been put there.
+_INSIDE = (
+    "torch.nn.modules.linear.",
+    "torch.nn.modules.container.",
+    "torch.nn.modules.dropout.",
+    "transformers.activations.",
+    "transformers.pytorch_utils.Conv1D",
+    "peft.tuners.lora.",
+    "roundpipe_hf.quantization.",
+)
+
+
+def row_wise_in(holder: nn.Module) -> tuple[str, ...]:
+    """The modules inside of ``holder`` known to compute each token by itself, outermost only. See
+    [Note: row-wise modules]."""
+    found: list[str] = []
+    for name, module in holder.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not is_inside and _class_name(module) in ROW_WISE and _holds_known(module):
+            found.append(name)
+    return tuple(found)
+
+
+def _holds_known(module: nn.Module) -> bool:
+    """ACT2FN has torch's own activations too, which are in one file with its attention."""
+    return all(
+        _class_name(part).startswith(_INSIDE)
+        or type(part) in (nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh)
+        for part in module.modules()
+        if part is not module
+    )
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def honour_return_logits(named: dict[str, Any]) -> None:
     """Makes ``skip_logits`` of ``return_logits``, its opposite.
 
@@ -156,12 +214,13 @@ def causal_config(config: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def run_block(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a block without the checkpointing that `gradient_checkpointing_enable` puts into its
-    own ``__call__``.
+    """Hidden states, by a block without the checkpointing that `gradient_checkpointing_enable` puts
+    into its own ``__call__``.
 
     The engine recomputes already. Hooks run all the same: they are in `nn.Module`'s ``__call__``.
     """
-    return nn.Module.__call__(block, *args, **kwargs)
+    output = nn.Module.__call__(block, *args, **kwargs)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def note_lengths(module: nn.Module) -> None:

@@ -11,82 +11,83 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..errors import ConfigError
 from ..layers.output_use import only_loss_is_wanted
-from .calling import by_name, honour_return_logits, parameters_of, refuse_unknown
+from .calling import (
+    by_name,
+    honour_return_logits,
+    parameters_of,
+    refuse_unknown,
+    row_wise_in,
+)
 from .loss import Loss, chunked, is_plain_linear, merge_outputs, weighted
 from .preset import Cut, MergeOutput, SplitForward, SplitRows, split_by_rule
 
 # Describe the batch as a whole, whatever their first dimension happens to be.
 _NEVER_CUT = frozenset({"logits_to_keep", "num_items_in_batch", "loss_weight"})
 _LOGITS = ("skip_logits", "return_logits")
+# Of what has a `head` and a `config`, the last hidden states and the labels.
+Readout = Callable[[Any, torch.Tensor, torch.Tensor | None], Any]
 _FLASH_OFFSETS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
 class LossState(TypedDict):
-    """The part of what travels that the last layer reads; each architecture adds what its blocks
-    read."""
+    """The part of what travels that the last layer reads."""
 
     hidden_states: torch.Tensor  # (rows, tokens, hidden)
-    block_kwargs: dict[str, Any]  # for every block (offsets of packed sequences, ...)
     labels: torch.Tensor | None
-    logits_to_keep: int | torch.Tensor
-    loss_kwargs: dict[str, Any]
+    last_kwargs: dict[str, Any]  # of the last part: logits_to_keep, ...
     loss_weight: float | None  # see loss.py
     skip_logits: bool | None  # see `wants_only_loss`
-
-
-# Of what has a `head` and a `config`, the last hidden states and the labels.
-Readout = Callable[[Any, torch.Tensor, torch.Tensor | None], Any]
+    readout: Readout | None  # see `HeadAndLoss`
 
 
 class HeadAndLoss(nn.Module):
-    """Last layer: final norm, head, and the loss when labels were given."""
+    """Last layer: final norm, head, and the loss when labels were given. ``balance``: adds the
+    auxiliary loss, if the model has routers."""
 
-    output_class: type[Any] = CausalLMOutputWithPast
-
-    def __init__(self, model: PreTrainedModel, norm: nn.Module, head: nn.Module) -> None:
+    def __init__(
+        self, model: Any, norm: nn.Module, output_class: type[Any], balance: Any = None
+    ) -> None:
         super().__init__()
         self.norm = norm
-        self.head = head
+        self.head = model.lm_head
+        self.output_class = output_class
+        self.balance = balance
         self.config = model.config
         self.loss = Loss(model)
+        self.row_wise = row_wise_in(self)
 
-    def forward(self, state: LossState) -> Any:
+    def forward(self, state: Any) -> Any:
         """The model's output. Its past is always None: in training no cache is built.
 
         A call with ``readout=function`` gets what ``function(self, hidden_states, labels)`` makes
         of the last hidden states in place of it, without logits.
         """
-        readout: Readout | None = state["loss_kwargs"].get("readout")
-        if readout is not None:
-            return readout(self, self.norm(state["hidden_states"]), state["labels"])
-        logits, loss = self.logits_and_loss(state)
-        return self.output_class(loss=loss, logits=logits)
+        output = self._output(state)
+        return output if self.balance is None else self.balance.added(output, state)
 
-    def logits_and_loss(self, state: LossState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """No logits where only the loss is wanted."""
-        hidden_states = self.norm(state["hidden_states"])
-        keep, labels = state["logits_to_keep"], state["labels"]
+    def _output(self, state: LossState) -> Any:
+        hidden_states, labels = self.norm(state["hidden_states"]), state["labels"]
+        if state["readout"] is not None:
+            return state["readout"](self, hidden_states, labels)
+        kwargs = {"vocab_size": self.config.vocab_size, **state["last_kwargs"]}
+        keep = kwargs.pop("logits_to_keep", 0)
+        kwargs.pop("output_router_logits", None)
         kept = hidden_states[:, slice(-keep, None) if isinstance(keep, int) else keep, :]
         if labels is None:
-            return self.head(kept), None
+            return self.output_class(logits=self.head(kept))
         skips = wants_only_loss(state["skip_logits"])
         if skips and is_plain_linear(self.head) and self.loss.is_token_mean():
-            return None, chunked(kept, self.head, labels, state["loss_kwargs"])
+            return self.output_class(loss=chunked(kept, self.head, labels, kwargs))
         logits = self.head(kept)
-        kwargs = {
-            "vocab_size": self.config.vocab_size,
-            **state["block_kwargs"],
-            **state["loss_kwargs"],
-        }
-        weight = state["loss_weight"]
         loss = weighted(
-            logits, weight, lambda: self.loss.function(logits=logits, labels=labels, **kwargs)
+            logits,
+            state["loss_weight"],
+            lambda: self.loss.function(logits=logits, labels=labels, **kwargs),
         )
-        return None if skips else logits, loss
+        return self.output_class(loss=loss, logits=None if skips else logits)
 
 
 def wants_only_loss(skip_logits: bool | None) -> bool:

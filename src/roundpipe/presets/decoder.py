@@ -12,19 +12,25 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import ConfigError
 from . import trial
-from .balance import Balance, assemble_routed, balance_of, routers_in
-from .calling import by_name, note_lengths, refuse_cache, refuse_unsupported, run_block
-from .causal_lm import Readout, assemble, wants_only_loss
+from .balance import Balance, assemble, balance_of, routers_in
+from .calling import (
+    by_name,
+    note_lengths,
+    refuse_cache,
+    refuse_unsupported,
+    row_wise_in,
+    run_block,
+)
+from .causal_lm import LossState, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
-from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
-from .preset import Cut, DoesNotFit
+from .parts import BlockCall, Blocks, by_kind, kinds_of, path_of_blocks
+from .preset import Cut, DoesNotFit, unreached
 from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
@@ -48,16 +54,10 @@ _OF_TOKENS = (
 MakeCut = Callable[[PreTrainedModel, trial.Findings, list[nn.Module], list[int]], Cut]
 
 
-class State(Routed):
-    """What travels from layer to layer."""
+class State(LossState, Routed):
+    """What travels from layer to layer. Only ``hidden_states`` carries a gradient."""
 
-    hidden_states: torch.Tensor  # (rows, tokens, hidden)
     calls: tuple[BlockCall, ...]  # what else a block takes, by its kind
-    labels: torch.Tensor | None
-    last_kwargs: dict[str, Any]  # of the last part: logits_to_keep, ...
-    loss_weight: float | None  # see loss.py
-    skip_logits: bool | None  # see `wants_only_loss`
-    readout: Readout | None  # see `HeadAndLoss`
 
 
 class Readable(NamedTuple):
@@ -68,11 +68,14 @@ class Readable(NamedTuple):
 
 
 class Prefix(nn.Module):
-    """First layer: takes the arguments of the model's forward. ``kinds``: of each block, which are
-    called alike. ``collects``: blocks collect what routers say."""
+    """First layer: takes the arguments of the model's forward.
+
+    ``part``: a module with `Part.first`. ``kinds``: of each block, which are called alike.
+    ``collects``: blocks collect what routers say.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, part: Part, kinds: list[int], *, collects: bool = False
+        self, model: PreTrainedModel, part: Any, kinds: list[int], *, collects: bool = False
     ) -> None:
         super().__init__()
         self.collects = collects
@@ -110,11 +113,6 @@ class Prefix(nn.Module):
                 "output_router_logits: there is no preset that collects them for "
                 f"{self.model_class.__name__}"
             )
-        if named.get("is_causal") is not None:
-            raise ConfigError(
-                "is_causal: transformers carries it in the config, which all microbatches share; "
-                "set it there"
-            )
         if self.collects:
             named["output_router_logits"] = False  # because the blocks collect them
         readout = named.pop("readout", None)
@@ -141,11 +139,12 @@ class Block(nn.Module):
         super().__init__()
         self.block = block
         self.kind = kind
+        self.row_wise = row_wise_in(self)
 
     def forward(self, state: State) -> State:
         call = state["calls"][self.kind]
-        output = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
-        return {**state, "hidden_states": output[0] if isinstance(output, tuple) else output}
+        hidden_states = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
+        return {**state, "hidden_states": hidden_states}
 
 
 class RoutedBlock(Block):
@@ -248,10 +247,7 @@ def cut(
             if balance is None or asks:
                 raise
             made = _tried(model, path, blocks, None, make)
-    reached = {id(parameter) for parameter in made.sequential.parameters()}
-    left_out = [
-        name for name, parameter in model.named_parameters() if id(parameter) not in reached
-    ]
+    left_out = unreached(model, made.sequential)
     if left_out:
         raise DoesNotFit(
             f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them"
@@ -306,9 +302,7 @@ def _make(
 ) -> Cut:
     first = Prefix(model, found.first, kinds, collects=balance is not None)
     made, last = blocks_of(model, blocks, kinds), Suffix(model, found, balance)
-    if balance is None:
-        return assemble(model, first, made, last)
-    return assemble_routed(model, first, made, last, balance)
+    return assemble(model, first, made, last, balance)
 
 
 def blocks_of(model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int]) -> list["Block"]:

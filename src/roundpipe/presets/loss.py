@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..layers.modes import has_hooks
 from ..microbatch import merge
 
 _LOSS_KWARGS = ("num_items_in_batch", "shift_labels", "ignore_index", "readout")
@@ -71,13 +72,7 @@ def chunked(
 
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether its weight is all there is to it: no adapter, no hook, no patched forward."""
-    hooks = (
-        head._forward_hooks
-        or head._forward_pre_hooks
-        or head._backward_hooks
-        or head._backward_pre_hooks
-    )
-    return type(head) is nn.Linear and not hooks and "forward" not in vars(head)
+    return type(head) is nn.Linear and not has_hooks(head) and "forward" not in vars(head)
 
 
 def weighted(

@@ -107,6 +107,11 @@ class Part(nn.Module):
 
         ``kwargs`` may have ``instead`` and ``attributes`` of this run.
         """
+        if kwargs.get("is_causal") is not None:
+            raise ConfigError(
+                "is_causal: transformers carries it in the config, which all microbatches share; "
+                "set it there"
+            )
         notes = _Notes(self.blocks)
         noting = [_Noting(notes) for _ in range(self.blocks.number)]
         try:
@@ -304,6 +309,8 @@ def by_kind(calls: list[BlockCall], kinds: list[int], model_class: type) -> tupl
 
 
 def _are_same(call: BlockCall, other: BlockCall) -> bool:
+    if call is other:
+        return True
     leaves, spec = pytree.tree_flatten(call)
     others, other_spec = pytree.tree_flatten(other)
     return spec == other_spec and all(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from ..layers.modes import has_hooks
 from ..microbatch import split
 from .adapters import base_of
 from .low_rank import run_without_sums
@@ -97,17 +98,17 @@ class DoesNotFit(Exception):
     """Why a model that has no preset of its own cannot be cut by the generic one."""
 
 
-# Class of the model -> file in `architectures` with `cut(model) -> Cut`, or such a function of the
-# user's own.
+# Class of the model -> file in `architectures` (and, after a dot, which function of it) that makes
+# a `Cut` of a model; or such a function of the user's own.
 _PRESETS: dict[str, str | CutModel] = {
-    "transformers.models.llama.modeling_llama.LlamaForCausalLM": "llama",
-    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "mistral",
-    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "qwen2",
-    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "qwen2",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "qwen3_moe",
-    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": "qwen3_moe",
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "gpt_oss",
-    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "gpt2",
+    "transformers.models.llama.modeling_llama.LlamaForCausalLM": "decoders.llama",
+    "transformers.models.mistral.modeling_mistral.MistralForCausalLM": "decoders.mistral",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM": "decoders.qwen",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM": "decoders.qwen",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM": "decoders.routed",
+    "transformers.models.mixtral.modeling_mixtral.MixtralForCausalLM": "decoders.routed",
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "decoders.gpt_oss",
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "decoders.gpt2",
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
     "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
     "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
@@ -148,7 +149,8 @@ def cut(model: nn.Module) -> Cut | None:
     base = base_of(model)
     preset = _preset_of(type(base))
     if isinstance(preset, str):
-        preset = import_module(f"{__package__}.architectures.{preset}").cut
+        file, _, name = preset.partition(".")
+        preset = getattr(import_module(f"{__package__}.architectures.{file}"), name or "cut")
     elif preset is None and (generic := _generic_for(base)) is not None:
         preset = generic.cut
     if preset is None:
@@ -199,13 +201,16 @@ def _preset_of(cls: type) -> str | CutModel | None:
     return None
 
 
+def unreached(model: nn.Module, sequential: nn.Sequential) -> list[str]:
+    """Names of the model's parameters that are in no layer."""
+    reached = set(map(id, sequential.parameters()))
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in reached]
+
+
 def _refuse_left_out(model: nn.Module, sequential: nn.Sequential) -> None:
     """A parameter the sequence does not reach would train in plain PyTorch and silently stand still
     here."""
-    reached = {id(parameter) for parameter in sequential.parameters()}
-    left_out = [
-        name for name, parameter in model.named_parameters() if id(parameter) not in reached
-    ]
+    left_out = unreached(model, sequential)
     if left_out:
         raise ConfigError(
             f"the preset for {type(base_of(model)).__name__} reaches none of {len(left_out)} "
@@ -228,13 +233,7 @@ def _warn_not_run(model: nn.Module, sequential: nn.Sequential) -> None:
     lost = [
         name or type(module).__name__
         for name, module in model.named_modules()
-        if module not in called
-        and (
-            _has_patched_forward(module)
-            or module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-        )
+        if module not in called and (_has_patched_forward(module) or has_hooks(module))
     ]
     if lost:
         logger.warning(

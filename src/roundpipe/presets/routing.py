@@ -15,7 +15,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
-from .architectures.llama import Block, Prefix, State
 
 Chain = tuple[Any, torch.Tensor]
 
@@ -33,10 +32,6 @@ class Routed(TypedDict):
     )  # ((..., (tokens of all rows, experts)), (tokens of all rows, experts))
     attention_mask: torch.Tensor | None  # (rows, tokens): which tokens the auxiliary loss counts
     has_siblings: bool  # the batch has other microbatches, so the last layer makes sums
-
-
-class RoutedState(State, Routed):
-    """What travels from layer to layer."""
 
 
 class KeptChoice(TorchFunctionMode):
@@ -74,56 +69,6 @@ def _chosen_again(
     indices: torch.Tensor, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any
 ) -> Any:
     return torch.return_types.topk((input.gather(dim, indices), indices))
-
-
-class RoutedPrefix(Prefix):
-    """First layer of a decoder with experts."""
-
-    # As in the models, ``logits_to_keep`` is one place further back.
-    def forward(  # type: ignore[override]
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        output_router_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        has_siblings: bool = False,
-        **kwargs: Any,
-    ) -> RoutedState:
-        state = super().forward(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            labels,
-            use_cache,
-            logits_to_keep,
-            **kwargs,
-        )
-        wanted = wants_auxiliary_loss(self.config, output_router_logits)
-        return RoutedState(
-            **state,
-            router_logits=() if wanted else None,
-            attention_mask=attention_mask if wanted else None,
-            has_siblings=has_siblings,
-        )
-
-
-class RoutedBlock(Block):
-    """One decoder block with experts. ``router``: where its router is, seen from the block."""
-
-    def __init__(self, block: nn.Module, kind: str, router: str) -> None:
-        super().__init__(block, kind)
-        self.router = router
-
-    def forward(self, state: RoutedState) -> RoutedState:  # type: ignore[override]
-        made: RoutedState = run_routed(super().forward, state, self.block, self.router)
-        return made
 
 
 def run_routed(run: Callable[..., Any], state: Any, block: nn.Module, router: str | None) -> Any:

@@ -123,8 +123,7 @@ class TowerBlock(nn.Module):
         if state["hidden_states"] is None:
             return state
         call = state["calls"][self.kind]
-        output = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
-        hidden_states = output[0] if isinstance(output, tuple) else output
+        hidden_states = run_block(self.block, state["hidden_states"], *call.args, **call.kwargs)
         kept = state["kept"] if self.place is None else {**state["kept"], self.place: hidden_states}
         return {**state, "hidden_states": hidden_states, "kept": kept}
 

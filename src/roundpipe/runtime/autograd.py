@@ -213,23 +213,25 @@ def attach(
     return attached
 
 
-def reaches_leaves_beside(losses: Iterable[torch.Tensor], nodes: Iterable[Node | None]) -> bool:
-    """Whether a backward of the losses writes gradients of leaves that it does not reach through
-    ``nodes`` alone."""
+def leaves_beside(
+    losses: Iterable[torch.Tensor], nodes: Iterable[Node | None]
+) -> Iterator[torch.Tensor]:
+    """The leaves whose gradients a backward of the losses writes, without those that it reaches
+    through ``nodes`` alone."""
     waiting, seen = [], set(nodes)
     for loss in losses:
         if loss.is_leaf and loss.requires_grad:
-            return True
+            yield loss
         waiting.append(loss.grad_fn)
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if hasattr(node, "variable"):  # what adds to the gradient of a leaf
-            return True
         seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that adds to the gradient of a leaf
+        if leaf is not None:
+            yield leaf
         waiting += [following for following, _ in node.next_functions]
-    return False
 
 
 def _carrying(boundary: Boundary) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from ..device import Device, Event
 from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..params.gradients import OffloadedLayer
-from ..plan.actions import StageRun
+from ..plan.actions import Pass, StageRun
 from ..plan.schedule import Schedule
 from ..recompute.random_streams import AmbientState, RandomStreams
 from ..threads.interrupts import deferred
@@ -92,7 +92,8 @@ class MemoryPlan:
     ``saved_layers``: whose inputs a forward keeps; ``spilled_layers``: of those, the ones whose
     wait on the host; ``resident_layers``: what stays on the devices when stage runs are over;
     ``slot_limit``: bytes that slots may take on each device; ``kept_graphs``: the first layers of
-    stages whose graphs stay on their device until the backward.
+    stages whose graphs stay on their device until the backward; ``tokens_at_once``: what row-wise
+    modules run for, 0 for all.
     """
 
     saved_layers: frozenset[int]
@@ -102,6 +103,7 @@ class MemoryPlan:
     kept_graphs: frozenset[int]
     measured: ShapeMeasurements
     is_timed: bool
+    tokens_at_once: int = 0
 
 
 class Cancelled(BaseException):
@@ -144,6 +146,7 @@ class Call:
     reaches_out: bool = False  # a backward has begun that also writes gradients of the caller's own
     _inputs: dict[Address, Boundary] = field(default_factory=dict)
     _gradients: dict[Address, BoundaryGradient] = field(default_factory=dict)
+    _offloaded_runs: set[StageRun] = field(default_factory=set)
     _devices_left: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -209,6 +212,13 @@ class Call:
                 self.error = error
             self.condition.notify_all()
 
+    def offload(self, run: StageRun, layers: Sequence[OffloadedLayer]) -> None:
+        """The stage run's gradients are on their way down."""
+        with self.condition:
+            self.offloaded.extend(layers)
+            self._offloaded_runs.add(run)
+            self.condition.notify_all()
+
     def finish_device(self) -> None:
         """A device's worker has done (or dropped) all its actions and holds nothing of this call
         any more."""
@@ -269,6 +279,21 @@ class Call:
         self._wait(lambda: self.is_finished)
         for layer in self.offloaded:
             layer.ready.wait()
+
+    def wait_offloaded(self, layer: int) -> list[OffloadedLayer]:
+        """Blocks until all gradients of one layer are on the host, however many stage runs make
+        them. Raises the call's first error, after it drained."""
+        runs = {
+            run
+            for run in self.schedule.stage_runs
+            if run.pass_ is not Pass.FORWARD and layer in run.layers
+        }
+        self._wait(lambda: runs <= self._offloaded_runs)
+        with self.condition:
+            found = [one for one in self.offloaded if one.layer.layer == layer]
+        for one in found:
+            one.ready.wait()
+        return found
 
     def _wait(self, is_true: Callable[[], bool]) -> None:
         try:

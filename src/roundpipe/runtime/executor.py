@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
 from ..layers.saved import Graph
-from ..params.gradients import GradientBuffers, Offloader
+from ..params.gradients import GradientBuffers, OffloadedLayer, Offloader
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..trace import spans
 from ..transfer.boundaries import (
@@ -24,7 +24,7 @@ from ..transfer.boundaries import (
     copied,
 )
 from ..transfer.spill import Spills
-from .autograd import reaches_leaves_beside
+from .autograd import leaves_beside
 from .call import Call, Cancelled, MicrobatchLoss, describe
 from .capture.layers import CapturedLayers
 from .changes import ModuleChanges
@@ -175,7 +175,11 @@ class Executor:
             run, self.device, self._watch, memory.measured if memory.is_timed else None
         )
         stage = self._stages[run] = self._loader.begin(
-            run, call.model, timer, keeps_graphs=run.layers.start in memory.kept_graphs
+            run,
+            call.model,
+            timer,
+            keeps_graphs=run.layers.start in memory.kept_graphs,
+            tokens_at_once=memory.tokens_at_once,
         )
         self._uploads.begin(call, stage)
 
@@ -196,8 +200,10 @@ class Executor:
             self._passes[pass_](run)
 
     def _offload(self, call: Call, action: Action) -> None:
+        offloaded: list[OffloadedLayer] = []
         for accumulator in reversed(self._stages[action.stage_run].accumulators):
-            accumulator.offload_into(call.offloaded)
+            accumulator.offload_into(offloaded)
+        call.offload(action.stage_run, offloaded)
         self._offloading.append(self.device.down.record())
 
     def _wait_offloaded(self) -> None:
@@ -280,7 +286,8 @@ class Executor:
             # Taken before losses write to them.
             ends = [leaf.grad_fn for leaf in pytree.tree_leaves(output) if tracked(leaf)]
             losses, known = self._loss(run, output)
-            call.reaches_out |= not call.asked.only_loss and reaches_leaves_beside(losses, ends)
+            beside = iter(()) if call.asked.only_loss else leaves_beside(losses, ends)
+            call.reaches_out |= next(beside, None) is not None
             torch.autograd.backward([part for part in losses if part.requires_grad] or losses)
         self._post_gradient(run, trained, _gradients_of(leaves))
         # Announced only now, because a parameter of the caller's own in loss_fn has its gradient

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,16 +86,14 @@ class StageLoader:
             if index in wanted:
                 here |= {index}
 
-    def begin(
-        self, stage_run: StageRun, model: ModelThen, timer: Timer, *, keeps_graphs: bool
-    ) -> Stage:
-        """A stage that has nothing yet."""
+    def begin(self, stage_run: StageRun, model: ModelThen, timer: Timer, **how: Any) -> Stage:
+        """A stage that has nothing yet. ``how``: what else a `Stage` takes."""
         modes, layer_modes = model.modes, {}
         for index in stage_run.layers:
             module = self._layers[index]
             trains = (id(use.parameter) in modes.trains for use in self._store.layers[index].uses)
             layer_modes[index] = (modes.training.get(id(module), module.training), *trains)
-        return Stage(stage_run, model, layer_modes, timer, keeps_graphs=keeps_graphs)
+        return Stage(stage_run, model, layer_modes, timer, **how)
 
     def upload(self, stage: Stage, index: int) -> None:
         """Queues those of a layer's weights that are not on the device yet on the up lane; returns

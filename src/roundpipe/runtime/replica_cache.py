@@ -16,6 +16,7 @@ from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch, Writers
 from ..params.dtypes import GradientRules
 from ..plan.actions import Pass
+from ..recompute.row_wise import RowCuts
 from .stage import Stage
 
 
@@ -51,7 +52,9 @@ class ReplicaCache:
         self._writers = writers
         self._stays = stays
         self.buffers = buffers
-        self._left: dict[int, _Left] = {}
+        self._cuts = RowCuts()
+        # By layer, and the tokens that its row-wise modules run for.
+        self._left: dict[tuple[int, int], _Left] = {}
         # By layer and address of its weights, of which there may be two in turn.
         self._residents: dict[tuple[int, int], ReplicaParameters] = {}
         # Layers, and whether they train, of which a forward was seen.
@@ -88,7 +91,7 @@ class ReplicaCache:
         stage.open(index, residents, self._replica(stage, index, residents))
 
     def _replica(self, stage: Stage, index: int, residents: ReplicaParameters) -> Replica:
-        left = self._left.pop(index, None)
+        left = self._left.pop((index, stage.tokens_at_once), None)
         if left is not None and left.replica.fits(stage.modes):
             left.replica.fill(residents.parameters, self.buffers.place)
             if left.watch is not None:
@@ -96,10 +99,17 @@ class ReplicaCache:
             return left.replica
         if left is not None:
             self._compiler.let_go(left.replica.module)
-        compile_ = partial(self._compiler.apply, device=self._device, modes=stage.modes)
+        finish = partial(self._finish, stage)
         return Replica(
-            self._layers[index], residents.parameters, self.buffers.place, stage.modes, compile_
+            self._layers[index], residents.parameters, self.buffers.place, stage.modes, finish
         )
+
+    def _finish(self, stage: Stage, replica: nn.Module) -> None:
+        """A replica's modules are made."""
+        self._compiler.apply(replica, self._device, stage.modes)
+        if stage.tokens_at_once:
+            compiled = self._compiler.part_of(replica, self._device)
+            self._cuts.apply(replica, stage.tokens_at_once, compiled)
 
     def watch(self, stage: Stage, index: int) -> LayerWatch:
         """Knows what the layer's modules are like, and can make them so again. To be used on the
@@ -136,12 +146,13 @@ class ReplicaCache:
         """To the next stage run of the layer, unless another one that was under way has left its
         own already."""
         replica.empty()
-        if index in self._left:
+        key = index, stage.tokens_at_once
+        if key in self._left:
             self._compiler.let_go(replica.module)
         else:
             watch = stage.watches.get(index)
             is_light = watch is not None and not (replica.with_buffers or watch.keeps_tensors)
-            self._left[index] = _Left(replica, watch if is_light else None)
+            self._left[key] = _Left(replica, watch if is_light else None)
 
     def forget(self) -> None:
         """After a failure nothing is taken for granted. No stage run may be under way.

@@ -12,6 +12,7 @@ from ..layers.parameters import ReplicaParameters
 from ..layers.replica import Replica
 from ..layers.snapshot import LayerWatch
 from ..memory.slots import Slot
+from ..microbatch.sizes import tensor_leaves
 from ..params.gradients import Accumulator, Offloader
 from ..params.working import LayerParameters
 from ..plan.actions import Pass, StageRun
@@ -41,6 +42,7 @@ class Stage:
         layer_modes: whether a layer trains and which of its parameters do, all that its behaviour
             may depend on.
         keeps_graphs: it stays, with its weights, from a forward to the backward.
+        tokens_at_once: as of `MemoryPlan`.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Stage:
         timer: Timer,
         *,
         keeps_graphs: bool = False,
+        tokens_at_once: int = 0,
     ) -> None:
+        self.tokens_at_once = tokens_at_once
         self.stage_run = stage_run
         self.keeps_graphs = keeps_graphs
         self.is_parked = False
@@ -91,10 +95,7 @@ class Stage:
         ):  # taken apart are only what is not handed on as it is
             looked_at = [item for name, item in output.items() if item is not value.get(name)]
         leaves = [
-            leaf
-            for item in looked_at
-            for leaf in ([item] if isinstance(item, torch.Tensor) else pytree.tree_leaves(item))
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None
+            leaf for item in looked_at for leaf in tensor_leaves(item) if leaf.grad_fn is None
         ]
         if not leaves:
             return output

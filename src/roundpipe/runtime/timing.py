@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..autoplan.measurements import Computation, ShapeMeasurements
 from ..autoplan.rates import Way
 from ..device import Device, Lane, Mark
+from ..microbatch.sizes import first_of_graph
 from ..plan.actions import StageRun
 
 
@@ -98,12 +98,9 @@ class StageRunTimer(Timer):
         self._add(computation, layer, begin, self._compute.mark())
 
     def made(self, layer: int, microbatch: int, output: Any) -> None:
-        if microbatch != self._microbatch:
-            return
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(partial(self._note_arrival, layer))
-                return
+        leaf = first_of_graph(output) if microbatch == self._microbatch else None
+        if leaf is not None:
+            leaf.register_hook(partial(self._note_arrival, layer))
 
     def _note_arrival(self, layer: int, gradient: torch.Tensor) -> None:
         self._arrived[layer] = self._compute.mark()

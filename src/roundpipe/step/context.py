@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -129,3 +129,8 @@ def listen(listener: StepListener) -> None:
 def tell_called(step: "StepOptimizers", handle: "StepHandle", is_async: bool) -> None:
     for listener in _listeners:
         listener.step_called(step, handle, is_async)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What ``optimizer`` is over, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

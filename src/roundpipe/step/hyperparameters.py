@@ -168,7 +168,7 @@ class StepOptimizers:
 
 def _tell_what_is_left(optimizer: Optimizer) -> None:
     """Warns of gradients that were used and that the next step will use again."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = context.parameters_of(optimizer)
     if any(
         bool(part.any())
         for parameter in parameters
@@ -214,10 +214,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     step = context.current_step()
     if step is not None and _BEFORE in optimizer.__dict__:
         return None  # a stand-in already: its step calls the step of the class above
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    working = [weights.ids for weights in _working if not weights.is_closed]
+    parameters = context.parameters_of(optimizer)
+    working = set[int]().union(*(weights.ids for weights in _working if not weights.is_closed))
     for parameter in parameters:
-        if not isinstance(parameter, Master) and any(id(parameter) in ids for ids in working):
+        if not isinstance(parameter, Master) and id(parameter) in working:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which "
                 "get no gradient; "

@@ -1,10 +1,24 @@
 """The jobs of an optimizer thread, of which the caller knows how many are left, and what failed
 behind his back and has not reached him yet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from ..params.gradients import OffloadedLayer
 from ..threads.interrupts import SteadyCondition, deferred
 from ..threads.worker import Worker
+
+
+class Backward(Protocol):
+    """What has made gradients: a call, or a backward pass over several."""
+
+    @property
+    def offloaded(self) -> Sequence[OffloadedLayer]: ...
+
+    def wait_finished(self) -> None:
+        """Blocks until all that offloaded is known and on the host; raises what kept it from
+        offloading."""
+        ...
 
 
 class Jobs:

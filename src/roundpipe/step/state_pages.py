@@ -21,6 +21,7 @@ from ..params.placement.held import Held, reachable_otherwise
 from ..params.window import Master
 from ..system.host_memory import free_host_bytes
 from ..threads.worker import Worker
+from .context import parameters_of
 
 AHEAD_BYTES = 256 << 20
 BEHIND_BYTES = 256 << 20
@@ -182,14 +183,13 @@ class StatePages:
         """Moves state that was made elsewhere into the file, and awaits that masters are updated
         in order."""
         order = []
-        for group in optimizer.param_groups:
-            for master in group["params"]:
-                if isinstance(master, Master) and master.memory is self.file:
-                    state = optimizer.state.get(master, {}).values()
-                    tensors = [value for value in state if isinstance(value, torch.Tensor)]
-                    for tensor in tensors:
-                        self._adopt(tensor)
-                    order.append((master, *tensors))
+        for master in parameters_of(optimizer):
+            if isinstance(master, Master) and master.memory is self.file:
+                state = optimizer.state.get(master, {}).values()
+                tensors = [value for value in state if isinstance(value, torch.Tensor)]
+                for tensor in tensors:
+                    self._adopt(tensor)
+                order.append((master, *tensors))
         self.begin(order, for_writing=True)
 
     def zeros_like(self, master: Master, dtype: torch.dtype) -> torch.Tensor:

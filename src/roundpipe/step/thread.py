@@ -11,18 +11,19 @@ their own step; see [Note: newest values].
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..params.gradients import OffloadedLayer
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceStates
+from ..params.placement.device_states import DeviceStates
 from ..params.placement.newest import PendingUpdates
+from ..params.rank_sums import Arriving, RankSums
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
 from ..threads.interrupts import SteadyCondition, deferred
@@ -31,25 +32,13 @@ from ..trace import spans
 from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
-from .jobs import Jobs, LateError
+from .jobs import Backward, Jobs, LateError
 from .state_pages import StatePages
 from .turns import Turns
 from .user_writes import UserWrites
 from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
-
-
-class Backward(Protocol):
-    """What has made gradients: a call, or a backward pass over several."""
-
-    @property
-    def offloaded(self) -> Sequence[OffloadedLayer]: ...
-
-    def wait_finished(self) -> None:
-        """Blocks until all that offloaded is known and on the host; raises what kept it from
-        offloading."""
-        ...
 
 
 @contextmanager
@@ -72,20 +61,27 @@ class StepThread:
         store: ParameterStore,
         masters: Masters,
         device_states: DeviceStates,
+        sums: RankSums,
         new_window: Callable[[], GradientWindow],
         pages: StatePages | None = None,
+        max_host_bytes: float = inf,
     ) -> None:
         self._condition = condition
         self._store = store
         self._masters = masters
+        self._sums = sums
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers(pages)
         self._late = LateError(condition)
-        self._write_back = WriteBack(condition, store, masters, device_states, self._late, pages)
+        self._write_back = WriteBack(
+            condition, store, masters, device_states, self._late, pages, max_host_bytes
+        )
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = self.num_steps = self.num_loads = 0
+        # Told that a step begins, when the calls before it are over.
+        self.step_listeners: list[Callable[[], None]] = []
         # Told what a step took, in milliseconds.
         self.update_listeners: list[Callable[[float], None]] = []
         self.load_listeners: list[Callable[[], None]] = []
@@ -214,11 +210,12 @@ class StepThread:
         version = self.version
         self._condition.wait_interruptibly(lambda: self.is_written_back(layer, version))
 
-    def commit(self, call: Backward) -> None:
+    def commit(self, call: Backward, early: Arriving | None = None) -> None:
         """Queues adding a call's gradients to the current window; that job waits for its late
-        backward stage runs."""
-        window = self._window
-        self._jobs.submit(lambda: self._commit(call, window))
+        backward stage runs. ``early``: the call, if it is said to be the last before the step, so
+        that ranks add up its gradients as they come."""
+        window, step = self._window, self.num_steps + 1
+        self._jobs.submit(lambda: self._commit(call, window, step, early))
 
     @deferred()  # because a step that is counted must be queued, or others would wait forever
     def step(
@@ -293,12 +290,17 @@ class StepThread:
 
     # Jobs, on the optimizer thread.
 
-    def _commit(self, call: Backward, window: GradientWindow) -> None:
+    def _commit(
+        self, call: Backward, window: GradientWindow, step: int, early: Arriving | None
+    ) -> None:
         try:
+            is_sent = early is not None and self._sums.send_early(step, window, early)
             with spans.span("wait_offloaded"):
                 call.wait_finished()
             with spans.span("commit", layers=len(call.offloaded)):
                 window.commit(call.offloaded)
+            if is_sent:
+                self._sums.confirm(window)
         except BaseException as error:
             window.error = error
             self._write_back.note_failure(error)
@@ -315,15 +317,18 @@ class StepThread:
         """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
         began, result, error = time.perf_counter(), None, None
         window, following = windows
+        for begins in self.step_listeners:
+            begins()
         updates = optimizers.updates = PendingUpdates()
         ranks = self._masters.ranks
         try:
+            self._sums.send(number, window)
             with ranks.agreeing(f"before step {number}"):
                 self._write_back.write_back_behind(number - 1)
                 if window.error is not None:
                     raise window.error
             with ranks.agreeing(f"in step {number}"):
-                window.show(self._masters)
+                window.show(self._masters, self._sums.take(number, window))
                 try:
                     with (
                         _noted(f"step_fn of step {number}"),

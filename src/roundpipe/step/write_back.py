@@ -5,15 +5,17 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import repeat
+from math import inf
 
 import torch
 
 from ..params.masters import Masters
-from ..params.placement.device_state import DeviceState, DeviceStates
+from ..params.placement.device_state import DeviceState
+from ..params.placement.device_states import DeviceStates
 from ..params.placement.newest import Copy, PendingUpdates, Whereabouts, value_of
 from ..params.window import GradientWindow
 from ..params.working import LayerParameters, ParameterStore, ParameterUse
-from ..system.host_memory import SPARED_BYTES, free_host_bytes
+from ..system.host_memory import SPARED_BYTES, free_host_bytes, resident_bytes
 from ..threads.interrupts import SteadyCondition
 from ..trace import spans
 from .jobs import LateError
@@ -39,7 +41,9 @@ class WriteBack:
         device_states: DeviceStates,
         late: LateError,
         pages: StatePages | None = None,
+        max_host_bytes: float = inf,
     ) -> None:
+        self._max_host_bytes = max_host_bytes
         self._condition = condition
         self._pages = pages
         self._store = store
@@ -89,7 +93,7 @@ class WriteBack:
                 whereabouts.written_back = max(whereabouts.written_back, version)
             self._condition.notify_all()
 
-    # What is done to many layers. Shallow ones first, because the next forward needs them first.
+    # What is done to many layers. Shallow ones first where the next forward waits for them.
 
     def write_back(
         self,
@@ -134,9 +138,16 @@ class WriteBack:
 
     def update_aside(self, version: int, updates: PendingUpdates, window: GradientWindow) -> None:
         """While calls still read the version before: layers with one working copy are written back
-        by the next step."""
-        with self._passing(self._store.layers, updates):
-            for some in self._small_ones_together(self._store.layers):
+        by the next step.
+
+        Deep layers first, because gradients of the next call come in this order, and find memory
+        that the update has left.
+        """
+        for layer in self._store.layers:  # shallow ones have a device's room first
+            self._device_state_of(layer, updates, aside=True)
+        deep_first = self._store.layers[::-1]
+        with self._passing(deep_first, updates):
+            for some in self._small_ones_together(deep_first):
                 with spans.span("update", layers=_numbers(some)):
                     written_back = self._write(some, version, updates, aside=True)
                 window.release_layers(some)
@@ -177,7 +188,9 @@ class WriteBack:
         """After an update, when all other memory that a step takes is taken, but for another set of
         gradients."""
         num_bytes = self._store.second_buffer_bytes()
-        if num_bytes and 2 * num_bytes + SPARED_BYTES < free_host_bytes():
+        if not num_bytes or 2 * num_bytes + SPARED_BYTES >= free_host_bytes():
+            return
+        if self._max_host_bytes == inf or num_bytes < self._max_host_bytes - resident_bytes():
             self._store.make_second_buffers()
 
     @contextmanager
@@ -230,13 +243,11 @@ class WriteBack:
         turned: list[tuple[Whereabouts, Copy]] = []
         for layer in layers:
             whereabouts = self._store.whereabouts[layer.layer]
-            device_state = whereabouts.device_state or self._take_device_state(
-                layer, updates, aside=aside
-            )
+            device_state = self._device_state_of(layer, updates, aside=aside)
             ahead = [use for use in self._ahead(layer) if targets.get(id(use.parameter)) is None]
             copy = whereabouts.target(ahead, aside=aside) if ahead else None
             if copy is not None and device_state is not None:
-                self._write_there(whereabouts, copy, ahead, updates)
+                self._write_there(whereabouts, copy, ahead, updates, aside=aside)
                 whereabouts.wrote(copy, version)
             elif ahead:
                 into = repeat(None) if copy is None else whereabouts.tensors(copy, ahead)
@@ -303,6 +314,8 @@ class WriteBack:
         copy: Copy,
         ahead: Sequence[ParameterUse],
         updates: PendingUpdates | None,
+        *,
+        aside: bool,
     ) -> None:
         device_state, updated = whereabouts.device_state, []
         assert device_state is not None
@@ -317,8 +330,15 @@ class WriteBack:
         if updates is not None:
             updates.compute(updated, device_state)
         # A tied weight goes on to be ahead until the last layer that uses it has it.
-        last = [use for use in ahead if use == self._store.uses[id(use.parameter)][-1]]
+        end = 0 if aside else -1
+        last = [use for use in ahead if use == self._store.uses[id(use.parameter)][end]]
         self._store.ahead.difference_update(id(use.parameter) for use in last)
+
+    def _device_state_of(
+        self, layer: LayerParameters, updates: PendingUpdates | None, *, aside: bool
+    ) -> DeviceState | None:
+        present = self._store.whereabouts[layer.layer].device_state
+        return present or self._take_device_state(layer, updates, aside=aside)
 
     def _take_device_state(
         self, layer: LayerParameters, updates: PendingUpdates | None, *, aside: bool

@@ -7,7 +7,7 @@ from .cgroups import own_groups
 
 # Left to the system and the caller when memory is taken for speed only.
 SPARED_BYTES = 2 << 30
-_SYSTEM = Path("/proc/meminfo")
+_SYSTEM, _PROCESS = Path("/proc/meminfo"), Path("/proc/self/status")
 
 
 def free_host_bytes() -> int:
@@ -15,6 +15,15 @@ def free_host_bytes() -> int:
     free = system_bytes("MemAvailable")
     groups = (_free_in(folder) for folder in own_groups("memory"))
     return min([free, *(group for group in groups if group is not None)]) if free else 0
+
+
+def resident_bytes() -> int:
+    """What this process has in memory that is no file's; 0 where the system does not tell."""
+    try:
+        lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
+        return 1024 * sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem"))
+    except (OSError, LookupError, ValueError):
+        return 0
 
 
 def all_host_bytes() -> int:

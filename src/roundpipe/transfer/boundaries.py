@@ -39,6 +39,15 @@ class BoundaryGradient(NamedTuple):
     ready: Event | None
 
 
+def of_all_leaves(
+    given: Iterable[torch.Tensor | None], carries: Iterable[bool]
+) -> BoundaryGradient:
+    """The caller's gradients, ``given`` for the leaves that carry one."""
+    remaining = iter(given)
+    leaves = tuple(next(remaining) if carried else None for carried in carries)
+    return BoundaryGradient(leaves, None, None)
+
+
 def boundary_of(
     value: Any, source: Device | None, ready: Event | None, carries: Sequence[bool] | None = None
 ) -> Boundary:
@@ -50,32 +59,26 @@ def boundary_of(
 
 def num_bytes(leaves: Iterable[Any]) -> int:
     """Of the tensors among them. What sparse ones hold is not counted."""
-    return sum(
-        leaf.nbytes
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-    )
+    return sum(leaf.nbytes for leaf in leaves if _has_storage(leaf))
 
 
 def bytes_with_caller(boundaries: Iterable[Boundary]) -> int:
     """Of those of the caller's tensors that are on a device already, or whose gradients will be."""
-    flags = (
-        (leaf, carried)
+    return num_bytes(
+        leaf
         for b in boundaries
         for leaf, carried in zip(b.leaves, b.carries, strict=True)
-    )
-    return num_bytes(
-        t
-        for t, carried in flags
-        if isinstance(t, torch.Tensor) and (carried or t.device.type != "cpu")
+        if isinstance(leaf, torch.Tensor) and (carried or leaf.device.type != "cpu")
     )
 
 
 def address_of(leaf: Any) -> int:
     """Of the memory that a tensor lies in; 0 for what has none."""
-    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-        return 0
-    return leaf.untyped_storage().data_ptr()
+    return leaf.untyped_storage().data_ptr() if _has_storage(leaf) else 0
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
 
 
 def bring(

@@ -20,7 +20,7 @@ from roundpipe import GradScaler, OptimizerCtx, RoundPipe, StepHandle, clip_grad
 from roundpipe.errors import ConfigError
 from roundpipe.optim import SGD, Adam, AdamW
 from roundpipe.optim.state import gathered_state_dict, of_owned
-from roundpipe.step.context import introduce
+from roundpipe.step.context import introduce, parameters_of
 
 # torch's class -> RoundPipe's of the same arguments, state and kernel, which reads gradients as
 # they offloaded.
@@ -213,18 +213,14 @@ class PendingNorm:
 def is_over_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> bool:
     """Whether the optimizer was made over the engine's own copies of the weights."""
     masters = {id(master) for _, master in engine.optim_named_parameters()}
-    return all(
-        id(parameter) in masters
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    return masters.issuperset(map(id, parameters_of(optimizer)))
 
 
 def why_not_moved(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
     """Says what keeps an optimizer over the model's own parameters from being moved to the engine's
     copies of them; None if nothing does."""
     kind, own = type(optimizer).__name__, {id(parameter) for parameter in model.parameters()}
-    if not all(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+    if not own.issuperset(map(id, parameters_of(optimizer))):
         return f"this {kind} is over tensors that are no parameters of the model"
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         return f"this {kind} has been stepped, and what it keeps belongs to the model's parameters"

@@ -234,6 +234,7 @@ def _build(model: nn.Module, args: TrainingArguments) -> RoundPipe:
         devices=devices,
         pin_model=pipeline.pin_model,
         max_gpu_memory=pipeline.max_gpu_memory,
+        max_host_memory=pipeline.max_host_memory,
         optimizer_state_dir=pipeline.optimizer_state_dir,
         compute_dtype=pipeline.compute_dtype,
         cuda_graphs=pipeline.cuda_graphs,

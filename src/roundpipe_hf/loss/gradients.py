@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
+
+from roundpipe.microbatch.sizes import tensor_leaves
+from roundpipe.runtime.autograd import leaves_beside
 
 from ..engine.calls import LossFn
 
@@ -114,25 +115,11 @@ class _Outputs:
     outputs."""
 
     def __init__(self, outputs: Any) -> None:
-        tensors = [
-            leaf
-            for leaf in tree_leaves(outputs)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
+        tensors = [leaf for leaf in tensor_leaves(outputs) if leaf.requires_grad]
         self._nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
         self._tensors = set(tensors)
 
     def leaves_beside(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
         """What a backward of ``loss`` gives gradients without going through the model."""
-        if loss.is_leaf and loss.requires_grad and loss not in self._tensors:
-            yield loss
-        waiting, seen = [loss.grad_fn], set(self._nodes)
-        while waiting:
-            node: Node | None = waiting.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            leaf = getattr(node, "variable", None)  # of a node that adds to the gradient of a leaf
-            if leaf is not None and leaf not in self._tensors:
-                yield leaf
-            waiting += [following for following, _ in node.next_functions]
+        reached = leaves_beside([loss], self._nodes)
+        yield from (leaf for leaf in reached if leaf not in self._tensors)

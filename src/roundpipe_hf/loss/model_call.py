@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..compat import base_model
 from ..errors import UnknownModelCall
@@ -162,10 +164,8 @@ class Replay(ModelStandIn):
     def device(self) -> torch.device:
         """Where the microbatch is, not the model: a loss brings tensors of its own, class weights,
         say, to it."""
-        leaves = tree_leaves((self._outputs, dict(self._expected)))
-        found = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        of_model: Any = self._model.device if found is None else found
-        return torch.device(of_model)
+        first, *_ = [*tensor_leaves((self._outputs, dict(self._expected))), self._model]
+        return torch.device(first.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = by_name(self._model, args, kwargs)

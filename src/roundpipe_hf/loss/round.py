@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from roundpipe.microbatch import batch_size_of
+from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..arguments import losses_on
 from ..engine.calls import Microbatch
@@ -167,9 +168,5 @@ class RoundLoss:
 def _no_loss(outputs: Any) -> torch.Tensor:
     """Zero, with a graph, so that backward has somewhere to start. From the logits, for the model's
     loss is nan."""
-    leaves = [
-        leaf
-        for leaf in tree_leaves(outputs)
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
+    leaves = [leaf for leaf in tensor_leaves(outputs) if leaf.is_floating_point()]
     return max(leaves, key=torch.Tensor.numel).float().sum() * 0.0

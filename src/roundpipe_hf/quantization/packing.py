@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from roundpipe.errors import ConfigError
-from roundpipe.quantized import FORMATS, NF4, QuantizedWeight, quantizable
+from roundpipe.quantized import FORMATS, Format, QuantizedWeight, quantizable
 from roundpipe.system.progress import progress
 
 from ..folders import CONFIG, NewFolder
@@ -36,7 +36,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "int8": {"quant_method": "int8"},
     "mxfp4": {"quant_method": "mxfp4"},
 }
-_BITS = {"nf4": 4.5, "fp8": 8.01, "int8": 8.01, "mxfp4": 4.25}  # of a weight, scales counted
+_CONFIGS["nf4_double"] = {**_CONFIGS["nf4"], "bnb_4bit_use_double_quant": True}
+# Of a weight, scales counted.
+_BITS = {"nf4": 4.5, "nf4_double": 4.13, "fp8": 8.01, "int8": 8.01, "mxfp4": 4.25}
 
 
 def quantize_checkpoint(
@@ -50,7 +52,7 @@ def quantize_checkpoint(
     Args:
         source: a folder with safetensors files and a config.json.
         out: a new folder, or one that this has begun.
-        quantization: "nf4", "fp8", "int8" or "mxfp4".
+        quantization: "nf4", "nf4_double", "fp8", "int8" or "mxfp4".
         is_quantized: of a key.
 
     Raises:
@@ -167,8 +169,10 @@ def _quantized(
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
-def _as_bitsandbytes(key: str, weight: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> Named:
-    yield from named_nf4(key, QuantizedWeight(NF4(), parts, weight.shape, weight.dtype)).items()
+def _as_bitsandbytes(
+    form: Format, key: str, weight: torch.Tensor, parts: tuple[torch.Tensor, ...]
+) -> Named:
+    yield from named_nf4(key, QuantizedWeight(form, parts, weight.shape, weight.dtype)).items()
 
 
 def _with_scale(
@@ -179,7 +183,7 @@ def _with_scale(
 
 
 _NAMED: dict[str, Callable[[str, torch.Tensor, tuple[torch.Tensor, ...]], Named]] = {
-    "nf4": _as_bitsandbytes,
+    **{name: partial(_as_bitsandbytes, FORMATS[name]) for name in ("nf4", "nf4_double")},
     "fp8": partial(_with_scale, ("", "_scale_inv")),
     "int8": partial(_with_scale, ("", "_scale")),
     "mxfp4": partial(_with_scale, ("_blocks", "_scales")),

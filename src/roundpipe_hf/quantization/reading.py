@@ -40,8 +40,10 @@ def method_of(config: Any) -> str | None:
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None
-    method = str(as_dict(said).get("quant_method"))
-    return "nf4" if method == "bitsandbytes" else method
+    said = as_dict(said)
+    method = str(said.get("quant_method"))
+    is_double = bool(said.get("bnb_4bit_use_double_quant"))
+    return ("nf4", "nf4_double")[is_double] if method == "bitsandbytes" else method
 
 
 def read_quantized(

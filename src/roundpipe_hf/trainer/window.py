@@ -15,6 +15,7 @@ from roundpipe import (
     StepHandle,
 )
 from roundpipe.errors import ConfigError
+from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..arguments import LossReduction, pipeline_of
 from ..compat import tell_skipped
@@ -260,6 +261,7 @@ class AccumulationWindow:
                     loss_fn if scaler is None else _scaled(loss_fn, scaler)
                 ),
                 run_config=config,
+                is_last=batches[-1].syncs,
             )
         self._refuse_gradients_of_the_model(engine)
         return losses if scaler is None else [loss / scaler.get_scale() for loss in losses]
@@ -298,4 +300,4 @@ def _scaled(loss_fn: LossFn, scaler: GradScaler) -> LossFn:
 
 
 def _elements(batch: StashedBatch) -> int:
-    return sum(value.numel() for value in batch.inputs.values() if isinstance(value, torch.Tensor))
+    return sum(map(torch.Tensor.numel, tensor_leaves(list(batch.inputs.values()))))

@@ -27,6 +27,7 @@ from ..engine.slot import EngineSlot, has_readable_head
 from ..loss.model_call import ModelAnswer, by_name
 from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
+from .answers import Answers
 from .by_name import load_by_name, references_on_host
 from .heads import FusedAnswer, Head, LogitsAnswer
 from .refusals import refuse_data_and_model
@@ -49,13 +50,9 @@ class TRLMixin(RoundPipeTrainerMixin):
             )
         if isinstance(model, str):
             model = load_by_name(model, args, kwargs)
+        self._answers = Answers()
         with references_on_host(args):
             super().__init__(model, *others, **kwargs)
-        if self.args.world_size > 1:
-            raise ConfigError(
-                f"{type(self).__name__} does not support several processes: start the script with "
-                "plain python, which drives all devices"
-            )
         refuse_data_and_model(self)
         self._route_calls()
 
@@ -73,13 +70,22 @@ class TRLMixin(RoundPipeTrainerMixin):
         """TRL's losses here are of whole batches: pairs, or means over them."""
         return False
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, whose metrics are gathered from all processes in it."""
+        if self.args.world_size == 1 or not self.model.training:
+            return super().compute_loss(*args, **kwargs)
+        with self._answers.kept(self.accelerator):
+            return super().compute_loss(*args, **kwargs)
+
     def counted_by_losses(self) -> Any:
         """TRL's metrics until they are logged, the tokens it has seen, and how GRPO adapts its
         entropy's coefficient."""
+        self._answers.forget()
         counts = {name: getattr(self, name) for name in _COUNTS if hasattr(self, name)}
         return copy.deepcopy(counts)
 
     def count_again_from(self, counted: Any) -> None:
+        self._answers.give_again()
         for name, value in copy.deepcopy(counted).items():
             setattr(self, name, value)
 

@@ -47,7 +47,7 @@ class RoundPipeDPOTrainer(_OfPairs, DPOTrainer):
     computed beforehand (``precompute_ref_log_probs``).
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
+        ConfigError: what `RoundPipeTrainer` refuses, ``sync_ref_model``,
             ``use_liger_kernel``, a reference model with another vocabulary, data with images for a
             model whose preset takes none, and a batch of an odd number of rows.
 
@@ -87,7 +87,7 @@ class RoundPipeRewardTrainer(_OfPairs, RewardTrainer):
     sequence classification runs by parts.
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, and several processes.
+        ConfigError: what `RoundPipeTrainer` refuses, and a batch of an odd number of rows.
 
     Example:
         >>> args = RoundPipeRewardConfig("out")

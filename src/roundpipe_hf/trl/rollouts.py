@@ -54,6 +54,12 @@ class _RolloutMixin(TRLMixin):
                     raise ConfigError(
                         f"{type(self).__name__} does not support {name}: {why}; leave it out"
                     )
+            if getattr(args, "use_vllm", False) and getattr(args, "world_size", 1) > 1:
+                raise ConfigError(
+                    f"{type(self).__name__} does not support use_vllm in {args.world_size} "
+                    "processes: each would send its weights to the server; leave it out, or start "
+                    "one process, which drives all devices of its machine"
+                )
             if getattr(args, "use_vllm", False):
                 refuse_shared_device(type(self).__name__, args)
         super().__init__(model, *others, **kwargs)
@@ -107,11 +113,11 @@ class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):
     ``use_vllm`` vLLM makes them, elsewhere, and gets the newest weights one layer at a time.
 
     Raises:
-        ConfigError: what `RoundPipeTrainer` refuses, several processes, ``sync_ref_model``,
-            ``use_transformers_continuous_batching``, ``use_vllm`` with an engine of vLLM's on a
-            device that this one computes on, a reference model with another vocabulary, a prompt
-            that fills the model's context, data with images for a model whose preset takes none,
-            and rewards that are no numbers.
+        ConfigError: what `RoundPipeTrainer` refuses, ``sync_ref_model``,
+            ``use_transformers_continuous_batching``, ``use_vllm`` in several processes, or with an
+            engine of vLLM's on a device that this one computes on, a reference model with another
+            vocabulary, a prompt that fills the model's context, data with images for a model whose
+            preset takes none, and rewards that are no numbers.
 
     Example:
         >>> args = RoundPipeGRPOConfig("out", num_generations=8)

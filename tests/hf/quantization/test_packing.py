@@ -35,7 +35,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-@pytest.mark.parametrize("quantization", ["nf4", "fp8", "int8"])
+@pytest.mark.parametrize("quantization", ["nf4", "nf4_double", "fp8", "int8"])
 def test_linear_layers_but_the_head_are_quantized(
     source: Path, tmp_path: Path, quantization: str
 ) -> None:

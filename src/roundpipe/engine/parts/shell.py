@@ -11,14 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ...errors import ConfigError
 from ...layers.modes import HOOKS, Modes
 from ...layers.replica import pairs, replicate
 from ...layers.structure import Structure
+from ...microbatch.sizes import tensor_leaves
 from .find import is_sequence
 from .loss import has_loss_function
 from .twins import LostTensor, Sides, Twin
@@ -125,8 +124,8 @@ def _whole_because_of(set_here: Mapping[str, Any]) -> str | None:
         ConfigError: a tensor among it carries a gradient, which ends where a module holds it.
     """
     for name, value in set_here.items():
-        for leaf in pytree.tree_leaves(value):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+        for leaf in tensor_leaves(value):
+            if isinstance(leaf, nn.Parameter):
                 continue
             if leaf.requires_grad:
                 raise ConfigError(

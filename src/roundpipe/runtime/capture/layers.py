@@ -138,8 +138,9 @@ class CapturedLayers:
     def call(self, run: MicrobatchRun, layer: int, module: nn.Module, value: Any) -> Any:
         """The layer's output, as ``module`` would make it, with a graph whose backward comes before
         the layer runs again."""
-        is_out = layer not in self._layers or run.again or run.stage.keeps_graphs or _is_watched()
-        if is_out:
+        stage = run.stage
+        is_out = layer not in self._layers or run.again or _is_watched()
+        if is_out or stage.keeps_graphs or stage.tokens_at_once:
             return called(module, value, is_first=layer == 0)
         leaves, spec = pytree.tree_flatten(value)
         form = _form_of(run, layer, leaves, spec, self._device.torch_device)

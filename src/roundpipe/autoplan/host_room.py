@@ -1,0 +1,80 @@
+"""How much host memory the inputs that calls keep may take: what is free, of the system's or of a
+limit, when everything else that an engine needs is there."""
+
+from collections.abc import Iterable
+from math import inf
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..params.dtypes import GradientRules
+from ..quantized import QuantizedWeight
+from ..system.host_memory import SPARED_BYTES, free_host_bytes, resident_bytes
+
+# Of the masters' bytes: two, as torch's AdamW makes them. Until a step has made some, nobody knows
+# better.
+_MOMENTS = 2
+
+
+class HostRoom:
+    """Of one engine. Used by the caller's thread.
+
+    Args:
+        most: what the process is to stay under; infinite where nobody has said.
+        parameters: the model's.
+        has_state_file: masters and moments take no memory.
+    """
+
+    def __init__(
+        self,
+        most: float,
+        parameters: Iterable[nn.Parameter],
+        rules: GradientRules,
+        *,
+        has_state_file: bool = False,
+    ) -> None:
+        self.most = most
+        parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.weights = sum(map(_num_bytes, parameters))
+        self.frozen = self.weights - sum(map(_num_bytes, trained))
+        self.gradients = sum(p.numel() * rules.dtypes(p).offloaded.itemsize for p in trained)
+        masters = sum(p.numel() * rules.master(p).itemsize for p in trained)
+        self.masters = 0 if has_state_file else masters
+
+    def refuse_too_little(self, *, in_files: int = 0) -> None:
+        """Raises ConfigError if the limit is less than what is needed whatever an optimizer keeps.
+
+        Args:
+            in_files: bytes of weights that stay there.
+        """
+        weights = self.weights - in_files
+        needed = weights + self.masters + self.gradients
+        if needed > self.most:
+            raise ConfigError(
+                f"max_host_memory is {_gigabytes(self.most)}, and {_gigabytes(needed)} are needed "
+                f"before an optimizer keeps anything: {_gigabytes(weights)} for weights, "
+                f"{_gigabytes(self.masters)} for masters, {_gigabytes(self.gradients)} for "
+                "gradients; raise it, train adapters, quantize what is frozen, or use "
+                "optimizer_state_dir"
+            )
+
+    def for_inputs(self, held_bytes: int, *, has_stepped: bool) -> float:
+        """Bytes that all kept inputs may take together on the host.
+
+        Args:
+            held_bytes: what they take of it now.
+            has_stepped: what steps make is there.
+        """
+        free = free_host_bytes()
+        left = (free - SPARED_BYTES if free else inf, self.most - resident_bytes())
+        coming = 0 if has_stepped else self.gradients + (1 + _MOMENTS) * self.masters
+        return max(0.0, min(left) + held_bytes - coming)
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    return parameter.num_bytes if isinstance(parameter, QuantizedWeight) else parameter.nbytes
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.4g} GB"

@@ -1,0 +1,42 @@
+"""Refusals of several processes: what one of them cannot do, none of them does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from ...errors import ConfigError, RankError
+from ...params.rank_messages import TEXT_BYTES, coded, decoded
+from ...params.ranks import Ranks
+
+
+@contextmanager
+def refused_alike(ranks: Ranks, what: str) -> Iterator[None]:
+    """What one rank raises inside, where nothing is changed and nothing is said to others, keeps
+    all from going on: the others raise a ConfigError that names it.
+
+    Unlike what is raised in `Ranks.agreeing` it ends nothing: all ranks are where they were, and
+    may try another file. With no job under way, because jobs talk, too.
+    """
+    if ranks.count == 1:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        with suppress(RankError):  # because what this rank has to say is its own error
+            _first_said(ranks, f"rank {ranks.rank} raised {type(error).__name__}: {error}")
+        raise
+    said = _first_said(ranks, "")
+    if said:
+        raise ConfigError(f"{what}: {said}; nothing was changed on any rank")
+
+
+def _first_said(ranks: Ranks, own: str) -> str:
+    """By the first rank that says something; the same on all."""
+    found = ranks.gathered({}, own)
+    first = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
+    if found is not None:
+        first = coded(next(filter(None, found[1]), ""))
+    ranks.share([first])
+    return decoded(first)

@@ -1,0 +1,70 @@
+"""Ranks that send through their devices train as those that do not.
+
+Here the devices are virtual ones and talk by gloo, in parts that fit nothing evenly.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import roundpipe
+from roundpipe.params import device_link, ranks
+from tests.params.test_rank_sums import trains_as_one
+from tests.support.models import make_mlp
+from tests.support.processes import check_in_processes
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes(count: int, tmp_path: Path) -> None:
+    check_in_processes(all_checks, tmp_path, count)
+
+
+def all_checks() -> None:
+    dist.init_process_group("gloo")
+    sent = link_virtual_devices()
+    trains_as_one(lambda call, calls: call == calls - 1, is_async=True)
+    assert max(sent) > device_link._BUFFER_BYTES, "nothing took several parts"
+    sends_what_each_pair_has()
+
+
+def link_virtual_devices() -> list[int]:
+    """Returns where the bytes of what was sent at once are noted."""
+    sent: list[int] = []
+
+    class Noting(device_link.DeviceLink):
+        def swap(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+            sent.extend(tensor.nbytes for tensor in outgoing.values())
+            super().swap(outgoing, incoming)
+
+    new_group = ranks.Ranks._new_group
+    changes: dict[tuple[Any, str], Any] = {
+        (ranks, "has_nccl"): lambda group: True,
+        (ranks, "can_link"): lambda group, device: True,
+        (ranks, "DeviceLink"): Noting,
+        (ranks, "LEAST_BY_DEVICE"): 100,
+        (ranks.Ranks, "_new_group"): lambda self, backend: new_group(self, "gloo"),
+        (device_link, "_BUFFER_BYTES"): 1000,
+    }
+    for (owner, name), value in changes.items():
+        setattr(owner, name, value)
+    return sent
+
+
+def sends_what_each_pair_has() -> None:
+    """Other sizes, in one direction only, and none at all."""
+    with roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD) as engine:
+        rank = engine.ranks.rank
+
+        def made(source: int, target: int) -> Tensor:
+            size = {(0, 1): 1001, (1, 0): 3, (1, 2): 400, (2, 0): 26}.get((source, target), 0)
+            return torch.arange(size, dtype=torch.float64) + 10 * source + target
+
+        expected = {peer: made(peer, rank) for peer in engine.ranks.others}
+        incoming = {peer: torch.full_like(one, -1) for peer, one in expected.items()}
+        engine.ranks.exchange({peer: made(rank, peer) for peer in engine.ranks.others}, incoming)
+        torch.testing.assert_close(incoming, expected, atol=0, rtol=0)

@@ -1,0 +1,87 @@
+"""What one rank cannot do outside of a step keeps the others from waiting for it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import roundpipe
+from roundpipe.errors import ConfigError, RankError
+from tests.support.branching import make_branches
+from tests.support.models import make_mlp, mlp_batch
+from tests.support.processes import check_in_processes
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    check_in_processes(refuses_alone, tmp_path)
+
+
+def refuses_alone() -> None:
+    """No exception ends a process here, as none does in a notebook: the others have to hear of it
+    while this one lives. Afterwards both make another engine."""
+    dist.init_process_group("gloo")
+    one_cannot_make(sequence, RankError, "rank 1 raised ConfigError making the engine")
+    one_cannot_make(in_parts, ConfigError, "choosing devices: rank 1 raised ConfigError")
+    all_cut_alike()
+    one_cannot_load()
+
+
+def sequence(**how: Any) -> Any:
+    return roundpipe.RoundPipe(make_mlp(), process_group=dist.group.WORLD, **how)
+
+
+def in_parts(**how: Any) -> Any:
+    return roundpipe.wrap_model_to_roundpipe(
+        make_branches(), lower_threshold=1024, process_group=dist.group.WORLD, **how
+    )
+
+
+def one_cannot_make(make: Callable[..., Any], kind: type[Exception], said: str) -> None:
+    before = threading.active_count()
+    is_bad = dist.get_rank() == 1
+    devices: Any = [torch.device("cuda", 99)] if is_bad else 1
+    with pytest.raises(ConfigError if is_bad else kind, match="" if is_bad else said):
+        make(devices=devices)
+    assert threading.active_count() == before
+    make(devices=1).close()
+
+
+def all_cut_alike() -> None:
+    """Parts depend on how many devices there are, and ranks may have different numbers of them:
+    they would send each other other layers."""
+    engine = in_parts(devices=1 + 4 * dist.get_rank())
+    counts = [0, 0]
+    dist.all_gather_object(counts, engine.num_layers)
+    assert counts[0] == counts[1]
+    engine.close()
+
+
+def one_cannot_load() -> None:
+    """Before anything is changed; and once something is, as on a broken disk."""
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    roundpipe.save_checkpoint("state", engine, optimizer)
+    dist.barrier()
+    rank, path = dist.get_rank(), f"state{'-elsewhere' * dist.get_rank()}"
+    refused, said = (FileNotFoundError, "") if rank else (ConfigError, "rank 1 raised FileNotFound")
+    with pytest.raises(refused, match=said):
+        roundpipe.load_checkpoint(path, engine, optimizer)
+    roundpipe.load_checkpoint("state", engine, optimizer)
+    engine.forward_backward(mlp_batch(2).args, loss_fn=lambda out, _: out.sum())
+    engine.step(optimizer.step, is_async=False)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk")
+
+    if rank == 1:
+        engine.load_state_dict = fail  # type: ignore[method-assign]
+    broken, said = (OSError, "disk") if rank else (RankError, "rank 1 raised OSError loading")
+    with pytest.raises(broken, match=said):
+        roundpipe.load_checkpoint("state", engine, optimizer)
+    with pytest.raises(RankError, match="last checkpoint"):
+        engine.step(optimizer.step, is_async=False)
+    engine.close()
