@@ -12,8 +12,10 @@ DOCS = ROOT / "docs"
 ARCHITECTURE, CONTRIBUTING = DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"
 GUIDE = [
     *sorted((DOCS / "guide").glob("*.md")),
-    *(DOCS / name for name in ("index.md", "moving.md", "troubleshooting.md")),
+    # The reference's page is settings of what reads docstrings, one line each.
+    *(page for page in sorted(DOCS.glob("*.md")) if page.name not in ("api.md", "architecture.md")),
 ]
+README = ROOT / "README.md"
 
 
 def test_architecture_is_read_in_ten_minutes() -> None:
@@ -40,16 +42,16 @@ def test_every_room_is_listed(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [ARCHITECTURE, CONTRIBUTING, *GUIDE, *sorted((DOCS / "internals").glob("*.md"))],
+    [README, ARCHITECTURE, CONTRIBUTING, *GUIDE, *sorted((DOCS / "internals").glob("*.md"))],
     ids=lambda page: page.stem,
 )
 def test_pages_keep_to_100_columns(page: Path) -> None:
     wide = [line for line in shape.outside_tables(page.read_text()) if len(line) > shape.COLUMNS]
-    assert not wide
+    assert not [line for line in wide if not line.startswith("#")]  # a heading cannot be wrapped
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
     """Those of the other pages are checked by `make docs`."""
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)#]+)", README.read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).is_file()]
