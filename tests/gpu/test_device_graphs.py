@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.device import AcceleratorDevice
+from roundpipe.params.placement.device_states import DeviceStates
 from tests.support.device_sets import ACCELERATORS, DeviceSet
 from tests.support.engines import Engines, engine_weights
 
@@ -108,7 +109,13 @@ def test_a_number_on_the_host_is_not_recorded(engines: Engines) -> None:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_losses_and_weights_are_equal_to_the_bit(
-    engines: Engines, replays: list[int], on: DeviceSet, *, lora: bool, is_async: bool
+    engines: Engines,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    on: DeviceSet,
+    *,
+    lora: bool,
+    is_async: bool,
 ) -> None:
     config = LlamaConfig(
         hidden_size=64,
@@ -148,6 +155,11 @@ def test_losses_and_weights_are_equal_to_the_bit(
         engine.close()
         return losses, weights
 
+    # Measurements decide at which step optimizer state moves to the device, where it is rounded
+    # otherwise, so here it moves with the first update.
+    monkeypatch.setattr(
+        DeviceStates, "let", lambda states, *_, **__: setattr(states, "_limit", float(1 << 30))
+    )
     expected, actual = run(captures=False), run(captures=None)
     assert actual[0] == expected[0]
     assert all(torch.equal(actual[1][name], value) for name, value in expected[1].items())

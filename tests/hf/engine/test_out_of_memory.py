@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback
 
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from roundpipe.device import VirtualDevice
-from roundpipe.engine import out_of_memory as engine_model
+from roundpipe.engine import device_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import PlanError
 from roundpipe_hf import RoundPipeTrainer

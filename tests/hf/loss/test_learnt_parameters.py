@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback
 
-from roundpipe.engine import out_of_memory as engine_model
+from roundpipe.engine import device_memory as engine_model
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
 from tests.hf.engine.test_out_of_memory import SETTINGS, hooked_engine
