@@ -63,7 +63,8 @@ class PipelineArguments:
             `RoundPipe`; None where that is known to be right.
         loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
             where that is not known.
-        trace_dir: refused by the Trainers; `roundpipe.profile` writes timelines.
+        trace_dir: a folder for a timeline of steps 3 to 5 of each run, ``steps-3-5.json``, that
+            `python -m roundpipe timeline`, Perfetto and Chrome open; the file before is replaced.
 
     Raises:
         ConfigError: a value that a setting cannot have.
@@ -147,7 +148,7 @@ class PipelineArguments:
         },
     )
     trace_dir: str | None = field(
-        default=None, metadata={"help": "Refused: roundpipe.profile writes timelines."}
+        default=None, metadata={"help": "Folder for a timeline of steps 3 to 5 of each run."}
     )
 
     def __post_init__(self) -> None:

@@ -162,11 +162,6 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "activation offloading: activations between stages are in host memory already; "
             "leave it out"
         )
-    if pipeline_of(args).trace_dir is not None:
-        yield (
-            "trace_dir: nothing would be written there. Leave it out, and put "
-            "`with roundpipe.profile('trace.json'):` around train() of a few steps"
-        )
 
 
 def _refused_model(model: Any) -> Iterator[str]:

@@ -28,6 +28,7 @@ from ..quantization.modules import adopt_bitsandbytes
 from .evaluation import on_host
 from .figures import StepFigures
 from .saving import SavingMixin
+from .tracing import StepTraces
 from .user_functions import takes_num_items, with_loss_on, without_num_items
 from .window import AccumulationWindow
 
@@ -57,6 +58,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         self._slot = EngineSlot(engine)
         self._window = AccumulationWindow(self)
         self._figures = StepFigures(self)
+        self._traces = StepTraces(self)
         self.is_in_loop = False
         super().__init__(model if engine is None else engine.model, *args, **kwargs)
 
@@ -239,7 +241,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             self._slot.share(self.model)
         self.is_in_loop = True
         try:
-            with self._figures.of_run():
+            with self._figures.of_run(), self._traces.of_run():
                 return super()._inner_training_loop(batch_size, *args, **kwargs)
         except BaseException:
             # What was stepped with before counts, and whoever goes on from here has to find it in
@@ -330,6 +332,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         ):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
             for loss in self._run_window():
                 compat.book_loss(self, loss)
+        self._traces.step_over()
         will_log = compat.will_log(self)
         if isinstance(grad_norm, PendingNorm):
             # Only now, because reading it waits for the update.

@@ -33,7 +33,6 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
             "torch_compile_mode='max-autotune'",
         ),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
-        ({"trace_dir": "traces"}, "trace_dir.*roundpipe.profile"),
     ],
 )
 def test_arguments(settings: dict[str, Any], message: str) -> None:
