@@ -76,11 +76,17 @@ class StepTraces:
             return
         self._steps, self._last = self._steps + 1, self._trainer.state.global_step
         if self._steps == TRACED.start - 1:
-            self._trainer.synchronize()  # because its update, which may be on its way, is no part
+            self._end_update()
             self._profile = self._recording.enter_context(profile())
         elif self._steps == TRACED[-1]:
-            self._trainer.synchronize()  # because its update, which may be on its way, is a part
+            self._end_update()
             self._write()
+
+    def _end_update(self) -> None:
+        """So that a step's own update is recorded with it. Asynchronous updates stay on their way,
+        because the next step would else see newer weights than without a trace."""
+        if not pipeline_of(self._trainer.args).async_optimizer:
+            self._trainer.synchronize()
 
     def _write(self) -> None:
         profiled, self._profile = self._profile, None

