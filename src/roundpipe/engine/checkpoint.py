@@ -109,7 +109,11 @@ def save_checkpoint(
     generators, others = random_state(model)
     told = described, (generators, others)
     # Buffers are the first one's, and so is what nobody trains or has assigned.
-    of_model = {f"model/{n}": t for n, t in weights.items() if not sharded or ranks.owns(t)}  # type: ignore[arg-type]
+    of_model = {
+        f"model/{name}": weight
+        for name, weight in weights.items()
+        if not sharded or ranks.owns(weight)  # type: ignore[arg-type]
+    }
     if not sharded or ranks.rank == 0:
         of_model |= fixed
     found = ranks.gathered({} if sharded else own, told)
