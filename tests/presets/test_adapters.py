@@ -231,3 +231,22 @@ def test_a_frozen_parameter_that_a_forward_changes_is_refused(engines: Engines) 
     ):
         engine.forward_backward((torch.ones(4, 4),), loss_fn=lambda output, _: output.sum())
     assert torch.equal(model[0].mean, torch.zeros(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_adapters_of_experts_in_compiled_blocks(
+    engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch's own compiler, whose code of these products failed as it ran."""
+
+    def run(*, compiles: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        engine = engines(adapted("qwen3-moe"), ONE, compile=compiles)
+        loss = engine.forward_backward(input_kwargs=INPUTS["padded left"]())
+        return loss, engine_gradients(engine)
+
+    (expected, gradients), (loss, found) = run(compiles=False), run(compiles=True)
+    assert "without being compiled" not in caplog.text
+    assert found.keys() == gradients.keys()
+    assert_same_sums(loss, expected, terms=ROWS * TOKENS)
+    assert_same_sums(found, gradients, terms=REASSOCIATED)

@@ -87,6 +87,7 @@ class AdaptedWeight:
         return made
 
     @classmethod
+    @torch.compiler.disable  # it cannot trace what is no tensor, and compiles the products wrongly
     def __torch_function__(
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
