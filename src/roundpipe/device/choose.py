@@ -86,8 +86,8 @@ def own_share(there: int) -> range:
         return range(there)
     if not 0 <= rank < count:
         raise ConfigError(
-            f"LOCAL_RANK is {rank}, and LOCAL_WORLD_SIZE {count} (1 where it is not set); set both, "
-            "as torchrun and accelerate do, or name each process's accelerators in devices"
+            f"LOCAL_RANK is {rank}, and LOCAL_WORLD_SIZE {count} (1 where it is not set); set "
+            "both, as torchrun and accelerate do, or name each process's accelerators in devices"
         )
     if there < count:
         raise ConfigError(
