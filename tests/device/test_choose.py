@@ -54,3 +54,6 @@ def test_processes_of_a_host_share_its_accelerators(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="3 processes on this host see 2 accelerators"):
         own_share(2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # as where a script of Slurm's sets the rank alone
+    with pytest.raises(ConfigError, match="LOCAL_RANK is 1, and LOCAL_WORLD_SIZE 1 .*set both"):
+        own_share(4)

@@ -172,6 +172,7 @@ def shards_of_two() -> None:
             other, {name: states[-1][name] for name in other}, atol=1e-6, rtol=1e-5
         )
     one_refuses_and_all_go_on(group)
+    one_writes_elsewhere(group)
     one_cannot_write(group)
 
 
@@ -187,6 +188,10 @@ def one_refuses_and_all_go_on(group: Any) -> None:
     calls: list[tuple[Callable[[], None], str]] = [
         (lambda: load_checkpoint(f"own-{rank}/copy", engine, optimizer), r"has 100 bytes"),
         (lambda: save_checkpoint(f"own-{rank}/there", engine, optimizer, sharded=True), "is there"),
+        (  # as where each has a disk of its own
+            lambda: save_checkpoint(f"own-{rank}/apart", engine, optimizer, sharded=True),
+            "is not there, which the first process has made",
+        ),
     ]
     for call, said in calls:
         named = "" if rank else "rank 1 raised ConfigError: .*"
@@ -196,9 +201,24 @@ def one_refuses_and_all_go_on(group: Any) -> None:
     with pytest.raises(ConfigError, match="not one of the engine's"):
         save_checkpoint("never", engine, other)
     assert not os.path.exists("never")
+    assert not [name for name in os.listdir(f"own-{rank}") if name.startswith("apart")]
     load_checkpoint("two", engine, optimizer)
     step(engine, optimizer, 7)
     engine.close()
+
+
+def one_writes_elsewhere(group: Any) -> None:
+    """To a folder of its own that a save before has left there: what the first one would finish
+    would lack a shard."""
+    rank = dist.get_rank()
+    engine, optimizer = make(group)
+    if rank == 1:
+        os.mkdir("own-1/late.unfinished")
+    kind, said = (RankError, "rank 0 raised") if rank else (ConfigError, "__1_0.distcp has 0 bytes")
+    with pytest.raises(kind, match=said):
+        save_checkpoint(f"own-{rank}/late", engine, optimizer, sharded=True)
+    engine.close()
+    assert not os.path.exists(f"own-{rank}/late")
 
 
 def one_cannot_write(group: Any) -> None:

@@ -28,6 +28,7 @@ def refuses_alone() -> None:
     one_cannot_make(in_parts, ConfigError, "choosing devices: rank 1 raised ConfigError")
     all_cut_alike()
     one_cannot_load()
+    one_is_elsewhere()
 
 
 def sequence(**how: Any) -> Any:
@@ -85,3 +86,35 @@ def one_cannot_load() -> None:
     with pytest.raises(RankError, match="last checkpoint"):
         engine.step(optimizer.step, is_async=False)
     engine.close()
+
+
+def one_is_elsewhere() -> None:
+    """Saves or loads where the other one steps, or has said that it is going to: messages of one
+    length meet those of another, for which gloo ends a process or waits."""
+
+    def call(what: str) -> None:
+        if what == "step":
+            engine.step(optimizer.step, is_async=False)
+        elif what == "load":
+            roundpipe.load_checkpoint("state", engine, optimizer)
+        else:
+            roundpipe.save_checkpoint("another", engine, optimizer, sharded=what == "shards")
+
+    for calls in (("save", "step"), ("step", "load"), ("save", "load"), ("shards", "save")):
+        engine = sequence(devices=1)
+        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+        with pytest.raises(RankError, match="rank 1 talks .*, and rank 0 .*call the same"):
+            call(calls[dist.get_rank()])
+        engine.close()
+    for early in range(2):
+        engine = sequence(devices=1)
+        optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+        engine.forward_backward(
+            mlp_batch(2).args,
+            loss_fn=lambda out, _: out.sum(),
+            is_last=dist.get_rank() == early,
+        )
+        with pytest.raises(RankError, match="saving a checkpoint.*call the same"):
+            call("save")
+        engine.close()
+    assert not Path("another").exists()

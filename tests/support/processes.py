@@ -25,7 +25,11 @@ def run_in_processes(
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
-        f"from {function.__module__} import {function.__name__} as check; check(*{given!r})"
+        f"from {function.__module__} import {function.__name__} as check; check(*{given!r})\n"
+        # Because threads of gloo's that still hold tensors when the interpreter goes away abort the
+        # process.
+        "import torch.distributed as dist\n"
+        "if dist.is_initialized() and dist.get_backend() == 'gloo': dist.destroy_process_group()"
     )
     common = {
         "WORLD_SIZE": str(count),

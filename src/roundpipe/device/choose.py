@@ -79,11 +79,16 @@ def own_share(there: int) -> range:
     A single one is its own, because the launcher has seen to that.
 
     Raises:
-        ConfigError: fewer accelerators than processes.
+        ConfigError: fewer accelerators than processes, or a process that is none of them.
     """
     rank, count = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if there < 2:
         return range(there)
+    if not 0 <= rank < count:
+        raise ConfigError(
+            f"LOCAL_RANK is {rank}, and LOCAL_WORLD_SIZE {count} (1 where it is not set); set "
+            "both, as torchrun and accelerate do, or name each process's accelerators in devices"
+        )
     if there < count:
         raise ConfigError(
             f"{count} processes on this host see {there} accelerators; start at most {there}, or "

@@ -85,7 +85,8 @@ def save_checkpoint(
     """
     target, ranks = Path(path), model.ranks
     weights, fixed = _model_tensors(model)  # by which no job is under way any more
-    with refused_alike(ranks, f"saving {target}"), OptimizerCtx():
+    what = f"saving a {'sharded ' * sharded}checkpoint"
+    with refused_alike(ranks, what, f" to {target}"), OptimizerCtx():
         if sharded and target.exists():
             raise ConfigError(f"{target} is there already; name a folder that is not, or remove it")
         if target.is_dir():
@@ -163,7 +164,7 @@ def load_checkpoint(
     source, ranks = Path(path), model.ranks
     weights, fixed = _model_tensors(model)  # by which no job is under way any more
     with ExitStack() as opened:
-        with refused_alike(ranks, f"loading {path}"):
+        with refused_alike(ranks, "loading a checkpoint", f" from {path}"):
             file = opened.enter_context(open_checkpoint(source))
             with OptimizerCtx():
                 masters = dict(model.optim_named_parameters())

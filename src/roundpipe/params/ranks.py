@@ -152,6 +152,11 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64)
         return list(map(float, self._talk(where, own, combine)))
 
+    def meet(self, where: str) -> None:
+        """Because what follows has a length of its own, which a rank that is elsewhere would not
+        expect: gloo ends a process for that, or waits."""
+        self.combined([0.0], torch.maximum, where)
+
     def _talk(
         self, where: str, values: torch.Tensor, combine: Combine, failure: str = ""
     ) -> torch.Tensor:
@@ -209,6 +214,7 @@ class Ranks:
         """Makes them those of the first rank. What is equal already is not written."""
         if self.count == 1:
             return
+        self.meet("sharing weights")
         for tensor in tensors:
             sent = tensor.detach().contiguous()
             if self.rank == 0:
@@ -222,6 +228,7 @@ class Ranks:
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Each ``.grad`` becomes the mean over ranks, where one that is not there is zero."""
         own = list(parameters)
+        self.meet("averaging gradients")
         are_there = self.combined([float(one.grad is not None) for one in own], torch.maximum)
         for parameter in (one for one, is_there in zip(own, are_there, strict=True) if is_there):
             if parameter.grad is None:
@@ -231,13 +238,13 @@ class Ranks:
             parameter.grad.copy_(total.div_(self.count))
 
     def gathered(
-        self, tensors: Mapping[str, torch.Tensor], extra: Any
+        self, tensors: Mapping[str, torch.Tensor], extra: Any, where: str = "gathering state"
     ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:
         """The ``tensors`` of all ranks, which have names of their own, and each one's ``extra``, on
         the first rank; None on the others."""
         if self.count == 1:
             return dict(tensors), [extra]
-        self._refuse_lost()
+        self.meet(where)
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         if self.rank != 0:
             entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]

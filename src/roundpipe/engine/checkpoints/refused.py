@@ -11,9 +11,10 @@ from ...params.ranks import Ranks
 
 
 @contextmanager
-def refused_alike(ranks: Ranks, what: str) -> Iterator[None]:
+def refused_alike(ranks: Ranks, what: str, subject: str = "") -> Iterator[None]:
     """What one rank raises inside, where nothing is changed and nothing is said to others, keeps
-    all from going on: the others raise a ConfigError that names it.
+    all from going on: the others raise a ConfigError that names it. ``what`` is the same on all
+    ranks: one that does something else ends the group. ``subject`` is this rank's own.
 
     Unlike what is raised in `Ranks.agreeing` it ends nothing: all ranks are where they were, and
     may try another file. With no job under way, because jobs talk, too.
@@ -25,16 +26,16 @@ def refused_alike(ranks: Ranks, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(RankError):  # because what this rank has to say is its own error
-            _first_said(ranks, f"rank {ranks.rank} raised {type(error).__name__}: {error}")
+            _first_said(ranks, what, f"rank {ranks.rank} raised {type(error).__name__}: {error}")
         raise
-    said = _first_said(ranks, "")
+    said = _first_said(ranks, what, "")
     if said:
-        raise ConfigError(f"{what}: {said}; nothing was changed on any rank")
+        raise ConfigError(f"{what}{subject}: {said}; nothing was changed on any rank")
 
 
-def _first_said(ranks: Ranks, own: str) -> str:
+def _first_said(ranks: Ranks, what: str, own: str) -> str:
     """By the first rank that says something; the same on all."""
-    found = ranks.gathered({}, own)
+    found = ranks.gathered({}, own, what)
     first = torch.zeros(TEXT_BYTES, dtype=torch.uint8)
     if found is not None:
         first = coded(next(filter(None, found[1]), ""))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ...errors import ConfigError
 from ...params.ranks import Ranks
 from .one_file import REST, sync
+from .refused import refused_alike
 
 _METADATA = ".metadata"
 _ALIGNMENT = 16  # bytes, of which every dtype has a divisor
@@ -34,7 +35,8 @@ def write_shards(target: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
     it.
 
     Raises:
-        What kept this rank from writing; on the others a RankError that names it. There is no
+        ConfigError: a rank does not see the folder that the first one has made; all go on.
+        What else kept this rank from writing; on the others a RankError that names it. There is no
         folder then.
     """
     unfinished = target.with_name(target.name + ".unfinished")
@@ -44,6 +46,13 @@ def write_shards(target: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
             if is_first:
                 shutil.rmtree(unfinished, ignore_errors=True)  # left by a process that was killed
                 unfinished.mkdir(parents=True)
+        with refused_alike(ranks, "writing shards of a checkpoint"):
+            # Because each would make one of its own, on its own disk, and nobody would notice.
+            if not unfinished.is_dir():
+                raise ConfigError(
+                    f"{unfinished.absolute()} is not there, which the first process has made: name "
+                    "a folder on a disk that all processes see, by a path that is the same for all"
+                )
         with ranks.agreeing("writing its shard of the checkpoint"):
             writer, planner = FileSystemWriter(unfinished), DefaultSavePlanner(False)
             # Each names its file by its number, so that no plan need come back to it.
@@ -57,6 +66,7 @@ def write_shards(target: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
                 plans, results = zip(*told[1], strict=True)
                 _, metadata = planner.create_global_plan(list(plans))
                 FileSystemWriter(unfinished).finish(metadata, list(results))
+                Shards(unfinished)  # refuses where a file is not here, or not whole
                 sync(unfinished)
                 os.rename(unfinished, target)
                 sync(target.parent)
