@@ -84,7 +84,7 @@ def test_a_cut_module_gives_what_the_whole_one_does(
         found = gradients_of(cut, x, towards)
     assert isinstance(cut.mlp, MLP)
     # 50 rows: seven parts, the last one shorter, forward and again in the backward.
-    assert cut.mlp.seen == [8, *2 * [8, 8, 8, 8, 8, 8, 2]]
+    assert cut.mlp.seen == [8, 8, *2 * [8, 8, 8, 8, 8, 8, 2]]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max())
@@ -371,6 +371,11 @@ class Joining(MLP):
         return super().forward(x).mean(1, keepdim=True).expand(1, 3, WIDTH)
 
 
+class Seeing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.softmax(1)
+
+
 def hooked() -> nn.Module:
     mlp = MLP()
     mlp.up.register_forward_hook(lambda *_: None)
@@ -407,6 +412,7 @@ def experts() -> nn.Module:
         (Writing(), r"mlp \(Writing\) is named in row_wise, but writes to its input"),
         (Averaging(), r"mlp \(Averaging\) .* writes to its buffer mean"),
         (Replacing(), r"mlp \(Replacing\) .* writes to its buffer scale"),
+        (Seeing(), r"mlp \(Seeing\) .* lets a token see others"),
         (Closing(), r"mlp \(Closing\) computes with a tensor of shape \(16,\)"),
         (Joining(), r"mlp \(Joining\) .* makes \(1, 3, 16\) of \(1, 8, 16\)"),
     ],

@@ -5,7 +5,7 @@ for a token depends on that token alone: MLPs and norms. Only who knows a module
 preset or its author; nothing is guessed. Where a call is short of memory such a module runs for
 some tokens at a time. It keeps its input alone, and its backward runs each part once more: what the
 module holds inside never exists for more than one part. The gradient of a weight is a sum over
-parts, in fp32 for 16-bit weights, and is rounded once, as the single product of the whole would be.
+parts, in fp32 for 16-bit weights, and is rounded once, after each part's product was.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,8 +153,10 @@ class _Cut(NamedTuple):
 
         Raises:
             ConfigError: the module draws random numbers, which its backward would draw anew, writes
-                to its input or its buffers, once for every run, or does not keep tokens apart.
+                to its input or its buffers, once for every run, or does not keep tokens apart:
+                what is not a number in one must not reach others.
         """
+        is_first = not self.seen
         modes = self.seen.setdefault(module, set())
         if module.training in modes:
             return
@@ -176,6 +178,15 @@ class _Cut(NamedTuple):
             raise ConfigError(
                 f"{what} makes {shape} of {(1, *rows.shape)}, not one row for each token; {remedy}"
             )
+        # Of one module alone, because asking waits for the device.
+        if is_first and rows.is_floating_point() and not rows.is_meta and len(rows) > 1:
+            middle = len(rows) // 2
+            given = rows.clone()
+            given[middle] = torch.nan
+            spread = self.plain(module, given.unsqueeze(0))[0].isnan() & ~made[0].isnan()
+            spread[middle] = False
+            if spread.any():
+                raise ConfigError(f"{what} lets a token see others; {remedy}")
         modes.add(module.training)
 
 
