@@ -84,7 +84,7 @@ def test_a_cut_module_gives_what_the_whole_one_does(
         found = gradients_of(cut, x, towards)
     assert isinstance(cut.mlp, MLP)
     # 50 rows: seven parts, the last one shorter, forward and again in the backward.
-    assert cut.mlp.seen == [8, *2 * [8, 8, 8, 8, 8, 8, 2]]
+    assert cut.mlp.seen == [8, 8, *2 * [8, 8, 8, 8, 8, 8, 2]]
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max())
@@ -110,6 +110,33 @@ def test_sums_in_16_bits_are_rounded_once() -> None:
     ones = torch.ones(1, 512, 1, dtype=torch.bfloat16)
     layer(ones).backward(ones)
     assert layer[0].weight.grad.item() == 512
+
+
+class WritingInto(Layer):
+    """Into what its MLP has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.mlp(self.norm(x))
+        made += x
+        return made
+
+
+class Ending(MLP):
+    """The graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+@pytest.mark.parametrize("whole", [WritingInto(), Layer(Ending())], ids=["written", "ended"])
+def test_what_a_cut_module_makes_is_as_good_as_a_whole_ones(whole: Layer) -> None:
+    cut = copy.deepcopy(whole)
+    RowCuts().apply(cut, AT_ONCE)
+    x, towards = torch.randn(ROWS, TOKENS, WIDTH), torch.randn(ROWS, TOKENS, WIDTH)
+    expected, found = gradients_of(whole, x, towards), gradients_of(cut, x, towards)
+    # The norm before an MLP that ends the graph has a gradient of zeros, where it had none.
+    for one, other in zip(found, expected, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 # With an engine.
@@ -295,6 +322,41 @@ class Drawing(MLP):
         return super().forward(F.dropout(x, 0.5, self.training))
 
 
+class LateDrawing(MLP):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, self.p, self.training) if self.p else x)
+
+
+class Writing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+class Averaging(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.mean.mul_(0.9).add_(made.detach().mean(), alpha=0.1)
+        return made - self.mean
+
+
+class Replacing(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.detach().abs().amax()
+        return super().forward(x / self.scale)
+
+
 class Closing(MLP):
     def __init__(self) -> None:
         super().__init__()
@@ -307,6 +369,11 @@ class Closing(MLP):
 class Joining(MLP):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).mean(1, keepdim=True).expand(1, 3, WIDTH)
+
+
+class Seeing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.softmax(1)
 
 
 def hooked() -> nn.Module:
@@ -342,6 +409,10 @@ def experts() -> nn.Module:
         (stacked(), "mlp of Layer .*MLP in it has stacked weights"),
         (experts(), "mlp of Layer .*mixture of experts"),
         (Drawing(), r"mlp \(Drawing\) is named in row_wise, but draws random numbers"),
+        (Writing(), r"mlp \(Writing\) is named in row_wise, but writes to its input"),
+        (Averaging(), r"mlp \(Averaging\) .* writes to its buffer mean"),
+        (Replacing(), r"mlp \(Replacing\) .* writes to its buffer scale"),
+        (Seeing(), r"mlp \(Seeing\) .* lets a token see others"),
         (Closing(), r"mlp \(Closing\) computes with a tensor of shape \(16,\)"),
         (Joining(), r"mlp \(Joining\) .* makes \(1, 3, 16\) of \(1, 8, 16\)"),
     ],
@@ -354,6 +425,19 @@ def test_what_cannot_be_cut_is_refused_by_name(engines: Engines, mlp: nn.Module,
         engine.forward_backward((x,), loss_fn=lambda y, _: y.sum(), run_config=config)
     if why.startswith("mlp of"):  # no draws that differ between the two
         engine.forward_backward((x,), loss_fn=lambda y, _: y.sum())
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_draws_are_found_wherever_they_begin(engines: Engines, is_later: bool) -> None:
+    """In a module of a class, in a layer or in a call of which others draw nothing."""
+    layers = nn.Sequential(Layer(LateDrawing(0)), Layer(LateDrawing(0 if is_later else 0.5)))
+    engine = engines(layers, ONE)
+    x, config = torch.randn(ROWS, TOKENS, WIDTH), RoundPipeRunConfig(tokens_at_once=AT_ONCE)
+    if is_later:
+        engine.forward_backward((x,), loss_fn=lambda y, _: y.sum(), run_config=config)
+        layers[1].mlp.p = 0.5
+    with pytest.raises(ConfigError, match=r"mlp \(LateDrawing\) .* draws random numbers"):
+        engine.forward_backward((x,), loss_fn=lambda y, _: y.sum(), run_config=config)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,12 @@ for a token depends on that token alone: MLPs and norms. Only who knows a module
 preset or its author; nothing is guessed. Where a call is short of memory such a module runs for
 some tokens at a time. It keeps its input alone, and its backward runs each part once more: what the
 module holds inside never exists for more than one part. The gradient of a weight is a sum over
-parts, in fp32 for 16-bit weights, and is rounded once, as the single product of the whole would be.
+parts, in fp32 for 16-bit weights, and is rounded once, after each part's product was.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +125,8 @@ class RowCuts:
             key = kind, name, tokens, compiled is not None
             if key not in self._kinds:
                 run: Any = kind.forward if compiled is None else compiled(kind)
-                self._kinds[key] = _cut_kind(kind, _Cut(run, kind.forward, name, tokens, set()))
+                cut = _Cut(run, kind.forward, name, tokens, WeakKeyDictionary())
+                self._kinds[key] = _cut_kind(kind, cut)
             module.__class__ = self._kinds[key]
 
 
@@ -136,28 +138,39 @@ def _multiplies(module: nn.Module) -> bool:
 class _Cut(NamedTuple):
     """How a class of modules runs: ``forward`` for at most ``tokens`` at a time.
 
-    ``plain``: the same, not compiled. ``seen``: the modes, training or not, that were looked at.
+    ``plain``: the same, not compiled. ``seen``: of each module the modes, training or not, that it
+    was looked at in. A replica is made anew where anything was set on the user's module.
     """
 
     forward: Callable[..., Any]
     plain: Callable[..., Any]
     name: str
     tokens: int
-    seen: set[bool]
+    seen: WeakKeyDictionary[nn.Module, set[bool]]
 
     def look(self, module: nn.Module, rows: Tensor) -> None:
-        """Before the first run in a mode.
+        """Before a module's first run in a mode.
 
         Raises:
-            ConfigError: the module draws random numbers, which its backward would draw anew, or
-                does not keep tokens apart.
+            ConfigError: the module draws random numbers, which its backward would draw anew, writes
+                to its input or its buffers, once for every run, or does not keep tokens apart:
+                what is not a number in one must not reach others.
         """
-        if module.training in self.seen:
+        is_first = not self.seen
+        modes = self.seen.setdefault(module, set())
+        if module.training in modes:
             return
         what = f"{self.name} ({type(module).__name__}) is named in row_wise, but"
         remedy = "take it out of row_wise, or pass tokens_at_once=0"
+        given = rows.clone()
+        written = {"its input": given, **{f"its buffer {n}": b for n, b in module.named_buffers()}}
+        versions = {name: _version(tensor) for name, tensor in written.items()}
         with _Draws() as draws:
-            made = self.plain(module, rows.unsqueeze(0))
+            made = self.plain(module, given.unsqueeze(0))
+        written.update((f"its buffer {name}", own) for name, own in module.named_buffers())
+        for name, tensor in written.items():
+            if versions.get(name) != _version(tensor):
+                raise ConfigError(f"{what} writes to {name}; {remedy}")
         if draws.found:
             raise ConfigError(f"{what} draws random numbers ({draws.found}); {remedy}")
         if not isinstance(made, Tensor) or made.shape[:2] != (1, len(rows)):
@@ -165,7 +178,22 @@ class _Cut(NamedTuple):
             raise ConfigError(
                 f"{what} makes {shape} of {(1, *rows.shape)}, not one row for each token; {remedy}"
             )
-        self.seen.add(module.training)
+        # Of one module alone, because asking waits for the device.
+        if is_first and rows.is_floating_point() and not rows.is_meta and len(rows) > 1:
+            middle = len(rows) // 2
+            given = rows.clone()
+            given[middle] = torch.nan
+            spread = self.plain(module, given.unsqueeze(0))[0].isnan() & ~made[0].isnan()
+            spread[middle] = False
+            if spread.any():
+                raise ConfigError(f"{what} lets a token see others; {remedy}")
+        modes.add(module.training)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Another one where a tensor was written to, or is another; of what is made in inference mode
+    nobody counts the writes."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
 class _Draws(TorchDispatchMode):
@@ -212,12 +240,14 @@ class _InParts(Function):
         with torch.autocast(**ctx.autocast):
             cut.look(module, rows[first])
             made = cut.forward(module, rows[first].unsqueeze(0))
-            output = made.new_empty(len(rows), *made.shape[2:])
-            output[first] = made[0]
+            # No view is returned, because nobody could write to one in place.
+            output = made.new_empty(*input.shape[:2], *made.shape[2:])
+            outputs = output.view(len(rows), *made.shape[2:])
+            outputs[first] = made[0]
             del made
             for part in others:
-                output[part] = cut.forward(module, rows[part].unsqueeze(0))[0]
-        return output.unflatten(0, input.shape[:2])
+                outputs[part] = cut.forward(module, rows[part].unsqueeze(0))[0]
+        return output
 
     @staticmethod
     @once_differentiable
@@ -233,6 +263,8 @@ class _InParts(Function):
                 wanted = [given, *weights] if needs_input else weights
                 # A view, because who watches the backward of modules cannot have hooks on leaves.
                 made = cut.forward(ctx.module, given.view_as(given))
+                if not made.requires_grad:  # what it makes depends on nothing that is trained
+                    return None, None, None, torch.zeros_like(input) if needs_input else None, *sums
                 if part.start == 0:
                     _refuse_others(made, wanted, ctx.module, cut.name)
                 found = list(
