@@ -1,6 +1,9 @@
 """`max_host_memory`: what is for speed only is left out, kept inputs become fewer, and what cannot
 fit is refused."""
 
+from threading import Event
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -49,18 +52,66 @@ def test_less_than_is_needed_is_refused_before_anything_is_moved() -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
-@pytest.mark.parametrize(
-    ("has_stepped", "left"), [(True, 5_000_000), (False, 5_000_000 - 4 * 4 * 100 * 100)]
-)
-def test_what_steps_will_make_is_left_room_for(
-    has_stepped: bool, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gradients, masters, and moments as AdamW makes them."""
-    monkeypatch.setattr(host_room, "free_host_bytes", lambda: 1 << 60)
-    monkeypatch.setattr(host_room, "resident_bytes", lambda: 6_000_000)
+WEIGHT = 4 * 100 * 100
+
+
+def make_room(**settings: Any) -> HostRoom:
     weights = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(9), False)]
-    room = HostRoom(10e6, weights, GradientRules(None, None))
-    assert room.for_inputs(1_000_000, has_stepped=has_stepped) == left
+    return HostRoom(10e6, weights, GradientRules(None, None), **settings)
+
+
+def test_what_steps_will_make_is_left_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, masters, and moments as AdamW makes them. Beside the first update, which makes
+    some of it, what was found before counts."""
+    monkeypatch.setattr(host_room, "free_host_bytes", lambda: 1 << 60)
+    resident = 6_000_000
+    monkeypatch.setattr(host_room, "resident_bytes", lambda: resident)
+    room, everything = make_room(), 5_000_000
+    assert room.for_inputs(10**6, has_masters=False, has_stepped=False) == everything - 4 * WEIGHT
+    assert room.for_inputs(10**6, has_masters=True, has_stepped=False) == everything - 3 * WEIGHT
+    resident += WEIGHT
+    assert room.for_inputs(10**6, has_masters=True, has_stepped=True) == everything - 3 * WEIGHT
+    room.note_update(1.0)
+    assert room.for_inputs(10**6, has_masters=True, has_stepped=True) == everything - WEIGHT
+
+
+def test_of_several_ranks_each_has_a_share_of_what_optimizers_keep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And the others' weights, which here are as wide as masters."""
+    monkeypatch.setattr(host_room, "free_host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(host_room, "resident_bytes", lambda: 0)
+    room = make_room(num_ranks=4)
+    left = room.for_inputs(0, has_masters=False, has_stepped=False)
+    assert left == 10e6 - WEIGHT - WEIGHT - 2 * WEIGHT // 4
+    weight = nn.Parameter(torch.zeros(100, 100, dtype=torch.bfloat16))
+    rules = GradientRules(torch.float32, None)
+    assert HostRoom(10e6, [weight], rules).masters == WEIGHT
+    assert HostRoom(10e6, [weight], rules, num_ranks=4).masters == WEIGHT // 4 + 3 * WEIGHT // 8
+
+
+def test_the_first_update_is_waited_for_before_moments_count_as_there(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_room, "free_host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(host_room, "resident_bytes", lambda: 10**6)
+    engine, goes_on, left = engines(make_mlp(), ONE, max_host_memory="1GB"), Event(), []
+    optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.step()
+        assert goes_on.wait(20)
+
+    (x,), _, y, loss_fn = BATCHES[0]
+    engine.forward_backward((x,), label=y, loss_fn=loss_fn)
+    left.append(engine._host._input_room())
+    engine.step(step)
+    left.append(engine._host._input_room())
+    goes_on.set()
+    engine.synchronize()
+    left.append(engine._host._input_room())
+    trained = 4 * sum(parameter.numel() for parameter in engine.model.parameters())
+    assert left == [10**9 - 10**6 - 3 * trained] * 2 + [10**9 - 10**6]
 
 
 def test_a_size_that_is_none_is_refused() -> None:

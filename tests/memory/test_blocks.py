@@ -1,6 +1,11 @@
 """Host blocks: used again by size, and given back by whoever drops one last, at whatever moment
 that is."""
 
+import random
+from collections import deque
+
+import pytest
+
 from roundpipe.memory.blocks import HostBlocks
 from roundpipe.memory.pinning import HostMemory
 
@@ -41,6 +46,7 @@ def test_what_a_first_plan_needed_is_given_back() -> None:
 
 def test_what_calls_before_needed_stays_for_a_few() -> None:
     blocks = make_blocks()
+    blocks._wanted = deque(maxlen=4)
     wanted = [8, 2, 3, 2, 2, 2]
     sizes = []
     for count in wanted:
@@ -83,3 +89,45 @@ def test_memory_is_let_go_only_when_its_lane_is_done() -> None:
     del held
     blocks.expect(0, is_sure=True)
     assert waited == [0]
+
+
+def made_by(blocks: HostBlocks, pages: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks each of some calls makes, which take 24 of so many pages."""
+    made, buffer = list[int](), blocks._memory.buffer
+    monkeypatch.setattr(blocks._memory, "buffer", lambda size: made.append(size) or buffer(size))
+    counts = []
+    for own in pages:
+        made.clear()
+        blocks.expect(24 * 4096 * own, is_sure=True)
+        held = [blocks.take(4096 * own) for _ in range(24)]
+        held.clear()
+        blocks.shrink()
+        counts.append(len(made))
+    return counts
+
+
+def test_random_lengths_make_blocks_at_first_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To page-lock memory takes longer than the copy that it is for."""
+    lengths = random.Random(0)
+    counts = made_by(make_blocks(), [lengths.randint(8, 64) for _ in range(200)], monkeypatch)
+    assert sum(counts[40:]) < 0.02 * 24 * 160
+
+
+@pytest.mark.parametrize("lengths", [(64, 16, 4), (64, 40, 24, 12), (64, *(8,) * 9)], ids=str)
+def test_lengths_that_come_again_and_again_make_blocks_once(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = made_by(make_blocks(), [*lengths] * 10, monkeypatch)
+    assert not any(counts[2 * len(lengths) :])
+
+
+def test_what_several_forwards_keep_at_once_stays_from_step_to_step() -> None:
+    blocks = make_blocks()
+    for _ in range(3):
+        held = []
+        for _ in range(2):
+            blocks.expect(4 * 4096, is_sure=True)
+            held += [blocks.take(4096) for _ in range(4)]
+        held.clear()
+        blocks.shrink()
+        assert blocks.num_bytes == 8 * 4096

@@ -8,7 +8,7 @@ import io
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from roundpipe.device.virtual import VirtualDevice
 from roundpipe.memory.copier import NUM_SLICES, PinnedCopier
 from roundpipe.memory.pinning import HostMemory
 from roundpipe.optim import SGD, Adam, AdamW, Lion
-from roundpipe.params.placement.device_state import DeviceState
+from roundpipe.params.placement.device_state import DeviceState, state_bytes
 from roundpipe.params.placement.device_states import DeviceStates
 from roundpipe.params.placement.held import Held, free
 from roundpipe.params.placement.newest import Whereabouts
@@ -920,3 +920,48 @@ def test_state_comes_home_also_if_a_worker_does_not_end_well(
         engine.close()
     assert engine.statistics()["device_state_bytes"] == 0
     assert not any(isinstance(master, Held) for master in engine.optim_parameters())
+
+
+def test_beside_an_asynchronous_update_layers_with_device_states_go_first_and_shallow_first(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call after the next waits for them in this order. The others leave memory on the host to
+    gradients, which come deep first. Room that comes in the middle is for the next update, in which
+    shallow layers may have it."""
+    marked: list[int] = []
+    mark, write = WriteBack._mark, WriteBack._write
+
+    def listening(self: WriteBack, layers: Iterable[int], version: int) -> None:
+        marked.extend(layers := list(layers))
+        mark(self, layers, version)
+
+    def with_more_room(*args: Any, **kwargs: Any) -> list[int]:
+        device_states.let(PLENTY, is_sure=True, is_worth_it=True)
+        return write(*args, **kwargs)
+
+    engine = engines(make_model())
+    optimizer, device_states = AdamW(engine.optim_parameters(), lr=1e-2), engine._host.device_states
+    for _ in range(2):
+        accumulate(engine, optimizer)
+        engine.step(optimizer.step)
+        engine.synchronize()
+    room = engine._runner.memory.free
+    room.let_device_states = lambda _: None  # type: ignore[attr-defined, method-assign]
+    accumulate(engine, optimizer)
+    engine._steps.wait_idle()
+    device_states._most = PLENTY
+    layer = engine._store.layers[0]
+    (state,) = state_bytes([layer.num_bytes], 12 * layer.num_elements, 4 * layer.num_elements)
+    device_states._limit = 2 * state
+    monkeypatch.setattr("roundpipe.step.write_back._TOGETHER_BYTES", 1)
+    monkeypatch.setattr(WriteBack, "_mark", listening)
+    monkeypatch.setattr(WriteBack, "_write", with_more_room)
+    engine.step(optimizer.step)
+    engine._steps.wait_idle()
+    assert marked == [0, 1, 3, 2]
+    assert sorted(engine._store.device_states) == [0, 1]
+    accumulate(engine, optimizer)
+    marked.clear()
+    engine.step(optimizer.step)
+    engine._steps.wait_idle()
+    assert marked == [0, 1, 2, 3]

@@ -17,12 +17,14 @@ _MOMENTS = 2
 
 
 class HostRoom:
-    """Of one engine. Used by the caller's thread.
+    """Of one engine. Used by the caller's thread, but for ``note_update``.
 
     Args:
         most: what the process is to stay under; infinite where nobody has said.
         parameters: the model's.
         has_state_file: masters and moments take no memory.
+        num_ranks: processes of which each has about as large a share of the masters, and of the
+            others' copies in the weights' dtype.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class HostRoom:
         rules: GradientRules,
         *,
         has_state_file: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self.most = most
         parameters = list({id(parameter): parameter for parameter in parameters}.values())
@@ -39,8 +42,12 @@ class HostRoom:
         self.weights = sum(map(_num_bytes, parameters))
         self.frozen = self.weights - sum(map(_num_bytes, trained))
         self.gradients = sum(p.numel() * rules.dtypes(p).offloaded.itemsize for p in trained)
-        masters = sum(p.numel() * rules.master(p).itemsize for p in trained)
-        self.masters = 0 if has_state_file else masters
+        own = sum(p.numel() * rules.master(p).itemsize for p in trained) // num_ranks
+        copies = sum(map(_num_bytes, trained)) * (num_ranks - 1) // num_ranks
+        self.masters = 0 if has_state_file else own + copies
+        self._moments = 0 if has_state_file else _MOMENTS * own
+        self._has_updated = False
+        self._latest: float | None = None
 
     def refuse_too_little(self, *, in_files: int = 0) -> None:
         """Raises ConfigError if the limit is less than what is needed whatever an optimizer keeps.
@@ -59,17 +66,26 @@ class HostRoom:
                 "optimizer_state_dir"
             )
 
-    def for_inputs(self, held_bytes: int, *, has_stepped: bool) -> float:
+    def note_update(self, ms: float) -> None:
+        """A step is over. On the optimizer thread."""
+        self._has_updated = True
+
+    def for_inputs(self, held_bytes: int, *, has_masters: bool, has_stepped: bool) -> float:
         """Bytes that all kept inputs may take together on the host.
 
         Args:
             held_bytes: what they take of it now.
-            has_stepped: what steps make is there.
+            has_masters: these are there.
+            has_stepped: a step was queued at least.
         """
+        if has_stepped and not self._has_updated and self._latest is not None:
+            return self._latest  # because some of what the first step makes is there, some to come
         free = free_host_bytes()
         left = (free - SPARED_BYTES if free else inf, self.most - resident_bytes())
-        coming = 0 if has_stepped else self.gradients + (1 + _MOMENTS) * self.masters
-        return max(0.0, min(left) + held_bytes - coming)
+        coming = 0 if self._has_updated else self.gradients + self._moments
+        coming += 0 if has_masters else self.masters
+        self._latest = max(0.0, min(left) + held_bytes - coming)
+        return self._latest
 
 
 def _num_bytes(parameter: nn.Parameter) -> int:

@@ -137,6 +137,7 @@ class Host:
             [*on_host, *(parameter for layer in layers for parameter in layer.parameters())],
             rules,
             has_state_file=settings.optimizer_state_dir is not None,
+            num_ranks=1 if ranks is None else ranks.count,
         )
         self.room.refuse_too_little(in_files=self.room.frozen if settings.pin_model == "off" else 0)
         state_file = _state_file(settings.optimizer_state_dir, layers, rules)
@@ -184,6 +185,7 @@ class Host:
         self.steps.load_listeners.append(self.worker_pool.forget_buffers)
         # Because a step may make moments, and what the first call's guesses took is their room.
         self.steps.step_listeners.append(self.worker_pool.blocks.shrink)
+        self.steps.update_listeners.append(self.room.note_update)
         self._working = WorkingWeights(store.parameters)
 
     @property
@@ -217,7 +219,9 @@ class Host:
 
     def _input_room(self) -> float:
         return self.room.for_inputs(
-            self.worker_pool.blocks.num_bytes, has_stepped=self.steps.num_steps > 0
+            self.worker_pool.blocks.num_bytes,
+            has_masters=bool(self.masters.by_parameter),
+            has_stepped=self.steps.num_steps > 0,
         )
 
     def follow(self, model: nn.Module) -> None:

@@ -10,10 +10,10 @@ from ..device import Event
 from .pinning import HostArena, HostMemory
 
 _PAGE = 4096
-_LARGEST_FIT = 2  # times as large as what is asked for
-# Lengths of batches waver, and to make what was just given back is slow: calls that are remembered,
-# and how much more than they wanted there may be.
-_CALLS_REMEMBERED, _SLACK = 4, 1.25
+# Lengths of batches waver, and to make what was just given back is slow: how much larger than what
+# is asked for a block may be, calls that are remembered, and how much more than they wanted there
+# may be. With random lengths some calls in a hundred make blocks then.
+_LARGEST_FIT, _CALLS_REMEMBERED, _SLACK = 8, 32, 1.25
 
 
 class _Free(NamedTuple):
@@ -30,10 +30,10 @@ class HostBlock:
     here sets it.
     """
 
-    def __init__(self, arena: HostArena, free: Event | None, home: "HostBlocks") -> None:
-        self.free = free
-        self._arena = arena
+    def __init__(self, kept: _Free, home: "HostBlocks", sure_bytes: int) -> None:
+        self._arena, self.free = kept
         self._home = home
+        self._sure_bytes = sure_bytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in the block with the shape, strides and dtype of one that is dense."""
@@ -41,7 +41,7 @@ class HostBlock:
         return flat.as_strided(tensor.shape, tensor.stride())
 
     def __del__(self) -> None:
-        self._home._take_back(self._arena, self.free)
+        self._home._take_back(_Free(self._arena, self.free), self._sure_bytes)
 
 
 class HostBlocks:
@@ -60,6 +60,8 @@ class HostBlocks:
         # By size, those sizes first that were asked for longest ago.
         self._free: dict[int, list[_Free]] = {}
         self._in_use = 0
+        self._sure_in_use = 0  # what calls that were sure of their needs have asked for of that
+        self._is_sure = False  # the latest call
         self._wanted: deque[float] = deque(maxlen=_CALLS_REMEMBERED)
         self.num_bytes = 0
 
@@ -73,21 +75,24 @@ class HostBlocks:
     def take(self, num_bytes: int) -> HostBlock:
         size = -(-max(num_bytes, 1) // _PAGE) * _PAGE
         with self._lock:
+            sure = size if self._is_sure else 0
             fitting = [each for each in self._free if size <= each <= _LARGEST_FIT * size]
             if fitting:
                 found = min(fitting)
                 free = self._free.pop(found)
-                block = HostBlock(*free.pop(), self)
+                block = HostBlock(free.pop(), self, sure)
                 if free:
                     self._free[found] = free
                 self._in_use += found
+                self._sure_in_use += sure
                 return block
             self._in_use += size
+            self._sure_in_use += sure
             most = max([self._in_use, *(_SLACK * wanted for wanted in self._wanted)])
             dropped = self._drop_beyond(most - size)
             self.num_bytes += size
         _let_go(dropped)
-        return HostBlock(self._memory.buffer(size), None, self)
+        return HostBlock(_Free(self._memory.buffer(size), None), self, sure)
 
     def expect(self, num_bytes: float, *, is_sure: bool) -> None:
         """A call comes that will use so many bytes. Lets go of what neither it nor one of the calls
@@ -98,8 +103,10 @@ class HostBlocks:
         """
         with self._lock:
             most = max([self._in_use + num_bytes, *self._wanted])
+            self._is_sure = is_sure
             if is_sure:
-                self._wanted.append(num_bytes)
+                # Together, because several forwards may keep theirs until the first backward.
+                self._wanted.append(self._sure_in_use + num_bytes)
             dropped = self._drop_beyond(most) if self.num_bytes > _SLACK * most else []
         _let_go(dropped)
 
@@ -121,10 +128,12 @@ class HostBlocks:
                 del self._free[size]
         return dropped
 
-    def _take_back(self, arena: HostArena, free: Event | None) -> None:
+    def _take_back(self, kept: _Free, sure_bytes: int) -> None:
+        size = kept.arena.num_bytes
         with self._lock:
-            self._in_use -= arena.num_bytes
-            self._free.setdefault(arena.num_bytes, []).append(_Free(arena, free))
+            self._in_use -= size
+            self._sure_in_use -= sure_bytes
+            self._free.setdefault(size, []).append(kept)
 
     def clear(self) -> None:
         """Lets go of all free blocks once no lane uses them any more."""

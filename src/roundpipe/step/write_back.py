@@ -4,7 +4,7 @@ version each layer's copies hold. See [Note: versions] and [Note: newest values]
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from math import inf
 
 import torch
@@ -140,14 +140,18 @@ class WriteBack:
         """While calls still read the version before: layers with one working copy are written back
         by the next step.
 
-        Deep layers first, because gradients of the next call come in this order, and find memory
-        that the update has left.
+        Layers with a device state shallow first, because the call after the next waits for them in
+        this order. Then the others, deep first, because gradients of the next call come in this
+        order, and find host memory that the update has left.
         """
+        there, here = list[LayerParameters](), list[LayerParameters]()
         for layer in self._store.layers:  # shallow ones have a device's room first
-            self._device_state_of(layer, updates, aside=True)
-        deep_first = self._store.layers[::-1]
-        with self._passing(deep_first, updates):
-            for some in self._small_ones_together(deep_first):
+            present = self._store.whereabouts[layer.layer].device_state
+            is_there = present or self._take_device_state(layer, updates, aside=True)
+            (there if is_there else here).append(layer)
+        orders = there, here[::-1]
+        with self._passing([*chain(*orders)], updates):
+            for some in chain(*map(self._small_ones_together, orders)):
                 with spans.span("update", layers=_numbers(some)):
                     written_back = self._write(some, version, updates, aside=True)
                 window.release_layers(some)
@@ -243,11 +247,13 @@ class WriteBack:
         turned: list[tuple[Whereabouts, Copy]] = []
         for layer in layers:
             whereabouts = self._store.whereabouts[layer.layer]
-            device_state = self._device_state_of(layer, updates, aside=aside)
+            device_state = whereabouts.device_state
+            if device_state is None and not aside:
+                device_state = self._take_device_state(layer, updates, aside=False)
             ahead = [use for use in self._ahead(layer) if targets.get(id(use.parameter)) is None]
             copy = whereabouts.target(ahead, aside=aside) if ahead else None
             if copy is not None and device_state is not None:
-                self._write_there(whereabouts, copy, ahead, updates, aside=aside)
+                self._write_there(whereabouts, copy, ahead, updates)
                 whereabouts.wrote(copy, version)
             elif ahead:
                 into = repeat(None) if copy is None else whereabouts.tensors(copy, ahead)
@@ -314,8 +320,6 @@ class WriteBack:
         copy: Copy,
         ahead: Sequence[ParameterUse],
         updates: PendingUpdates | None,
-        *,
-        aside: bool,
     ) -> None:
         device_state, updated = whereabouts.device_state, []
         assert device_state is not None
@@ -330,15 +334,8 @@ class WriteBack:
         if updates is not None:
             updates.compute(updated, device_state)
         # A tied weight goes on to be ahead until the last layer that uses it has it.
-        end = 0 if aside else -1
-        last = [use for use in ahead if use == self._store.uses[id(use.parameter)][end]]
+        last = [use for use in ahead if use == self._store.uses[id(use.parameter)][-1]]
         self._store.ahead.difference_update(id(use.parameter) for use in last)
-
-    def _device_state_of(
-        self, layer: LayerParameters, updates: PendingUpdates | None, *, aside: bool
-    ) -> DeviceState | None:
-        present = self._store.whereabouts[layer.layer].device_state
-        return present or self._take_device_state(layer, updates, aside=aside)
 
     def _take_device_state(
         self, layer: LayerParameters, updates: PendingUpdates | None, *, aside: bool
