@@ -9,7 +9,7 @@ it: ``x (W + L R)`` is ``x W + (x L) R``, for each group of tokens.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,21 +87,10 @@ class AdaptedWeight:
         return made
 
     @classmethod
-    @torch.compiler.disable  # it cannot trace what is no tensor, and compiles the products wrongly
     def __torch_function__(
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        is_product = func in _MATMUL or (func in _GROUPED and kwargs.get("bias") is None)
-        if is_product and isinstance(args[1], cls):
-            return args[1].product(func, args[0], **kwargs)
-        if func is torch.nn.functional.linear:
-            return _linear(*args, **kwargs)
-        if func is torch.bmm and isinstance(args[0], cls):  # (n, rows, columns) @ (n, columns, 1)
-            turned = args[0].transpose(-2, -1).product(torch.bmm, args[1].transpose(-2, -1))
-            return turned.transpose(-2, -1)
-        args, kwargs = pytree.tree_map(_plain, (args, kwargs))
-        return func(*args, **kwargs)
+        return _uncompiled()(func, args, kwargs or {})
 
 
 _MATMUL = (
@@ -118,6 +107,27 @@ _GROUPED = [
     for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
     if hasattr(home, name)
 ]
+
+
+def _applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_product = func in _MATMUL or (func in _GROUPED and kwargs.get("bias") is None)
+    if is_product and isinstance(args[1], AdaptedWeight):
+        return args[1].product(func, args[0], **kwargs)
+    if func is torch.nn.functional.linear:
+        return _linear(*args, **kwargs)
+    if func is torch.bmm and isinstance(args[0], AdaptedWeight):  # (n, r, c) @ (n, c, 1)
+        turned = args[0].transpose(-2, -1).product(torch.bmm, args[1].transpose(-2, -1))
+        return turned.transpose(-2, -1)
+    args, kwargs = pytree.tree_map(_plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """The compiler cannot trace what is no tensor, and what it makes of these products fails as it
+    runs. Only when it is called, because importing an engine must not load the compiler."""
+    outside: Callable[..., Any] = torch.compiler.disable(_applied)
+    return outside
 
 
 def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
