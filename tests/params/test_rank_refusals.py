@@ -27,6 +27,7 @@ def refuses_alone() -> None:
     one_cannot_make(sequence, RankError, "rank 1 raised ConfigError making the engine")
     one_cannot_make(in_parts, ConfigError, "choosing devices: rank 1 raised ConfigError")
     all_cut_alike()
+    one_has_another_model()
     one_cannot_load()
     one_is_elsewhere()
 
@@ -59,6 +60,17 @@ def all_cut_alike() -> None:
     dist.all_gather_object(counts, engine.num_layers)
     assert counts[0] == counts[1]
     engine.close()
+
+
+def one_has_another_model() -> None:
+    """A frozen layer, for whose messages gloo ended a process; a wider one, of which a rank was
+    given a part."""
+    rank = dist.get_rank()
+    frozen, wider = make_mlp(), torch.nn.Sequential(torch.nn.Linear(4, 4 + 4 * rank))
+    frozen[0].requires_grad_(rank == 0)
+    for model in (frozen, wider):
+        with pytest.raises(RankError, match="rank 1 talks sharing .* tensors, .*rank 0 sharing"):
+            roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD)
 
 
 def one_cannot_load() -> None:
