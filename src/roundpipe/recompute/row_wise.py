@@ -235,7 +235,8 @@ class _InParts(Function):
         ctx.module, ctx.cut, ctx.weights = module, cut, weights
         ctx.autocast = _autocast_of(input)
         ctx.save_for_backward(input)
-        rows = input.flatten(0, 1)
+        # Detached, because views of an input say that they want a gradient, and have no graph.
+        rows = input.detach().flatten(0, 1)
         first, *others = _parts(len(rows), cut.tokens)
         with torch.autocast(**ctx.autocast):
             cut.look(module, rows[first])
