@@ -27,7 +27,7 @@ def compute_device() -> torch.device:
 
 
 def local_rank() -> int:
-    """Of this process among those that torchrun has started here."""
+    """Returns this process's number among those that torchrun has started here."""
     return int(os.environ["LOCAL_RANK"])
 
 

@@ -1,4 +1,4 @@
-"""What several processes of one model send and keep, measured against the formulas of
+"""Measures what several processes of one model send and keep, against the formulas of
 docs/scale-out.md.
 
     python benchmarks/rank_costs.py traffic --rate 200mbit  # two hosts, as network namespaces; root
@@ -30,14 +30,14 @@ ROWS, LR = 8, 1e-2
 
 
 def sent_bytes(params: float, ranks: int, *, sum_bytes: int = 4, weight_bytes: int) -> float:
-    """What each rank sends, and receives, in a step."""
+    """Returns what each rank sends, and receives, in a step."""
     return (sum_bytes + weight_bytes) * params * (ranks - 1) / ranks
 
 
 def state_bytes(
     params: float, ranks: int, *, master_bytes: int = 4, moment_bytes: int = 8, weight_bytes: int
 ) -> float:
-    """What each rank keeps for masters and moments."""
+    """Returns what each rank keeps for masters and moments."""
     owned = (master_bytes + moment_bytes) * params / ranks
     return owned + weight_bytes * params * (ranks - 1) / ranks
 
@@ -137,7 +137,7 @@ def transmitted() -> int:
 def launch(
     out: Path, shape: dict[str, Any], ranks: int, prefixes: Sequence[Sequence[str]] = ()
 ) -> list[dict[str, Any]]:
-    """What each rank has measured. ``prefixes``: what starts a program on each one's host."""
+    """Returns what each rank has measured. ``prefixes`` start a program on each one's host."""
     address = ADDRESSES[0] if prefixes else "localhost"
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
@@ -167,7 +167,7 @@ def launch(
 
 
 def why_no_namespaces() -> str | None:
-    """What this machine lacks for two hosts of network namespaces; None if it has all."""
+    """Says what this machine lacks for two hosts of network namespaces; None if it has all."""
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
     if missing:
         return f"no {' and no '.join(missing)} (iproute2)"
@@ -181,7 +181,7 @@ def why_no_namespaces() -> str | None:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[list[str]]]:
-    """What starts a program on either of two hosts that are joined by a link of ``rate``."""
+    """Yields what starts a program on either of two hosts, joined by a link of ``rate``."""
     names = [f"rp-{os.getpid()}-{host}" for host in range(2)]
     with ExitStack() as undone:
         for name in names:

@@ -71,7 +71,7 @@ _OF_ALL = {
 
 
 def _join() -> tuple[int, int, Any]:
-    """As a program that torchrun starts does it."""
+    """Joins the group as a program that torchrun starts does."""
     if torch.cuda.is_available():
         torch.cuda.set_device(measure.local_rank())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,4 +1,4 @@
-"""What ranks send and keep is what docs/scale-out.md says, and its table is what its formulas
+"""Ranks send and keep what docs/scale-out.md says, and its table is what its formulas
 give."""
 
 import re

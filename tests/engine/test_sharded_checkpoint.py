@@ -58,7 +58,7 @@ def trained(seeds: range, source: str | None = None, group: Any = None) -> Itera
 
 
 def saved(path: str, **how: Any) -> dict[str, torch.Tensor]:
-    """What the one file has after two steps of one process, but for random numbers."""
+    """Returns what the one file has after two steps of one process, but for random numbers."""
     with trained(range(2)) as (engine, optimizer):
         torch.manual_seed(5)
         save_checkpoint(path, engine, optimizer, **how)

@@ -78,7 +78,7 @@ def test_what_the_guide_does_not_have_is_one_line(capsys: pytest.CaptureFixture[
 def test_an_installed_package_brings_its_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is no clone around it, as after `pip install` of a wheel."""
+    """The guide is found where there is no clone around it, as after `pip install` of a wheel."""
     packages = tmp_path / "lib/site-packages"
     page = tmp_path / "share/doc/roundpipe-hf/troubleshooting.md"
     (packages / "roundpipe_hf-0.1.0.dist-info").mkdir(parents=True)

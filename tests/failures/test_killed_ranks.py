@@ -141,7 +141,7 @@ number = 0
 
 
 def run(is_async, killed=None, moment=None):
-    """How each rank has ended, and how long the others took once the killed one was gone."""
+    """Returns how each rank ended, and how long the others took after the killed one."""
     global number
     number += 1
     store = os.path.abspath(f"store-{number}")

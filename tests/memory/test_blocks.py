@@ -58,7 +58,7 @@ def test_what_calls_before_needed_stays_for_a_few() -> None:
 
 
 def test_what_is_in_use_counts_beside_what_is_expected() -> None:
-    """As where the parts of a model keep their inputs at once."""
+    """So do the parts of a model, which keep their inputs at once."""
     blocks = make_blocks()
     first, second = blocks.take(4096), blocks.take(3 * 4096)
     del second
@@ -92,7 +92,7 @@ def test_memory_is_let_go_only_when_its_lane_is_done() -> None:
 
 
 def made_by(blocks: HostBlocks, pages: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks each of some calls makes, which take 24 of so many pages."""
+    """Returns how many blocks each of some calls makes, which take 24 of so many pages."""
     made, buffer = list[int](), blocks._memory.buffer
     monkeypatch.setattr(blocks._memory, "buffer", lambda size: made.append(size) or buffer(size))
     counts = []

@@ -1,4 +1,4 @@
-"""What one rank cannot do outside of a step keeps the others from waiting for it."""
+"""A rank that cannot do something outside of a step keeps the others from waiting for it."""
 
 import threading
 from collections.abc import Callable

@@ -163,7 +163,7 @@ def what_comes_after_the_last_call_counts() -> None:
 
 
 def dropped_gradients_do_not_count() -> None:
-    """Of the second rank, which drops them when they are sent; it has run other rows before."""
+    """The second rank drops them when they are sent; it has run other rows before."""
     model, batch = make_mlp(), mlp_batch(4)
     with roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD) as engine:
         optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)

@@ -1,5 +1,5 @@
-"""What transformers renames is called by no name of old: a person who installs the latest release
-sees none of its warnings."""
+"""Renamed things of transformers are called by no name of old: a person who installs the latest
+release sees none of its warnings."""
 
 from torch import nn
 
@@ -9,7 +9,7 @@ from tests.support.models import make_llama
 
 
 class Later(nn.Module):
-    """As of releases in which the old names warn, and have no effect here."""
+    """In later releases the old names warn; here that has no effect."""
 
     gradient_checkpointing = True
 

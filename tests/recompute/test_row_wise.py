@@ -259,7 +259,7 @@ class Limited:
             self.engine.close()
 
     def gradients(self, length: int) -> dict[str, Tensor]:
-        """What fails after its call has returned is to be called again, which has another plan."""
+        """A call that fails after it has returned is made again, with another plan."""
         ids = torch.randint(61, (1, length), generator=torch.Generator().manual_seed(1))
         error: Any = None
         for _ in range(4):

@@ -1,5 +1,5 @@
-"""Whether calls run modules that compute each token by itself for some tokens at a time: where
-nothing else makes them fit."""
+"""Decides whether calls run modules that compute each token by itself for some tokens at a time:
+where nothing else makes them fit."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -48,7 +48,7 @@ class Cutting:
         return can_cut()
 
     def _fits(self, plan_key: PlanKey, measured: ShapeMeasurements) -> bool:
-        """As far as is known. The user's own plan fits until it has run out of memory."""
+        """Says so as far as is known. The user's own plan fits until it has run out of memory."""
         if plan_key.chosen is not None or measured.shortages > _SHORTAGES_BELIEVED:
             return not measured.shortages
         is_blind = not measured.knows_graphs and not measured.shortages

@@ -1,5 +1,5 @@
-"""How much host memory the inputs that calls keep may take: what is free, of the system's or of a
-limit, when everything else that an engine needs is there."""
+"""Tells how much host memory the inputs that calls keep may take: what is free, of the system's or
+of a limit, when everything else that an engine needs is there."""
 
 from collections.abc import Iterable
 from math import inf
@@ -17,7 +17,7 @@ _MOMENTS = 2
 
 
 class HostRoom:
-    """Of one engine. Used by the caller's thread, but for ``note_update``.
+    """One engine's. Used by the caller's thread, but for ``note_update``.
 
     Args:
         most: what the process is to stay under; infinite where nobody has said.

@@ -108,7 +108,7 @@ class Problems:
         return replace(costs, input_bytes=(given, *costs.input_bytes[1:]))
 
     def tokens(self, plan_key: PlanKey) -> int:
-        """Of the largest microbatch; 0 where that is not known."""
+        """The largest microbatch's; 0 where that is not known."""
         return self._tokens.get(plan_key.shapes, 0)
 
     def most_allowed(

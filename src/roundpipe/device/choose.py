@@ -74,8 +74,8 @@ def choose_devices(
 
 
 def own_share(there: int) -> range:
-    """Which of so many visible accelerators are this process's, one of several that torchrun or
-    accelerate have started on this host: neighbours, as many for each where they come out even.
+    """Returns which of so many visible accelerators are this process's, one of several that
+    torchrun or accelerate have started on this host: neighbours, as many for each if that is even.
     A single one is its own, because the launcher has seen to that.
 
     Raises:

@@ -132,7 +132,7 @@ class SharedMemory:
 
 
 class OutOfMemoryBackoff:
-    """Of one runner, whose calls are told apart by ``what`` they are called. Used by the caller's
+    """One runner's, whose calls are told apart by ``what`` they are called. Used by the caller's
     thread."""
 
     def __init__(self, name: str, planner: Planner, devices: Sequence[Device]) -> None:

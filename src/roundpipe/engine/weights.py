@@ -30,7 +30,7 @@ class Listed(list[T]):
 
 
 class HostWeights(ForwardingModule):
-    """What an `Engine`, whose attributes these are, lets its user do with the weights."""
+    """An `Engine`, whose attributes these are, lets its user do this with the weights."""
 
     _host: Host
     _structure: Structure

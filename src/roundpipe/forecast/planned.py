@@ -104,7 +104,7 @@ class PlannedStep:
         self._free = FreeMemory(self._planner, self.store, DeviceStates(self.store, one, memory))
 
     def _input_room(self) -> float:
-        """What all other state leaves of the machine's memory for kept inputs."""
+        """All other state leaves this of the machine's memory for kept inputs."""
         on_disk = self.choice.optimizer_state_dir is not None
         held = HostRoom(inf, self.store.parameters, self.rules, has_state_file=on_disk)
         in_files = held.frozen if self.choice.pin_model == "off" else 0

@@ -79,8 +79,8 @@ class BlockCompiler:
     def part_of(
         self, replica: nn.Module, device: Device
     ) -> Callable[[type[nn.Module]], Callable[..., Any]] | None:
-        """What gives the compiled forward of a class, for modules inside of ``replica`` that run by
-        themselves; None where that is not compiled."""
+        """Returns what gives the compiled forward of a class, for modules inside of ``replica``
+        that run by themselves; None where that is not compiled."""
         if type(replica) not in self._kinds:
             return None
 

@@ -61,7 +61,7 @@ _hook_tables = operator.itemgetter(*HOOKS)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether its ``__call__`` would do more than run its forward."""
+    """Says whether its ``__call__`` would do more than run its forward."""
     return any(hook_tables(module))
 
 

@@ -1,4 +1,4 @@
-"""What is large goes from rank to rank through their devices, where these have a way to each other
+"""Large tensors go from rank to rank through their devices, where these have a way to each other
 that is faster than the hosts' network.
 
 [Note: device links] It stays host memory for whoever sends and whoever gets it. A part at a time
@@ -90,7 +90,7 @@ class DeviceLink:
     def _pairs(
         self, tensors: Mapping[int, torch.Tensor], buffers: Mapping[int, torch.Tensor], start: int
     ) -> dict[int, Pair]:
-        """Of those that go on beyond the byte ``start``."""
+        """Takes those that go on beyond the byte ``start``."""
         pairs = {}
         for peer, tensor in tensors.items():
             part = tensor.view(-1).view(torch.uint8)[start : start + self._part_bytes]
@@ -107,7 +107,7 @@ class DeviceLink:
 
 
 def has_nccl(process_group: Any) -> bool:
-    """Whether its processes send between GPUs by NCCL."""
+    """Says whether its processes send between GPUs by NCCL."""
     try:
         backend = process_group._get_backend(torch.device("cuda"))
     except RuntimeError:  # it has none for GPUs
@@ -116,6 +116,6 @@ def has_nccl(process_group: Any) -> bool:
 
 
 def can_link(process_group: Any, device: Device) -> bool:
-    """Whether the process has not bound itself to another device. ``process_group`` has NCCL."""
+    """Says whether the process is bound to no other device. ``process_group`` has NCCL."""
     bound = getattr(process_group, "bound_device_id", None)
     return device.torch_device.type == "cuda" and bound in (None, device.torch_device)

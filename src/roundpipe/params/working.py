@@ -83,7 +83,7 @@ class LayerParameters:
 
     @property
     def trained_bytes(self) -> int:
-        """Of those that are trained, as they are kept."""
+        """The bytes of those that are trained, as they are kept."""
         return sum(use.parameter.nbytes for use in self.trainable)
 
     @property

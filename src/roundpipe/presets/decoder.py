@@ -55,7 +55,7 @@ MakeCut = Callable[[PreTrainedModel, trial.Findings, list[nn.Module], list[int]]
 
 
 class State(LossState, Routed):
-    """What travels from layer to layer. Only ``hidden_states`` carries a gradient."""
+    """This travels from layer to layer. Only ``hidden_states`` carries a gradient."""
 
     calls: tuple[BlockCall, ...]  # what else a block takes, by its kind
 

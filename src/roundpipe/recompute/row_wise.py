@@ -56,7 +56,7 @@ def declared_in(layer: nn.Module) -> list[_Declared]:
 
 
 def _obstacle(module: nn.Module) -> str | None:
-    """What a module must not have to be run in parts, and again in its backward."""
+    """Names what keeps a module from being run in parts, and again in its backward."""
     for part in module.modules():
         what = type(part).__name__
         if any(vars(part)[table] for table in _HOOKS):
@@ -73,7 +73,7 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 def can_cut(layers: Iterable[nn.Module]) -> bool:
-    """Whether any of them has a module that may run in parts."""
+    """Says whether any of them has a module that may run in parts."""
     return any(not each.obstacle for layer in layers for each in declared_in(layer))
 
 
@@ -136,7 +136,7 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 class _Cut(NamedTuple):
-    """How a class of modules runs: ``forward`` for at most ``tokens`` at a time.
+    """A class of modules runs ``forward`` for at most ``tokens`` at a time.
 
     ``plain``: the same, not compiled. ``seen``: of each module the modes, training or not, that it
     was looked at in. A replica is made anew where anything was set on the user's module.
@@ -301,8 +301,8 @@ def _added(sum_: Tensor | None, own: Tensor | None) -> Tensor | None:
 
 
 def _autocast_of(input: Tensor) -> dict[str, Any]:
-    """As it is now, but for its cache, of which what is made without a graph would be used where
-    one is needed."""
+    """Returns it as it is now, but for its cache, of which what is made without a graph would be
+    used where one is needed."""
     # Whoever asks for shapes alone is on the meta device, which has no autocast.
     kind = "cpu" if input.is_meta else input.device.type
     return {

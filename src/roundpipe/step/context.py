@@ -132,5 +132,5 @@ def tell_called(step: "StepOptimizers", handle: "StepHandle", is_async: bool) ->
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What ``optimizer`` is over, group by group."""
+    """Yields what ``optimizer`` is over, group by group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

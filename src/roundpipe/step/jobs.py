@@ -10,7 +10,7 @@ from ..threads.worker import Worker
 
 
 class Backward(Protocol):
-    """What has made gradients: a call, or a backward pass over several."""
+    """A call, or a backward pass over several, that has made gradients."""
 
     @property
     def offloaded(self) -> Sequence[OffloadedLayer]: ...

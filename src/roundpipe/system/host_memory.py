@@ -18,7 +18,7 @@ def free_host_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory that is no file's; 0 where the system does not tell."""
+    """Returns what this process has in memory that is no file's; 0 if the system does not tell."""
     try:
         lines = dict(line.split(":", 1) for line in _PROCESS.read_text().splitlines())
         return 1024 * sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem"))

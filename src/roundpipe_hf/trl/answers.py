@@ -1,4 +1,4 @@
-"""What all processes have answered a loss, for the process that has to run it again."""
+"""Keeps what all processes have answered a loss, for the one that has to run it again."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class Answers:
 
     @contextmanager
     def kept(self, accelerator: Any) -> Iterator[None]:
-        """What the ``accelerator`` is asked inside, by this thread."""
+        """Keeps what the ``accelerator`` is asked inside, by this thread."""
         for name in _TALKING:
             setattr(accelerator, name, self._keeping(getattr(accelerator, name)))
         try:

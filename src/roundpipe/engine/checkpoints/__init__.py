@@ -1,5 +1,5 @@
-"""What checkpoints are made of: one file or shards, the state of generators, and refusals that all
-processes share.
+"""Checkpoints are made of these: one file or shards, the state of generators, and refusals that
+all processes share.
 
 Imports what `engine` may import.
 """

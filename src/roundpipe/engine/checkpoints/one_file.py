@@ -17,7 +17,7 @@ REST = "rest"
 
 
 def open_checkpoint(path: Path) -> Any:
-    """What has the ``keys`` of a checkpoint and their tensors, closed by its context."""
+    """An open file has the ``keys`` of a checkpoint and their tensors; its context closes it."""
     if path.is_dir():
         from .shards import Shards  # late, as it takes long to import
 

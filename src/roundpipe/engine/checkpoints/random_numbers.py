@@ -28,7 +28,7 @@ def random_state(model: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 def set_random_state(
     model: Engine, tensors: Mapping[str, torch.Tensor], others: Mapping[str, Any]
 ) -> None:
-    """As far as there are as many devices now as there were."""
+    """Sets generators as far as there are as many devices now as there were."""
     torch.set_rng_state(tensors["rng/cpu"].clone())
     for place, device in enumerate(
         device for device in model.devices if not device.shares_generator()

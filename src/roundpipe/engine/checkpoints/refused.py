@@ -12,9 +12,9 @@ from ...params.ranks import Ranks
 
 @contextmanager
 def refused_alike(ranks: Ranks, what: str, subject: str = "") -> Iterator[None]:
-    """What one rank raises inside, where nothing is changed and nothing is said to others, keeps
-    all from going on: the others raise a ConfigError that names it. ``what`` is the same on all
-    ranks: one that does something else ends the group. ``subject`` is this rank's own.
+    """An error that one rank raises inside, where nothing is changed and nothing is said to others,
+    keeps all from going on: the others raise a ConfigError that names it. ``what`` is the same on
+    all ranks: one that does something else ends the group. ``subject`` is this rank's own.
 
     Unlike what is raised in `Ranks.agreeing` it ends nothing: all ranks are where they were, and
     may try another file. With no job under way, because jobs talk, too.

@@ -1,5 +1,5 @@
-"""Which layers have a device state: who takes one, how much memory all of them may have, and who
-gives them up. What one is says [Note: device states]."""
+"""Decides which layers have a device state: who takes one, how much memory all of them may have,
+and who gives them up. What one is says [Note: device states]."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ class DeviceStates:
 
     @property
     def can_be(self) -> bool:
-        """Whether there can be any."""
+        """Says whether there can be any."""
         return self._link is not None
 
     @property
@@ -91,18 +91,18 @@ class DeviceStates:
 
     @property
     def num_bytes(self) -> int:
-        """What they may take."""
+        """They may take so much."""
         return sum(each.num_bytes for each in list(self._store.device_states.values()))
 
     @property
     def held_bytes(self) -> int:
-        """What they take. With no update under way."""
+        """They take so much. With no update under way."""
         return sum(each.held_bytes for each in self._store.device_states.values())
 
     # Called by the caller's thread.
 
     def let(self, num_bytes: float, *, is_sure: bool, is_worth_it: bool) -> None:
-        """What calls leave of the device.
+        """Calls leave so much of the device.
 
         Args:
             is_sure: by measurements; the least of such calls counts from then on, so that device

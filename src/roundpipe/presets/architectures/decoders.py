@@ -47,7 +47,7 @@ _OF_THE_LAST = (
 
 
 class Opening(nn.Module):
-    """What comes before the blocks of ``backbone``: embeddings, masks, rotary. ``kinds``: of each
+    """Embeddings, masks and rotary come before the blocks of ``backbone``. ``kinds``: of each
     block, how it attends. ``knows_documents``: masks keep those apart whose positions restart."""
 
     def __init__(self, backbone: Any, kinds: list[str], *, knows_documents: bool = True) -> None:
@@ -148,7 +148,7 @@ def _by_block(config: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """What an architecture says of itself: of each block, how it attends, and where parts are."""
+    """An architecture says of itself how each block attends, and where parts are."""
 
     kinds: Callable[[Any], list[str]] = _by_block
     backbone: str = "model"
