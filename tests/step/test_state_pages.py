@@ -37,6 +37,12 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatePage
     made.writer.join()
 
 
+def read_ahead_bytes() -> int:
+    """Returns what the system may read of a file beyond what it is asked for, on any disk."""
+    found = Path("/sys/class/bdi").glob("*/read_ahead_kb")
+    return max((int(each.read_text()) for each in found), default=0) << 10
+
+
 def settle(pages: StatePages) -> None:
     """Returns when the writer has nothing left to do."""
     done = threading.Event()
@@ -72,8 +78,10 @@ def in_memory(state: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
 
 def test_little_is_in_memory_and_nothing_is_lost(pages: StatePages) -> None:
     state = make_state(pages)
+    # Masters lie behind each other in the file, and so do moments.
+    beyond = 2 * read_ahead_bytes()
     # Those passed now, one more than waits behind, and what late readers have brought back.
-    most = AHEAD + BEHIND + 2 * 2 * BYTES + LATE
+    most = AHEAD + BEHIND + 2 * 2 * BYTES + LATE + beyond
     for turn in range(2):
         pages.begin(state, for_writing=True)
         for some in pages.in_calls(state):
@@ -84,7 +92,7 @@ def test_little_is_in_memory_and_nothing_is_lost(pages: StatePages) -> None:
                 moment.sub_(1)
         pages.end()
         settle(pages)
-        assert in_memory(state) <= LATE
+        assert in_memory(state) <= LATE + beyond
         for number, (master, moment) in enumerate(state):
             assert bool((master == number + turn + 1).all())
             assert torch.equal(moment, -master)
@@ -126,7 +134,7 @@ def test_state_that_is_only_read_is_not_written(
     pages.end()
     settle(pages)
     assert set(asked) == {False}
-    assert in_memory(state) <= LATE
+    assert in_memory(state) <= LATE + 2 * read_ahead_bytes()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "a bad disk"), MemoryError("no room")])
