@@ -33,7 +33,9 @@ def test_every_error_names_a_place_that_there_is(kind: type[RoundPipeError]) -> 
     error = kind("what is wrong")
     assert str(error) == "what is wrong"
     [note] = error.__notes__
-    command, named = re.fullmatch(r"what to do: (.*) explain (.*)", note).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"what to do: (.*) explain (.*)", note)
+    assert found is not None
+    command, named = found.groups()
     assert command == "python -m roundpipe"
     heading = explain(named).splitlines()[0]
     assert re.sub(r"^#+ ", "", heading).lower().replace(" ", "-") == named.lower()
