@@ -75,10 +75,8 @@ def train(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    group = None
     if ranks > 1:
         dist.init_process_group("gloo")
-        group = dist.group.WORLD
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     model = nn.Sequential(
@@ -88,7 +86,10 @@ def train(options: argparse.Namespace) -> None:
         nn.init.orthogonal_(weight)  # by which gradients are of the size of one
     model.to(dtype)
     before = anonymous()
-    engine = roundpipe.RoundPipe(model, torch.float32, devices=1, process_group=group)
+    # No name for the group, because that would keep its threads when it ends.
+    engine = roundpipe.RoundPipe(
+        model, torch.float32, devices=1, process_group=dist.group.WORLD if ranks > 1 else None
+    )
     # Against a smaller eps the rounding of a gradient near zero would be a whole step.
     optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=LR, eps=0.1)
 
@@ -110,8 +111,7 @@ def train(options: argparse.Namespace) -> None:
     engine.close()  # with which its last step has ended, and let go of its gradients
     kept = anonymous() - before
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    if group is not None:
-        dist.barrier()
+    if ranks > 1:
         dist.destroy_process_group()
     torch.save(weights, f"{options.out}/weights-{rank}")
     Path(options.out, f"rank-{rank}").write_text(json.dumps({"steps": steps, "kept": kept}))

@@ -8,8 +8,8 @@ microbatches and the loss are the same in all.
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import measure
 import torch
@@ -29,13 +29,15 @@ def run(options: argparse.Namespace) -> measure.Record | None:
     """The record of this row; None on other ranks than the first."""
     (mode,), (kind,) = options.modes, options.kinds
     is_alone = kind == "alone"
-    rank, ranks, group = (0, 1, None) if is_alone else _join()
+    rank, ranks = (0, 1) if is_alone else _join()
     options.devices = options.ranks if is_alone else None
     options.threads = max(1, options.threads // ranks)
     workload = workload_of(options)
     own = replace(workload, num_microbatch=max(1, workload.num_microbatch // ranks))
     tokens = make_tokens(workload).chunk(ranks)[rank]
-    with training(own, mode, options, process_group=group) as trained:
+    with training(
+        own, mode, options, process_group=None if is_alone else dist.group.WORLD
+    ) as trained:
         timed = measure.time_steps(
             lambda: _step(trained, tokens, workload, is_last=kind == "ranks"),
             warmup=options.warmup,
@@ -52,36 +54,28 @@ def run(options: argparse.Namespace) -> measure.Record | None:
             **measure.peaks(),
             **measure.environment(),
         }
-    if not is_alone:
-        for name, operation in _OF_ALL.items():
-            record[name] = _of_all(record[name], operation)
-        # Because gloo's threads may still let go of those tensors, for which they need Python.
-        dist.barrier()
-        dist.destroy_process_group()
+        trained.engine.synchronize()  # because until then the optimizer thread talks
+        for name, combine in _OF_ALL.items():
+            where = "adding up a row"
+            (record[name],) = trained.engine.ranks.combined([record[name]], combine, where)
     record["tokens_per_s"] = workload.tokens_per_step / record["step_s"]
     return record if rank == 0 else None
 
 
-_OF_ALL = {
-    "step_s": dist.ReduceOp.MAX,
-    "loss_first": dist.ReduceOp.SUM,
-    "loss_last": dist.ReduceOp.SUM,
-    "host_peak_rss_gb": dist.ReduceOp.SUM,
+_OF_ALL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "step_s": torch.maximum,
+    "loss_first": torch.add,
+    "loss_last": torch.add,
+    "host_peak_rss_gb": torch.add,
 }
 
 
-def _join() -> tuple[int, int, Any]:
+def _join() -> tuple[int, int]:
     """Joins the group as a program that torchrun starts does."""
     if torch.cuda.is_available():
         torch.cuda.set_device(measure.local_rank())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-
-
-def _of_all(value: float, operation: Any) -> float:
-    total = torch.tensor(value, device=measure.compute_device())
-    dist.all_reduce(total, operation)
-    return float(total)
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _step(trained: Training, tokens: Tensor, workload: Workload, *, is_last: bool) -> Tensor:
@@ -105,6 +99,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.is_row:
         record = run(options)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         return 0 if record is None else measure.run_row(record, COLUMNS)
     rows = [
         (kind, [*sys.argv[1:], "--is-row", "--methods", method, "--modes", mode, "--kinds", kind])

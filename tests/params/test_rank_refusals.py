@@ -1,5 +1,6 @@
 """A rank that cannot do something outside of a step keeps the others from waiting for it."""
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import roundpipe
 from roundpipe.errors import ConfigError, RankError
 from tests.support.branching import make_branches
 from tests.support.models import make_mlp, mlp_batch
-from tests.support.processes import check_in_processes
+from tests.support.processes import check_in_processes, threads_of_gloo
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -65,12 +66,14 @@ def all_cut_alike() -> None:
 def one_has_another_model() -> None:
     """A frozen layer, for whose messages gloo ended a process; a wider one, of which a rank was
     given a part."""
-    rank = dist.get_rank()
+    rank, before = dist.get_rank(), (threading.active_count(), len(threads_of_gloo()))
     frozen, wider = make_mlp(), torch.nn.Sequential(torch.nn.Linear(4, 4 + 4 * rank))
     frozen[0].requires_grad_(rank == 0)
     for model in (frozen, wider):
         with pytest.raises(RankError, match="rank 1 talks sharing .* tensors, .*rank 0 sharing"):
             roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD)
+        gc.collect()
+        assert (threading.active_count(), len(threads_of_gloo())) == before
 
 
 def one_cannot_load() -> None:

@@ -1,5 +1,6 @@
 """Starts a function of a test in several processes, as torchrun starts a script."""
 
+import gc
 import os
 import socket
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  # because it keeps a group that is there when it comes
 
 from tests.support import ROOT
 
@@ -25,11 +29,9 @@ def run_in_processes(
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import torch; torch.set_num_threads(1)\n"
+        "from tests.support.processes import end_groups\n"
         f"from {function.__module__} import {function.__name__} as check; check(*{given!r})\n"
-        # Because threads of gloo's that still hold tensors when the interpreter goes away abort the
-        # process.
-        "import torch.distributed as dist\n"
-        "if dist.is_initialized() and dist.get_backend() == 'gloo': dist.destroy_process_group()"
+        "end_groups()"
     )
     common = {
         "WORLD_SIZE": str(count),
@@ -62,3 +64,19 @@ def check_in_processes(
     """The function raises in none of them."""
     ended = run_in_processes(check, folder, count)
     assert [code for code, _ in ended] == [0] * count, "\n".join(text for _, text in ended)
+
+
+def end_groups() -> None:
+    """Because threads of gloo's that still let go of tensors when the interpreter goes away abort
+    the process. They end with their group, which ends when nothing refers to it any more."""
+    if dist.is_initialized() and dist.get_backend() != "gloo":
+        return
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def threads_of_gloo() -> list[str]:
+    """The names of this process's."""
+    names = [entry.read_text().strip() for entry in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]

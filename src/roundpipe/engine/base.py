@@ -99,7 +99,11 @@ class Engine(HostWeights):
         self._steps = host.steps
         self._runners: list[BatchRunner] = []
         trained = [parameter for parameter in host.store.parameters if parameter.requires_grad]
-        host.ranks.share([*trained, *model.buffers()])
+        try:
+            host.ranks.share([*trained, *model.buffers()])
+        except BaseException:
+            host.close()  # because nobody else can: its threads and its group would be left
+            raise
         # The finalizer only signals: it may run on any thread, also on one of those it would have
         # to join.
         self._finalizer = weakref.finalize(self, _stop, host.steps, host.workers)
