@@ -1,6 +1,7 @@
 """Every name of transformers, accelerate and PEFT that is private or known to move. A new release
 breaks here first."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,8 +125,15 @@ def adds_router_loss(model: nn.Module, asked: bool | None = None) -> bool:
 
 
 def makes_causal_loss(model: nn.Module) -> bool:
-    """Whether the model's own loss is transformers' for causal language models."""
-    return getattr(model, "loss_function", None) is ForCausalLMLoss
+    """Says whether the model's own loss is transformers' for causal language models.
+
+    Encoders with a decoder, and some decoders, have that function by the name of their class, and a
+    forward that makes the loss without it: of the labels as they are, whatever it is to divide by.
+    """
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        return False
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
 
 
 def valid_targets(trainer: Trainer, inputs: Mapping[str, Any]) -> torch.Tensor | None:

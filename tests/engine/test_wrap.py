@@ -216,7 +216,10 @@ def test_which_engine_a_model_gets(wrap: Any, caplog: pytest.LogCaptureFixture) 
 
 def test_parts_depend_on_the_number_of_devices(wrap: Any) -> None:
     """By default a part may have the model's bytes over the devices + 1."""
-    one, three = (wrap(make_t5(), devices=count).statistics()["engines"] for count in (1, 3))
+    one, three = (
+        wrap(make_t5(), devices=count, use_sequential_preset=False).statistics()["engines"]
+        for count in (1, 3)
+    )
     assert "encoder" in one
     assert "encoder" not in three
     assert {"encoder.block.0", "encoder.block.1", "loss_function"} <= three.keys()
@@ -407,7 +410,7 @@ def test_a_loss_that_is_divided_by_a_given_number_is_cut(wrap: Any, count: int) 
 def test_key_value_caches_are_never_built(wrap: Any) -> None:
     """Microbatches would write to one cache: it is off, and asking for it is an error."""
     model: Any = make_t5()
-    engine = wrap(model)
+    engine = wrap(model, use_sequential_preset=False)
     batch = t5_batch().kwargs
     with torch.no_grad():
         assert model(**batch).past_key_values is not None
@@ -419,7 +422,7 @@ def test_key_value_caches_are_never_built(wrap: Any) -> None:
 def test_generate_sees_every_update(wrap: Any) -> None:
     """A method of the model's, reached through the engine: pending steps are written back first."""
     model: Any = make_t5().eval()
-    engine = wrap(model)
+    engine = wrap(model, use_sequential_preset=False)
     ids = t5_batch().kwargs["input_ids"]
     settings = {"max_new_tokens": 4, "do_sample": False}
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=1.0)
@@ -440,7 +443,7 @@ def test_saved_files_of_a_model_in_parts(wrap: Any, tmp_path: Any) -> None:
     model: Any = make_t5()
     model.encoder.block.requires_grad_(False)
     model.save_pretrained(tmp_path / "plain")
-    engine = wrap(model)
+    engine = wrap(model, use_sequential_preset=False)
     optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
     for _ in range(2):
         engine(**t5_batch().kwargs).loss.backward()

@@ -11,7 +11,7 @@ from transformers import Trainer
 
 from roundpipe import AutoRoundPipe, wrap_model_to_roundpipe
 from roundpipe_hf import RoundPipeTrainer
-from tests.support.branching import bert_batch, make_bert, make_t5, t5_batch
+from tests.support.branching import bert_batch, make_bart, make_bert, t5_batch
 from tests.support.models import make_llama
 from tests.support.trainers import (
     Pair,
@@ -34,7 +34,7 @@ def rows_of(batch: Any) -> list[dict[str, Any]]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "bert": (make_bert, bert_batch),
-    "t5": (make_t5, t5_batch),
+    "bart": (make_bart, t5_batch),
 }
 either = pytest.mark.parametrize("name", MODELS)
 

@@ -110,6 +110,8 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.gpt_oss.modeling_gpt_oss.GptOssForCausalLM": "decoders.gpt_oss",
     "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": "decoders.gpt2",
     "transformers.models.vit.modeling_vit.ViTForImageClassification": "vit",
+    "transformers.models.t5.modeling_t5.T5ForConditionalGeneration": "t5",
+    "transformers.models.mt5.modeling_mt5.MT5ForConditionalGeneration": "t5",
     "transformers.models.llava.modeling_llava.LlavaForConditionalGeneration": "llava",
     "transformers.models.gemma3.modeling_gemma3.Gemma3ForConditionalGeneration": "gemma3",
     "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLForConditionalGeneration": (
@@ -121,6 +123,7 @@ _PRESETS: dict[str, str | CutModel] = {
     ),
 }
 
+_NO_LANGUAGE_MODEL = ("vit", "t5")
 _WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -167,9 +170,10 @@ def cut(model: nn.Module) -> Cut | None:
 
 
 def has_own_preset(model: nn.Module) -> bool:
-    """True if there is a file for the architecture, whose last layer has what these share: not for
-    a preset of the user's own or the generic one."""
-    return isinstance(_preset_of(type(base_of(model))), str)
+    """True if the preset of a causal language model's architecture cuts it, whose last layer has
+    what these share: not for a preset of the user's own or the generic one."""
+    preset = _preset_of(type(base_of(model)))
+    return isinstance(preset, str) and preset not in _NO_LANGUAGE_MODEL
 
 
 def has_images(model: nn.Module) -> bool:
