@@ -106,7 +106,6 @@ class Block(nn.Module):
         attention = first.layer[0].SelfAttention
         self.block = block
         self.table = attention.relative_attention_bias
-        self.makes_its_own = block is first
         self.attention_class = type(attention)
         self.how = {
             "is_decoder": attention.is_decoder,
@@ -120,7 +119,7 @@ class Block(nn.Module):
             self.block,
             state["hidden_states"],
             state["mask"],
-            None if self.makes_its_own else self._bias(state["hidden_states"]),
+            self._bias(state["hidden_states"]),
             state["encoded"],
             state["cross_mask"],
             past_key_values=None,
@@ -129,7 +128,8 @@ class Block(nn.Module):
         return {**state, "hidden_states": hidden_states}
 
     def _bias(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Returns the bias that the first block makes, to the bit: (1, heads, tokens, tokens)."""
+        """Returns the bias that the first block would make, to the bit: (1, heads, tokens, tokens).
+        Made here for that one too, because what is compiled is then the same for all."""
         tokens, attention = hidden_states.shape[1], self.attention_class
         stands_in = SimpleNamespace(**self.how, relative_attention_bias=self.table)
         made: torch.Tensor = attention.compute_bias(
