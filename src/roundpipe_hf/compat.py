@@ -2,7 +2,8 @@
 breaks here first."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "add_variant",
     "adds_router_loss",
     "base_model",
+    "before_merging",
     "book_loss",
     "clear_device_cache",
     "convert_to_fp32",
@@ -78,6 +80,20 @@ def disable_checkpointing(model: nn.Module) -> None:
 def adapter_configs(model: Any) -> Mapping[str, Any]:
     """PEFT configs by adapter name; none for a model without adapters."""
     return model.peft_config if isinstance(model, PeftModel | PeftMixedModel) else {}
+
+
+def before_merging(model: Any, check: Callable[[nn.Module], None]) -> None:
+    """Has PEFT call ``check`` with its tuner before it merges or takes out the first module. Does
+    nothing to a model without adapters."""
+    if adapter_configs(model):
+        tuner = model.base_model
+        # Not a closure, because models are pickled and copied.
+        tuner._check_merge_allowed = partial(_checked_first, tuner, check)
+
+
+def _checked_first(tuner: Any, check: Callable[[nn.Module], None]) -> None:
+    check(tuner)
+    type(tuner)._check_merge_allowed(tuner)
 
 
 def model_class_of(model_or_auto_class: Any, config: Any) -> Any:

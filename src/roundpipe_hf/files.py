@@ -48,13 +48,18 @@ class Checkpoint:
         self.dtypes = {key: entry["dtype"] for key, entry in headers if "dtype" in entry}
 
     @property
-    def folder(self) -> Path:
-        """Where the files are, and config.json."""
+    def files_with_tensors(self) -> list[Path]:
+        """The files, of which there is one at least."""
         if not self.files:
             raise ConfigError(
                 f"{self._name_or_path} has no safetensors files; save it with save_pretrained first"
             )
-        return self.files[0].parent
+        return self.files
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are, and config.json."""
+        return self.files_with_tensors[0].parent
 
     def has(self, file: str | None) -> bool:
         """Whether it is one of the files that were looked for, or of their kind."""
@@ -65,9 +70,7 @@ class Checkpoint:
         if single is not None:
             return [single]
         index = self._find(add_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
-        names = (
-            set() if index is None else set(json.loads(index.read_text())["weight_map"].values())
-        )
+        names = set() if index is None else _named_in(index)
         files = {name: self._find(name) for name in sorted(names)}
         for name in (name for name, file in files.items() if file is None):
             raise ConfigError(
@@ -85,6 +88,14 @@ class Checkpoint:
         return None if found is None else Path(found)
 
 
+def _named_in(index: Path) -> set[str]:
+    """The files that an index names."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is damaged ({error!r}); get it again") from error
+
+
 def _header(file: Path) -> dict[str, Any]:
     """A safetensors file begins with the length of a JSON header and the header."""
     with file.open("rb") as opened:
@@ -92,7 +103,9 @@ def _header(file: Path) -> dict[str, Any]:
         # What is no such file says a length of its own.
         is_whole = 0 < length <= file.stat().st_size - 8
         text = opened.read(length) if is_whole else b""
-    if not is_whole:
+    try:
+        header: dict[str, Any] = json.loads(text)
+    except ValueError as error:
         refuse_damaged([file])
-    header: dict[str, Any] = json.loads(text)
+        raise ConfigError(f"{file} is damaged ({error}); get it again") from error
     return header

@@ -66,10 +66,19 @@ class NewFolder:
         return {"format": "pt", _MARK: identity}
 
     def is_finished(self, identity: str) -> bool:
-        """Whether it is complete, and its files are of that work."""
+        """Tells whether it is complete, and its files are of that work.
+
+        Raises:
+            ConfigError: it is complete, and damaged.
+        """
         for file in sorted(self.path.glob("*.safetensors"))[:1] if self.has(CONFIG) else []:
-            with safe_open(file, "pt") as opened:
-                return bool((opened.metadata() or {}).get(_MARK) == identity)
+            try:
+                with safe_open(file, "pt") as opened:
+                    return bool((opened.metadata() or {}).get(_MARK) == identity)
+            except SafetensorError as error:
+                raise ConfigError(
+                    f"{file} is damaged ({error}); empty its folder and call again"
+                ) from error
         return False
 
     @contextmanager

@@ -118,7 +118,8 @@ def load_pretrained(
 
     Raises:
         ConfigError: a quantization that is unknown, or another one than the checkpoint's; files
-            that are damaged; weights that do not divide into blocks; too little room on the disk.
+            that are damaged; weights that do not divide into blocks; too little room on the disk; a
+            ``quantized_dir`` that holds something else, as when the checkpoint has changed since.
 
     Example:
         >>> model = load_pretrained("path/to/model", quantization="nf4")
@@ -130,12 +131,10 @@ def load_pretrained(
     if mmap or quantization is not None or method is not None:
         _refuse_copies(kwargs)
     if quantization is not None and method is None:
-        source = Checkpoint(name_or_path, kwargs)
-        out = Path(quantized_dir or default_folder(source.folder, quantization))
+        files = Checkpoint(name_or_path, kwargs).files_with_tensors
+        out = Path(quantized_dir or default_folder(files, quantization))
         cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
-        quantize_checkpoint(
-            source.folder, out, quantization, quantized_keys(cls, config, quantization)
-        )
+        quantize_checkpoint(files, out, quantization, quantized_keys(cls, config, quantization))
         name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in OF_THE_FILES}
         config, method = config_of(out, {}), quantization
     elif quantization not in (None, method):

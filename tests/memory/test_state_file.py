@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, optim
 from roundpipe.errors import ConfigError
 from roundpipe.memory import huge_pages, state_file
 from roundpipe.memory.state_file import FILLED_BYTES, LEAST_BYTES, StateFile
@@ -115,9 +115,6 @@ def test_a_full_disk_is_refused_with_both_numbers(
     message = f"needs {4 * COUNT} bytes more .* beside {4 * COUNT} .* has 7 free"
     with pytest.raises(ConfigError, match=message):
         file.empty((COUNT,), torch.float32)
-    with pytest.raises(ConfigError, match="needs 8 bytes more"):
-        file.refuse_lack_of(8)
-    file.refuse_lack_of(7)
     assert file.num_bytes >= kept.nbytes
 
 
@@ -137,9 +134,58 @@ def test_an_engine_is_refused_before_its_model_is_touched(
     before = [parameter.data_ptr() for parameter in model.parameters()]
     usage: Any = shutil._ntuple_diskusage(9, 2, 7)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=f"needs {4 * 257 * 256} bytes more .* has 7 free"):
+    masters = 4 * 257 * 256
+    message = f"has 7 bytes free; masters need {masters} and two moments.* {2 * masters} more"
+    with pytest.raises(ConfigError, match=message):
         RoundPipe(model, devices=1, optimizer_state_dir=tmp_path / "made")
     assert before == [parameter.data_ptr() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("moments", [2, 0], ids=["AdamW", "SGD"])
+def test_moments_that_will_not_fit_are_told_of_when_the_engine_is_made(
+    moments: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody heard of it before the first step, whose optimizer then was refused. One that keeps
+    none fits, so it is no error."""
+    model = nn.Sequential(nn.Linear(256, 256))
+    masters, x = 4 * 257 * 256, torch.ones(2, 256)
+    free = 3 * 4 * 256 * 256 - 1  # the bias is small, and stays in memory
+    usage: Any = shutil._ntuple_diskusage(free, 0, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    allocate, left = os.posix_fallocate, [free]
+
+    def takes_room(descriptor: int, offset: int, num_bytes: int) -> None:
+        left[0] -= num_bytes
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "no space")
+        allocate(descriptor, offset, num_bytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", takes_room)
+    with RoundPipe(model, devices=1, optimizer_state_dir=tmp_path) as engine:
+        assert f"has {free} bytes free; masters need {masters} " in caplog.text
+        assert f" {2 * masters} more. The first step will be refused" in caplog.text
+        made: Any = optim.AdamW if moments else optim.SGD
+        optimizer = made(engine.optim_parameters(), lr=0.1)
+        engine.forward_backward((x,), label=x, loss_fn=nn.functional.mse_loss)
+        before = model[0].weight.detach().clone()
+        if moments:
+            with pytest.raises(ConfigError, match="optimizer state needs .* bytes more"):
+                engine.step(optimizer.step, is_async=False)
+        else:
+            engine.step(optimizer.step, is_async=False)
+            engine.synchronize()
+        assert torch.equal(model[0].weight, before) == bool(moments)
+
+
+def test_room_for_all_is_no_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = 3 * 4 * 257 * 256
+    usage: Any = shutil._ntuple_diskusage(free, 0, free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    model = nn.Sequential(nn.Linear(256, 256))
+    RoundPipe(model, devices=1, optimizer_state_dir=tmp_path).close()
+    assert "bytes free" not in caplog.text
 
 
 def test_a_folder_in_memory_is_told_of(

@@ -25,6 +25,9 @@ class HostRoom:
         has_state_file: masters and moments take no memory.
         num_ranks: processes of which each has about as large a share of the masters, and of the
             others' copies in the weights' dtype.
+
+    Attributes:
+        on_disk: bytes of masters in a state file, and of moments as AdamW keeps them.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class HostRoom:
         copies = sum(map(_num_bytes, trained)) * (num_ranks - 1) // num_ranks
         self.masters = 0 if has_state_file else own + copies
         self._moments = 0 if has_state_file else _MOMENTS * own
+        self.on_disk = (own, _MOMENTS * own) if has_state_file else (0, 0)
         self._has_updated = False
         self._latest: float | None = None
 

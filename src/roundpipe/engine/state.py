@@ -140,7 +140,7 @@ class Host:
             num_ranks=1 if ranks is None else ranks.count,
         )
         self.room.refuse_too_little(in_files=self.room.frozen if settings.pin_model == "off" else 0)
-        state_file = _state_file(settings.optimizer_state_dir, layers, rules)
+        state_file = _state_file(settings.optimizer_state_dir, self.room)
         self.ranks = ranks = ranks or Ranks()
         is_alone = ranks.count == 1 and state_file is None
         self.condition = SteadyCondition()
@@ -307,19 +307,10 @@ def make_host(
     return made
 
 
-def _state_file(
-    folder: str | os.PathLike[str] | None, layers: Sequence[nn.Module], rules: GradientRules
-) -> StateFile | None:
+def _state_file(folder: str | os.PathLike[str] | None, room: HostRoom) -> StateFile | None:
     """None where state lies in memory."""
     if folder is None:
         return None
     file = StateFile(folder)
-    trained = {p: rules.master(p).itemsize for layer in layers for p in layer.parameters()}
-    file.refuse_lack_of(
-        sum(
-            size * parameter.numel()
-            for parameter, size in trained.items()
-            if parameter.requires_grad
-        )
-    )
+    file.refuse_lack_of(*room.on_disk)
     return file

@@ -117,10 +117,26 @@ class StateFile:
         """On the disk."""
         return os.fstat(self._file.descriptor).st_blocks * 512
 
-    def refuse_lack_of(self, num_bytes: int) -> None:
-        """Raises ConfigError if the disk has no room for so many bytes more."""
-        if num_bytes > self._free_bytes():
-            raise self._lack_of(num_bytes)
+    def refuse_lack_of(self, masters: int, moments: int) -> None:
+        """Compares the disk with what is to come, in bytes. Warns if only ``moments`` do not fit,
+        because who makes the optimizer may take one with fewer.
+
+        Raises:
+            ConfigError: it has no room for ``masters``.
+        """
+        free = self._free_bytes()
+        needed = (
+            f"optimizer_state_dir is {self._folder!r}, whose disk has {free} bytes free; masters "
+            f"need {masters} and two moments, as AdamW keeps them, {moments} more"
+        )
+        if masters > free:
+            raise ConfigError(f"{needed}. Name a folder on a larger one, or train fewer weights")
+        if masters + moments > free:
+            _log.warning(
+                "%s. The first step will be refused, unless the optimizer keeps less: name a "
+                "folder on a larger one, or use an optimizer with less state",
+                needed,
+            )
 
     def _free_bytes(self) -> int:
         """Of the file's disk, whatever has become of the folder."""

@@ -72,6 +72,11 @@ class NF4(Format):
             )
 
     def check(self, parts: Parts, shape: Sequence[int]) -> None:
+        if self.block_size < 1 or self.nested_block_size < 0:
+            raise ConfigError(
+                f"nf4: blocks of {self.block_size} and {self.nested_block_size}; the checkpoint is "
+                "damaged or of another format"
+            )
         count = math.prod(shape)
         blocks = -(-count // self.block_size)
         is_nested = self.nested_block_size > 0

@@ -6,7 +6,7 @@ parameters of one module get their values, and are stand-ins again afterwards.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,8 @@ class Adapter:
             # Weights of the base that it brought along are stand-ins' like too, in float32.
             weights = {k: v.float() if ".base_layer." in k else v for k, v in weights.items()}
             result: Any = set_peft_model_state_dict(peft, weights, low_cpu_mem_usage=True)
+        except TypeError as error:  # of adapters over one another, as on one of two tied weights
+            raise ConfigError(f"{path} cannot be merged: {error}") from error
         except (RuntimeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{path} does not fit {type(model).__name__}; name the base that it was trained "
@@ -96,7 +98,7 @@ class Adapter:
             path: tuple(f"{path}.{name}" for name in _places(unit))
             for path, unit in self._units.items()
         }
-        self._tied = _are_trained_tied(config, self._units.values())
+        self._tied = _trained_tied(config, self._units)
         self._refuse_biases()
 
     @property
@@ -105,10 +107,9 @@ class Adapter:
         parameters."""
         return self._names
 
-    @property
-    def keeps_ties(self) -> bool:
-        """Whether weights that were tied in the base got the same changes in training."""
-        return self._tied
+    def keeps_tied(self, names: Iterable[str]) -> bool:
+        """Tells whether these parameters, tied in the base, got the same changes in training."""
+        return any(name.rpartition(".")[0] in self._tied for name in names)
 
     def merge(self, path: str, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parameters of a unit when the adapter is merged into them, by their names.
@@ -195,15 +196,20 @@ def _merge(unit: Any) -> None:
         unit.merge(safe_merge=False)
 
 
-def _are_trained_tied(config: Any, units: Any) -> bool:
-    """Raises ConfigError if tied weights have tied LoRA layers, which PEFT adds twice."""
-    auxiliary = [one for one in units if isinstance(one, AuxiliaryTrainingWrapper)]
-    is_asked = bool(getattr(config, "ensure_weight_tying", False))
-    if is_asked and not auxiliary:
+def _trained_tied(config: Any, units: Mapping[str, Any]) -> set[str]:
+    """The modules that PEFT has train what it trains of the input embeddings. That is for PEFT to
+    say, because it does not always do what the config asks.
+
+    Raises:
+        ConfigError: tied layers of LoRA, which PEFT's own merge adds twice.
+    """
+    if getattr(config, "target_modules_to_tie", None):
         raise ConfigError(
             "ensure_weight_tying of LoRA layers is not merged; train with modules_to_save instead"
         )
-    return is_asked or any(isinstance(one, TrainableTokensWrapper) for one in auxiliary)
+    tokens = (path for path, unit in units.items() if isinstance(unit, TrainableTokensWrapper))
+    tied = {path for path in tokens if units[path].token_adapter.tied_adapter is not None}
+    return tied | set(getattr(config, "modules_to_tie", None) or ())
 
 
 def _places(unit: nn.Module) -> dict[str, tuple[nn.Module, str]]:

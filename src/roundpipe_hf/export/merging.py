@@ -90,8 +90,7 @@ class _Merge:
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         found = sources(model, {name: one.shape for name, one in self._weights.items()})
         self._adapter = Adapter(adapter, model)
-        if not self._adapter.keeps_ties:
-            self._part_ties(tied, found)
+        self._part_ties(tied, found)
         self._groups = _groups(self._adapter, found, set(tied))
         self._metadata = NewFolder.metadata(identity)
 
@@ -136,11 +135,12 @@ class _Merge:
 
     def _part_ties(self, tied: Mapping[str, str], found: dict[str, Source]) -> None:
         """Gives a weight that is tied to another one a tensor of its own, where the adapter changes
-        either."""
+        either and not both alike."""
         touched = {name for names in self._adapter.units.values() for name in names}
         for name, other in tied.items():
             there = next((one for one in (other, name) if one in found), None)
-            if not touched & {name, other} or there is None:
+            is_parted = touched & {name, other} and not self._adapter.keeps_tied((name, other))
+            if not is_parted or there is None:
                 continue
             for config in (self.config, *filter(_says_tied, self.config.values())):
                 config["tie_word_embeddings"] = False

@@ -1,4 +1,4 @@
 """Checkpoints and models whose weights are quantized: read as they are stored, and written.
 
-Imports `roundpipe` only.
+Imports `compat`, and `roundpipe` itself.
 """

@@ -9,6 +9,7 @@ from torch import nn
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import NF4, QuantizedWeight
 
+from ..compat import BaseTunerLayer
 from .reading import named_nf4
 
 
@@ -61,6 +62,21 @@ def adopt_bitsandbytes(model: nn.Module) -> None:
         module.compute_dtype = module.compute_dtype if module.compute_type_is_set else None
         # The class, not the module, because adapters, hooks and tied layers hold the module.
         module.__class__ = QuantizedLinear
+
+
+def refuse_merging(tuner: nn.Module) -> None:
+    """Raises ConfigError if one of the adapters is over a quantized weight, before the first module
+    is merged: those that PEFT meets earlier, embeddings for example, would be the adapter's no
+    longer, and be missing from what is saved of it."""
+    for name, module in tuner.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            base: nn.Module = module.get_base_layer()
+            if any(isinstance(one, QuantizedWeight) for one in base.parameters(recurse=False)):
+                raise ConfigError(
+                    f"the weights of {name} are quantized, and cannot take an adapter in. Save the "
+                    "adapter, with trainer.save_model(folder) for example, and merge it with "
+                    "roundpipe_hf.merge_and_save(folder, base, out); unload() takes it away"
+                )
 
 
 def _weight(name: str, module: Any) -> QuantizedWeight:

@@ -3,10 +3,9 @@
 [Note: killed while writing] in folders.py says what an interrupted run leaves.
 """
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -22,8 +20,8 @@ from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, Format, QuantizedWeight, quantizable
 from roundpipe.system.progress import progress
 
-from ..folders import CONFIG, NewFolder
-from .reading import EXPERT, named_nf4
+from ..folders import CONFIG, NewFolder, identity_of, write_tensors
+from .reading import EXPERT, named_nf4, refuse_damaged
 
 _CONFIGS: dict[str, dict[str, Any]] = {
     "nf4": {
@@ -42,43 +40,49 @@ _BITS = {"nf4": 4.5, "nf4_double": 4.13, "fp8": 8.01, "int8": 8.01, "mxfp4": 4.2
 
 
 def quantize_checkpoint(
-    source: Path, out: Path, quantization: str, is_quantized: Callable[[str], bool]
+    files: Sequence[Path], out: Path, quantization: str, is_quantized: Callable[[str], bool]
 ) -> None:
-    """Writes the checkpoint in ``source`` to ``out``, some of its weights quantized. At most one of
-    its files is in memory at once.
+    """Writes a checkpoint to ``out``, some of its weights quantized. At most one of its files is in
+    memory at once.
 
     Started again after it was interrupted, it goes on with the first file that is missing.
 
     Args:
-        source: a folder with safetensors files and a config.json.
+        files: all of its safetensors files, which have a config.json beside them.
         out: a new folder, or one that this has begun.
         quantization: "nf4", "nf4_double", "fp8", "int8" or "mxfp4".
         is_quantized: of a key.
 
     Raises:
-        ConfigError: another quantization, a weight that does not divide into blocks, a folder that
-            holds something else, or too little room on its disk. Nothing is written.
+        ConfigError: another quantization, a file that is damaged, a weight that does not divide
+            into blocks, a folder that holds something else (made of other files, or in another
+            way), or too little room on its disk. Nothing is written.
     """
     if quantization not in _CONFIGS:
         raise ConfigError(
             f"quantization is {quantization!r}; {', '.join(map(repr, _CONFIGS))} can be written"
         )
-    begun = {"source": str(source.resolve()), "quantization": quantization}
+    source = files[0].parent
+    identity = _identity(files, quantization)
+    begun = {"source": str(source.resolve()), "quantization": quantization, "identity": identity}
     folder = NewFolder(out, "quantizing.json", begun)
     # Because every process of a run loads the model: the first one writes, the others find it.
     with folder.locked():
-        _quantize(source, folder, quantization, is_quantized)
+        if folder.is_finished(identity):
+            folder.tidy()
+            return
+        folder.check()
+        refuse_damaged(files)
+        _quantize(files, folder, quantization, is_quantized, NewFolder.metadata(identity))
 
 
 def _quantize(
-    source: Path, folder: NewFolder, quantization: str, is_quantized: Callable[[str], bool]
+    files: Sequence[Path],
+    folder: NewFolder,
+    quantization: str,
+    is_quantized: Callable[[str], bool],
+    metadata: dict[str, str],
 ) -> None:
-    files = _files(source)
-    if not files:
-        raise ConfigError(f"{source} has no safetensors files; save it with save_pretrained first")
-    if folder.has(CONFIG):
-        return
-    folder.check()
     folder.check_room(_num_bytes(folder, files, quantization, is_quantized))
     folder.begin()
     index: dict[str, str] = {}
@@ -86,14 +90,21 @@ def _quantize(
         target = folder.path / file.name
         if not target.exists():
             tensors = dict(_quantized(file, quantization, is_quantized))
-            folder.save(file.name, partial(save_file, tensors, metadata={"format": "pt"}))
+            folder.save(file.name, partial(_write, tensors, metadata))
         with safe_open(target, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), file.name)
     if [file.name for file in files] != [SAFE_WEIGHTS_NAME]:
         folder.write_index(index, sum((folder.path / file.name).stat().st_size for file in files))
+    source = files[0].parent
     config = json.loads((source / CONFIG).read_text())
     config["quantization_config"] = _CONFIGS[quantization]
     folder.finish(source, config)
+
+
+def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Path) -> None:
+    held = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    # Not safetensors' own, which writes the metadata in any order.
+    write_tensors(path, held, tensors.items(), metadata, lambda num_bytes: None)
 
 
 def quantized_keys(
@@ -107,19 +118,20 @@ def quantized_keys(
     return lambda key: key in wanted or (key.endswith(".weight") and bool(EXPERT.search(key)))
 
 
-def default_folder(source: Path, quantization: str) -> Path:
+def default_folder(files: Sequence[Path], quantization: str) -> Path:
     """In the Hugging Face cache, by what the files are called and how large and old they are."""
-    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in _files(source)]
-    name = hashlib.sha256(repr((str(source.resolve()), files)).encode()).hexdigest()[:16]
-    return Path(HF_HOME) / "roundpipe" / f"{quantization}-{name}"
+    return Path(HF_HOME) / "roundpipe" / f"{quantization}-{_identity(files, quantization)}"
 
 
-def _files(source: Path) -> list[Path]:
-    return sorted(source.glob("*.safetensors"))
+def _identity(files: Sequence[Path], quantization: str) -> str:
+    return identity_of(f"{files[0].parent.resolve()}, {quantization}", files)
 
 
 def _num_bytes(
-    folder: NewFolder, files: list[Path], quantization: str, is_quantized: Callable[[str], bool]
+    folder: NewFolder,
+    files: Sequence[Path],
+    quantization: str,
+    is_quantized: Callable[[str], bool],
 ) -> float:
     """How much is to be written, by shapes, before a value is read; also raises if one does not
     divide into blocks."""

@@ -22,6 +22,8 @@ from roundpipe.quantized import FP8, INT8, MXFP4, NF4, QuantizedWeight
 
 Tensors = dict[str, torch.Tensor]
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
+# Of weights that are nothing without a scale.
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 # A tensor of one expert of a stack. transformers puts them together, quantized as they are.
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -164,6 +166,15 @@ def quantized_weights(tensors: Tensors, config: Mapping[str, Any], dtype: torch.
         )
     used = {key for one in found for key in one.keys}
     left = {key: tensor for key, tensor in tensors.items() if key not in used}
+    for key, tensor in left.items():
+        # transformers would cast it, and take codes for values.
+        is_mask = tensor.dtype in (torch.uint8, torch.int8) and not key.endswith(".weight")
+        if tensor.dtype in _CODES and not is_mask:
+            raise ConfigError(
+                f"{key} is {tensor.dtype} and lacks what else a weight in {method} is made of: a "
+                "file is missing or of another checkpoint, or this weight is quantized in another "
+                "way. Get it again, or load it dequantized"
+            )
     return {**left, **{one.name: one.weight for one in found}}
 
 
@@ -181,13 +192,17 @@ def _nf4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> lis
     found = []
     for key in [key for key in tensors if key.endswith(_NF4_STATE)]:
         name = key.removesuffix(_NF4_STATE)
-        state = json.loads(bytes(tensors[key].tolist()))
-        is_nested = "nested_blocksize" in state
-        form = NF4(
-            state["blocksize"], state.get("nested_blocksize", 0), state.get("nested_offset", 0.0)
-        )
-        keys = [name + suffix for suffix in _nf4_suffixes(is_nested)]
-        weight = _made(name, tensors, form, keys, state["shape"], getattr(torch, state["dtype"]))
+        try:
+            state = json.loads(bytes(tensors[key].tolist()))
+            nested = state.get("nested_blocksize", 0)
+            form = NF4(state["blocksize"], nested, state.get("nested_offset", 0.0))
+            shape, own_dtype = torch.Size(state["shape"]), getattr(torch, state["dtype"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{key} does not say what the weight is ({error!r}); get its file again"
+            ) from error
+        keys = [name + suffix for suffix in _nf4_suffixes(nested > 0)]
+        weight = _made(name, tensors, form, keys, shape, own_dtype)
         found.append(_Found(name, weight, (key, *keys)))
     return found
 
@@ -220,22 +235,26 @@ def _nf4_suffixes(is_nested: bool) -> list[str]:
 
 def _fp8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
     sizes = set(config.get("weight_block_size") or ())
-    if len(sizes) != 1:
+    if len(sizes) != 1 or not min(sizes) > 0:
         raise ConfigError(
             f"fp8: weight_block_size {config.get('weight_block_size')!r} is not read; square "
             "blocks are, of [128, 128] for example"
         )
-    return _scaled(tensors, ".weight_scale_inv", FP8(sizes.pop()), dtype)
+    return _scaled(tensors, "_scale_inv", FP8(sizes.pop()), dtype)
 
 
 def _int8(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> list[_Found]:
-    return _scaled(tensors, ".weight_scale", INT8(), dtype)
+    return _scaled(tensors, "_scale", INT8(), dtype)
 
 
 def _scaled(tensors: Tensors, suffix: str, form: FP8 | INT8, dtype: torch.dtype) -> list[_Found]:
     found = []
     for key in [key for key in tensors if key.endswith(suffix)]:
-        name = key.removesuffix(suffix) + ".weight"
+        name = key.removesuffix(suffix)
+        if not name.endswith(".weight") and (
+            name not in tensors or tensors[name].dtype not in _CODES
+        ):
+            continue  # of activations, say; stacked experts have names of their own
         shape = tensors[name].shape if name in tensors else ()
         weight = _made(name, tensors, form, [name, key], shape, dtype)
         found.append(_Found(name, weight, (name, key)))
@@ -247,7 +266,13 @@ def _mxfp4(tensors: Tensors, config: Mapping[str, Any], dtype: torch.dtype) -> l
     for key in [key for key in tensors if key.endswith("_blocks")]:
         name = key.removesuffix("_blocks")
         keys = [key, name + "_scales"]
-        experts, rows, blocks, half = tensors[key].shape
+        sizes = tensors[key].shape
+        if len(sizes) != 4:
+            raise ConfigError(
+                f"{key} has shape {tuple(sizes)}; four dimensions are read: experts, rows, blocks, "
+                "bytes. The checkpoint is damaged or of another format"
+            )
+        experts, rows, blocks, half = sizes
         shape = (experts, 2 * half * blocks, rows)
         weight = _made(name, tensors, MXFP4(), keys, shape, dtype)
         found.append(_Found(name, weight, tuple(keys)))

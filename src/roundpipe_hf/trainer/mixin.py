@@ -24,7 +24,7 @@ from ..engine.refusals import refuse_arguments, refuse_model, refuse_optimizer
 from ..engine.slot import EngineSlot, stop_checkpointing
 from ..loading import model_for_trainer
 from ..loss.round import StashedBatch
-from ..quantization.modules import adopt_bitsandbytes
+from ..quantization.modules import adopt_bitsandbytes, refuse_merging
 from .evaluation import on_host
 from .figures import StepFigures
 from .saving import SavingMixin
@@ -89,6 +89,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             )
         if self.model is not None:
             adopt_bitsandbytes(self.model)
+            compat.before_merging(self.model, refuse_merging)
         refuse_model(self.model)
         compat.use_one_gpu(self.args)
         unused = engine_settings_in(self.args) if self._slot.is_given else []

@@ -204,60 +204,6 @@ def test_an_adapter_that_was_trained_when_experts_were_modules(tmp_path: Path) -
     assert_same(merged, peft_merges(path, tmp_path / "adapter"))
 
 
-TIED: dict[str, dict[str, Any]] = {
-    "head": {"target_modules": ["lm_head", "q_proj"]},
-    "embeddings": {"target_modules": ["embed_tokens"]},
-    "saved head": {**ATTENTION, "modules_to_save": ["lm_head"]},
-    "both": {"target_modules": ["lm_head", "embed_tokens"]},
-}
-
-
-@pytest.mark.parametrize("held", ["model.embed_tokens.weight", "lm_head.weight"])
-@pytest.mark.parametrize("case", TIED)
-def test_an_adapter_of_one_of_two_tied_weights_unties_them(
-    tmp_path: Path, case: str, held: str
-) -> None:
-    """PEFT adds to the memory that both share, so its merged model is not the one that was trained.
-    That one has two weights. Files may hold either name; a head's changes became the embedding's
-    where they held that of the head."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    tensors = load_file(tmp_path / "base" / "model.safetensors")
-    tensors[held] = tensors.pop("model.embed_tokens.weight")
-    save_file(tensors, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    adapter = adapter_of(tmp_path / "base", tmp_path / "adapter", **TIED[case])
-    merge_and_save(adapter, tmp_path / "base", tmp_path / "out")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    expected = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    assert_same(merged, expected)
-    assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ATTENTION,
-        {**ATTENTION, "trainable_token_indices": [3, 5]},
-        {**ATTENTION, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-    ],
-    ids=["untouched", "tokens", "tied in training"],
-)
-def test_ties_stay_where_both_got_the_same(tmp_path: Path, settings: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    adapter = adapter_of(tmp_path / "base", tmp_path / "adapter", **settings)
-    merge_and_save(adapter, tmp_path / "base", tmp_path / "out")
-    assert layout(tmp_path / "out") == layout(tmp_path / "base")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert merged.config.tie_word_embeddings
-    assert_same(merged, peft_merges(tmp_path / "base", adapter))
-
-
 @pytest.mark.parametrize(
     ("name", "quantization", "settings"),
     [
@@ -323,13 +269,6 @@ def test_what_cannot_be_merged_exactly(
     adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
     changed(adapter, **settings)
     refused(match, adapter, path, tmp_path / "out")
-
-
-def test_tied_layers_of_lora(tmp_path: Path) -> None:
-    path = base("llama", tmp_path)
-    adapter = adapter_of(path, tmp_path / "adapter", target_modules=["embed_tokens", "lm_head"])
-    changed(adapter, ensure_weight_tying=True)
-    refused("ensure_weight_tying of LoRA layers is not merged", adapter, path, tmp_path / "out")
 
 
 def test_a_bias_without_a_place(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from roundpipe import load_checkpoint, save_checkpoint
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
-from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments
+from roundpipe_hf import RoundPipeTrainer, RoundPipeTrainingArguments, merge_and_save
 from roundpipe_hf.quantization.modules import adopt_bitsandbytes
 from roundpipe_hf.trl import RoundPipeSFTConfig, RoundPipeSFTTrainer
 from tests.hf.quantization.test_reading import llama
@@ -194,3 +194,54 @@ def test_saved_as_it_was_loaded(dense: Path, tmp_path: Path, how: str) -> None:
     rows = torch.arange(16).reshape(2, 8)
     with torch.no_grad():
         assert torch.equal(again(input_ids=rows).logits, plain(input_ids=rows).logits)
+
+
+MERGES = {
+    "merge_and_unload": lambda model: model.merge_and_unload(),
+    "merge_adapter": lambda model: model.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_merge_in_place_is_refused_whole(
+    dense: Path, tmp_path: Path, merge: str, closed: bool
+) -> None:
+    """PEFT had taken out the trained embeddings when it met the first weight in four bits, so the
+    adapter that the error said to save was without them."""
+    model = load(dense, **HOW["nested"])
+    torch.manual_seed(1)
+    settings = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["embed_tokens"]}
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
+    trainer, _ = trained(RoundPipeTrainer, RoundPipeTrainingArguments, model, tmp_path)
+    if closed:
+        trainer.model_wrapped.close()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match=r"q_proj are quantized.*merge_and_save"):
+        MERGES[merge](model)
+    assert [name for name, _ in model.named_parameters()] == names
+    trainer.save_model(str(tmp_path / "adapter"))
+    merge_and_save(tmp_path / "adapter", dense, tmp_path / "merged")
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+    plain = LlamaForCausalLM.from_pretrained(dense)
+    expected: Any = PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload()
+    rows = torch.arange(16).reshape(2, 8)
+    with torch.no_grad():
+        assert torch.equal(merged(input_ids=rows).logits, expected(input_ids=rows).logits)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
+def test_unloaded_it_is_the_base(dense: Path, tmp_path: Path, closed: bool) -> None:
+    rows, logits = torch.arange(16).reshape(2, 8), []
+    for trainer_class, args in (
+        (Trainer, TrainingArguments),
+        (RoundPipeTrainer, RoundPipeTrainingArguments),
+    ):
+        model = adapted(load(dense, **HOW["float32"]), prepared=False)
+        trainer, _ = trained(trainer_class, args, model, tmp_path)
+        if closed and trainer_class is RoundPipeTrainer:
+            trainer.model_wrapped.close()
+        with torch.no_grad():
+            logits.append(model.unload()(input_ids=rows).logits)
+    # bitsandbytes adds in its own order, in float32; activations are rounded to the model's dtype.
+    torch.testing.assert_close(logits[1], logits[0], rtol=2**-7, atol=2**-7)

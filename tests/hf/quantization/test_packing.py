@@ -1,6 +1,7 @@
 """Checkpoints quantized here: what others read, kept for the next time, whole whatever happens."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("quantization", ["nf4", "nf4_double", "fp8", "int8"])
 def test_linear_layers_but_the_head_are_quantized(
     source: Path, tmp_path: Path, quantization: str
@@ -58,16 +63,22 @@ def test_stacked_experts(tmp_path: Path) -> None:
         **CONFIG, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8
     )
     GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    for quantization in ("mxfp4", "nf4"):
+    plain = load_pretrained(tmp_path / "source")
+    expert = plain.model.layers[0].mlp.experts.gate_up_proj
+    for quantization in ("mxfp4", "nf4", "nf4_double", "fp8", "int8"):
         model = load_pretrained(
             tmp_path / "source",
             quantization=quantization,
             quantized_dir=tmp_path / quantization,
         )
-        experts = model.model.layers[0].mlp.experts
-        assert experts.gate_up_proj.format.name == quantization
+        experts = model.model.layers[0].mlp.experts.gate_up_proj
+        form = FORMATS[quantization]
+        expected = form.dequantize(form.quantize(expert.detach()), expert.shape, expert.dtype)
+        # Those in eight bits were written with scales that were not read: codes became values.
+        assert isinstance(experts, QuantizedWeight), quantization
+        assert torch.equal(experts.dequantize(), expected), quantization
         attention = model.model.layers[0].self_attn.q_proj.weight
-        assert isinstance(attention, QuantizedWeight) == (quantization == "nf4")
+        assert isinstance(attention, QuantizedWeight) == (quantization != "mxfp4")
 
 
 @pytest.mark.bitsandbytes
@@ -121,7 +132,8 @@ def call(*args, **kwargs):
     return function(*args, **kwargs)
 
 setattr(owner, name, call)
-packing.quantize_checkpoint(Path(source), Path(out), "nf4", lambda key: "proj" in key)
+files = sorted(Path(source).glob("*.safetensors"))
+packing.quantize_checkpoint(files, Path(out), "nf4", lambda key: "proj" in key)
 """
 
 
@@ -139,10 +151,10 @@ def keys() -> Callable[[str], bool]:
 @pytest.mark.timeout(600)
 def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
     """What has its name is whole; started again, it goes on and ends with the same bytes."""
-    packing.quantize_checkpoint(source, tmp_path / "whole", "nf4", keys())
+    packing.quantize_checkpoint(files_of(source), tmp_path / "whole", "nf4", keys())
     whole = content(tmp_path / "whole")
     moments = [Moment(at, "fsync") for at in (1, 2, 3, 6, 9, 12)]
-    moments += [Moment(at, "save_file") for at in (1, 3)]
+    moments += [Moment(at, "write_tensors") for at in (1, 3)]
     moments += [Moment(2, "_keep"), Moment(6, "safe_open")]
     for moment in moments:
         out = tmp_path / f"{moment.function}{moment.at}"
@@ -150,7 +162,7 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
         kept = {file: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
         assert all(file.read_bytes() == whole[file.name] for file in kept), moment
         assert not (out / "config.json").exists(), moment
-        packing.quantize_checkpoint(source, out, "nf4", keys())
+        packing.quantize_checkpoint(files_of(source), out, "nf4", keys())
         assert content(out) == whole, moment
         assert all(file.stat().st_mtime_ns == time for file, time in kept.items()), moment
 
@@ -159,32 +171,33 @@ def test_processes_that_begin_together(source: Path, tmp_path: Path) -> None:
     """As the ranks of a run do: one writes, the other finds what was written."""
     script = SCRIPT.partition("source, out")[0]
     script += "source, out = map(Path, sys.argv[1:])\n"
-    script += "packing.quantize_checkpoint(source, out, 'nf4', lambda key: 'proj' in key)\n"
+    script += "files = sorted(source.glob('*.safetensors'))\n"
+    script += "packing.quantize_checkpoint(files, out, 'nf4', lambda key: 'proj' in key)\n"
     command = [sys.executable, "-c", script, str(source), str(tmp_path / "out")]
     both = [subprocess.Popen(command) for _ in range(2)]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
-    packing.quantize_checkpoint(source, tmp_path / "alone", "nf4", keys())
+    packing.quantize_checkpoint(files_of(source), tmp_path / "alone", "nf4", keys())
     assert content(tmp_path / "out") == content(tmp_path / "alone")
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-way, whatever was said before: nothing unfinished is left, and it goes on later."""
-    save_file, saved = packing.save_file, []
+    write_tensors, saved = packing.write_tensors, []
 
-    def fails(tensors: Any, path: Path, **kwargs: Any) -> None:
-        save_file(tensors, path, **kwargs)
+    def fails(path: Path, *args: Any) -> None:
+        write_tensors(path, *args)
         saved.append(path)
         if len(saved) == 3:
             raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "save_file", fails)
+        patch.setattr(packing, "write_tensors", fails)
         with pytest.raises(OSError, match="No space left"):
-            packing.quantize_checkpoint(source, tmp_path / "out", "nf4", keys())
+            packing.quantize_checkpoint(files_of(source), tmp_path / "out", "nf4", keys())
     names = [file.name for file in (tmp_path / "out").iterdir()]
     assert len([name for name in names if name.endswith(".safetensors")]) == 2
     assert not [name for name in names if name.endswith(".part")]
-    packing.quantize_checkpoint(source, tmp_path / "out", "nf4", keys())
+    packing.quantize_checkpoint(files_of(source), tmp_path / "out", "nf4", keys())
     load_pretrained(tmp_path / "out")
 
 
@@ -228,3 +241,65 @@ def test_a_missing_file_is_named(source: Path, tmp_path: Path) -> None:
         load_pretrained(tmp_path / "out")
     with safe_open(source / gone, "pt"):
         pass  # the original was left alone
+
+
+def test_another_checkpoint_or_quantization_does_not_get_what_is_there(
+    source: Path, tmp_path: Path
+) -> None:
+    """A complete folder was taken for whatever was asked for: int8 was answered with nf4, and a
+    checkpoint that was trained further with the weights of before."""
+    own = shutil.copytree(source, tmp_path / "source")
+    out = tmp_path / "out"
+    load_pretrained(own, quantization="nf4", quantized_dir=out)
+    before = content(out)
+    for asked, path in (("int8", own), ("nf4", source)):
+        with pytest.raises(ConfigError, match="out holds something else"):
+            load_pretrained(path, quantization=asked, quantized_dir=out)
+    shutil.copytree(source, own, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    with pytest.raises(ConfigError, match="out holds something else"):
+        load_pretrained(own, quantization="nf4", quantized_dir=out)
+    with pytest.raises(ConfigError, match="source holds something else"):
+        load_pretrained(own, quantization="nf4", quantized_dir=own)
+    assert content(out) == before
+
+
+def test_files_that_the_index_does_not_name_are_left_out(source: Path, tmp_path: Path) -> None:
+    """Mistral's checkpoints have all weights once more in a file of other names."""
+    own = shutil.copytree(source, tmp_path / "source")
+    shutil.copyfile(files_of(own)[0], own / "consolidated.safetensors")
+    load_pretrained(own, quantization="nf4", quantized_dir=tmp_path / "out")
+    assert [file.name for file in files_of(tmp_path / "out")] == [
+        file.name for file in files_of(source)
+    ]
+
+
+@pytest.mark.parametrize("damage", ["cut", "no header", "no JSON", "missing", "index"])
+def test_a_damaged_source_is_named_before_anything_is_written(
+    source: Path, tmp_path: Path, damage: str
+) -> None:
+    own = shutil.copytree(source, tmp_path / "source")
+    victim = files_of(own)[-1]
+    whole = victim.read_bytes()
+    if damage == "cut":
+        victim.write_bytes(whole[:-8])
+    elif damage == "no header":
+        victim.write_bytes(whole[:4])
+    elif damage == "no JSON":
+        victim.write_bytes(whole[:8] + b"x" + whole[9:])
+    elif damage == "missing":
+        victim.unlink()
+    else:
+        victim = own / "model.safetensors.index.json"
+        victim.write_text(victim.read_text()[:-20])
+    with pytest.raises(ConfigError, match=rf"{victim.name} is (damaged|missing).* get it again"):
+        load_pretrained(own, quantization="nf4", quantized_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_folder_of_ours_is_named(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    load_pretrained(source, quantization="nf4", quantized_dir=out)
+    first = files_of(out)[0]
+    first.write_bytes(first.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=rf"{first.name} is damaged .* empty its folder"):
+        load_pretrained(source, quantization="nf4", quantized_dir=out)

@@ -238,9 +238,51 @@ def test_parts_of_another_size(fp8: Path, tmp_path: Path) -> None:
         load_pretrained(damaged(fp8, tmp_path, change))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_codes_without_scales_are_no_values(fp8: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """As where one scale is in a file of another checkpoint, or is of the whole weight: codes were
+    cast, and taken for the weight."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        scale = tensors.pop(f"{Q}_scale_inv")
+        tensors[f"{Q}_scale"] = scale.mean()
+        tensors[Q] = tensors[Q].float().to(dtype)
+
+    with pytest.raises(ConfigError, match=rf"{Q} is {dtype} and lacks what else a weight in fp8"):
+        load_pretrained(damaged(fp8, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["{", "[]", "{}", '{"blocksize": 64, "shape": [64, 64], "dtype": "float7"}'],
+)
+def test_what_a_weight_is_has_to_be_said(nf4: Path, tmp_path: Path, state: str) -> None:
+    key = f"{Q}.quant_state.bitsandbytes__nf4"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key] = torch.tensor(list(state.encode()), dtype=torch.uint8)
+
+    with pytest.raises(ConfigError, match=rf"{key} does not say what the weight is"):
+        load_pretrained(damaged(nf4, tmp_path, change))
+
+
+def test_blocks_of_no_weights(nf4: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        state = '{"blocksize": 0, "shape": [64, 64], "dtype": "bfloat16"}'
+        said = torch.tensor(list(state.encode()), dtype=torch.uint8)
+        tensors[f"{Q}.quant_state.bitsandbytes__nf4"] = said
+
+    with pytest.raises(ConfigError, match=rf"{Q}: nf4: blocks of 0"):
+        load_pretrained(damaged(nf4, tmp_path, change))
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [
+        (
+            {"quant_method": "fp8", "weight_block_size": [0, 0]},
+            r"weight_block_size \[0, 0\] is not",
+        ),
         ({"quant_method": "awq"}, "'awq' is not read"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "in 8 bits is not read"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'fp4' is not read"),
