@@ -128,7 +128,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.model_accepts_loss_kwargs = False
             self.compute_loss = without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
-            self.training_step = as_own_step(self, self.training_step)  # type: ignore[method-assign]
+            step = as_own_step(self, self._window, self.training_step)
+            self.training_step = step  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The model stays in host memory."""

@@ -15,6 +15,7 @@ from roundpipe.errors import ConfigError
 
 from ..arguments import HOST, losses_on
 from ..engine.watchers import Shown, has_own_step
+from .window import AccumulationWindow
 
 _GRADIENT_OF = torch.Tensor.grad.__get__  # type: ignore[attr-defined]  # a property of torch's own
 _PIPELINE = ("roundpipe.", "roundpipe_hf.")
@@ -37,7 +38,7 @@ def without_num_items(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_own_step(
-    trainer: Trainer, training_step: Callable[..., torch.Tensor]
+    trainer: Trainer, window: AccumulationWindow, training_step: Callable[..., torch.Tensor]
 ) -> Callable[..., torch.Tensor]:
     """A step that is not our mixin's, whose loss may be that of an engine call and so in host
     memory: Trainer adds up losses on the device that it takes for the model's. The user's own may
@@ -46,7 +47,7 @@ def as_own_step(
 
     @functools.wraps(training_step)
     def call(*inputs: Any, **kwargs: Any) -> torch.Tensor:
-        reads = _GradientReads(trainer)
+        reads = _GradientReads(trainer, window)
         with losses_on(HOST), reads if is_watched else contextlib.nullcontext():
             loss = training_step(*inputs, **kwargs)
         reads.refuse_changes()
@@ -59,17 +60,20 @@ class _GradientReads(TorchFunctionMode):
     """Sees who reads ``.grad`` of the model's parameters: the pipeline's gradients are not there
     before ``synchronize()``, and clipping or changing them would silently do nothing."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, window: AccumulationWindow) -> None:
         super().__init__()
-        self._trainer = trainer
+        self._trainer, self._window = trainer, window
         self._names: dict[torch.Tensor, str] | None = None
         self._read: dict[torch.Tensor, Shown] = {}
+        self._seen_none_at: bool | None = None  # of whether a round has left gradients
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func == _GRADIENT_OF and isinstance(args[0], torch.nn.Parameter):
+        if func is torch.Tensor.backward:
+            self._seen_none_at = None
+        elif func == _GRADIENT_OF and isinstance(args[0], torch.nn.Parameter):
             reader = sys._getframe(1).f_globals.get("__name__", "")
             if not f"{reader}.".startswith(_PIPELINE):
                 self._is_read(args[0], result)
@@ -92,7 +96,11 @@ class _GradientReads(TorchFunctionMode):
         if gradient is not None:
             self._read.setdefault(gradient, Shown(parameter, gradient, gradient._version))
             return
+        has_run = self._window.has_run
+        if self._seen_none_at == has_run:
+            return  # because for each of many parameters, waiting would take seconds
         self._trainer.synchronize()
+        self._seen_none_at = has_run
         if parameter.grad is not None:
             raise ConfigError(
                 f"training_step reads the gradient of {name!r} before it is there: the pipeline "

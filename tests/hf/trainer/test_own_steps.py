@@ -108,17 +108,35 @@ def test_changing_copies_is_refused(step: type) -> None:
         run(make_trainer(mixed, MODELS["full"](), ROWS))
 
 
-class OnlyTimes:
-    """Reads what belongs to nobody's gradient: before the first backward there is none."""
+class ZeroesFirst:
+    """Reads gradients when there are none yet, and again when there are."""
+
+    scales = False
 
     def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
-        assert all(parameter.grad is None for parameter in self.model.parameters())
+        self.model.zero_grad()
         loss: Tensor = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+        if self.scales:
+            Scales.look(self, model, None, None)
         return loss
 
 
-def test_reading_where_there_are_none_yet() -> None:
-    assert_same(train_both(MODELS["full"], ROWS, OnlyTimes))
+def test_reading_where_there_are_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the pipeline once a step, not once a parameter."""
+    waits: list[None] = []
+    synchronize = RoundPipeTrainer.synchronize
+
+    def counted(self: Any) -> None:
+        waits.append(None)
+        synchronize(self)
+
+    monkeypatch.setattr(RoundPipeTrainer, "synchronize", counted)
+    pair = train_both(MODELS["full"], ROWS, ZeroesFirst)
+    assert_same(pair)
+    assert len(waits) <= 2 * pair.ours.state.global_step + 2  # logging and the end wait, too
+    late = type("Late", (ZeroesFirst, RoundPipeTrainer), {"scales": True})
+    with pytest.raises(ConfigError, match=REFUSED_READ):
+        run(make_trainer(late, MODELS["full"](), ROWS))
 
 
 def test_steps_of_trl_are_not_watched() -> None:
