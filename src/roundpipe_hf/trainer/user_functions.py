@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,7 +17,7 @@ from ..arguments import HOST, losses_on
 from ..engine.watchers import Shown, has_own_step
 from .window import AccumulationWindow
 
-_GRADIENT_OF = torch.Tensor.grad.__get__  # type: ignore[attr-defined]  # a property of torch's own
+_GRADIENT_OF = cast(Any, torch.Tensor.grad).__get__  # a property of torch's own
 _PIPELINE = ("roundpipe.", "roundpipe_hf.")
 
 

@@ -25,7 +25,7 @@ class Backward:
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         model.train()
-        loss = self._backward(model, inputs, num_items_in_batch)
+        loss: Tensor = self._backward(model, inputs, num_items_in_batch)
         self.look(model, inputs, num_items_in_batch)
         return loss
 
