@@ -55,4 +55,6 @@ def base_of(model: nn.Module) -> nn.Module:
 
 
 def _refused(config: Any, why: str) -> ConfigError:
-    return ConfigError(f"a {config.peft_type.value} adapter cannot run through the pipeline: {why}")
+    return ConfigError(
+        f"adapter type {config.peft_type.value} cannot run through the pipeline: {why}"
+    )

@@ -40,8 +40,14 @@ def reads_weights(trainer: Any) -> bool:
     )
 
 
+def has_own_step(trainer: Any) -> bool:
+    """Whether ``training_step`` is somebody else's."""
+    owner = next(cls for cls in type(trainer).__mro__ if "training_step" in vars(cls))
+    return "training_step" in vars(trainer) or not _comes_from(owner, _TRAINERS)
+
+
 class Shown(NamedTuple):
-    """A gradient as a callback was given it."""
+    """A gradient as a callback, or a training step of somebody else's, was given it."""
 
     parameter: nn.Parameter
     gradient: torch.Tensor

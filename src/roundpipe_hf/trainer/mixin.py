@@ -29,7 +29,7 @@ from .evaluation import on_host
 from .figures import StepFigures
 from .saving import SavingMixin
 from .tracing import StepTraces
-from .user_functions import takes_num_items, with_loss_on, without_num_items
+from .user_functions import as_own_step, takes_num_items, without_num_items
 from .window import AccumulationWindow
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             self.model_accepts_loss_kwargs = False
             self.compute_loss = without_num_items(self.compute_loss)  # type: ignore[method-assign]
         if type(self).training_step is not RoundPipeTrainerMixin.training_step:
-            step = with_loss_on(self.args, self.training_step)
+            step = as_own_step(self, self._window, self.training_step)
             self.training_step = step  # type: ignore[method-assign]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
