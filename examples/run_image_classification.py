@@ -16,6 +16,7 @@ RoundPipe changed are the names of two classes, marked below.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class DataArguments:
     )
     validation_dir: str | None = field(default=None)
     mnist: bool = field(
-        default=False, metadata={"help": "5,000 handwritten digits, from the package index."}
+        default=False, metadata={"help": "5,000 handwritten digits, where you name no images."}
     )
     image_column: str = field(default="image")
     label_column: str = field(default="label")
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, DataArguments, RoundPipeTrainingArguments)
     )  # was: TrainingArguments
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=argv)
+    if not (training_args.do_train or training_args.do_eval):
+        sys.exit("error: nothing to do; give --do_train, --do_eval or both")
     set_seed(training_args.seed)
 
     images = load_images(data_args, training_args.seed)
@@ -157,18 +160,20 @@ def make_model(args: ModelArguments, names: list[str], image_size: int | None) -
 
 def load_images(args: DataArguments, seed: int) -> DatasetDict:
     """A data set with the splits train and validation, and the columns ``image`` and ``label``."""
-    if args.mnist:
-        loaded = DatasetDict(train=digits())
-    elif args.dataset_name is not None:
+    if args.dataset_name is not None:
         loaded = load_dataset(args.dataset_name)
     elif args.train_dir is not None:
-        folders = {
-            "train": f"{args.train_dir}/**",
-            "validation": args.validation_dir and f"{args.validation_dir}/**",
-        }
+        given = {"train": args.train_dir, "validation": args.validation_dir}
+        folders = {name: folder for name, folder in given.items() if folder is not None}
+        for folder in folders.values():
+            if not any(Path(folder).glob("*/*")):
+                sys.exit(f"error: {folder} has no folders with images, one for each class")
         loaded = load_dataset(
-            "imagefolder", data_files={name: files for name, files in folders.items() if files}
+            "imagefolder",
+            data_files={name: f"{folder}/**" for name, folder in folders.items()},
         )
+    elif args.mnist:
+        loaded = DatasetDict(train=digits())
     else:
         sys.exit("error: give --dataset_name, --train_dir or --mnist")
     renamed = {args.image_column: "image", args.label_column: "label"}

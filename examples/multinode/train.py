@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         if is_there[0]:
             roundpipe.load_checkpoint(options.checkpoint, engine, optimizer)
             first = int(engine.model.get_buffer("step"))
+            if rank == 0:
+                print(f"{options.checkpoint}: {first} of {options.steps} steps done", flush=True)
 
         def update() -> None:
             roundpipe.clip_grad_norm_(optimizer, 1.0)  # the norm of all processes' gradients
