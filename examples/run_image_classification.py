@@ -5,7 +5,7 @@ r"""Train an image classifier, from pretrained weights or from scratch.
         --output_dir outputs/images
 
     python examples/run_image_classification.py --mnist --model_type vit --config_overrides \
-        hidden_size=64,intermediate_size=128,num_hidden_layers=4,num_attention_heads=4,patch_size=7 \
+        hidden_size=64,intermediate_size=96,num_hidden_layers=4,num_attention_heads=4,patch_size=7 \
         --image_size 28 --learning_rate 2e-3 --per_device_train_batch_size 32 \
         --num_train_epochs 8 --do_train --do_eval --output_dir outputs/images   # 9 of 10 right
 
