@@ -38,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = TrlParser((Arguments, RoundPipeDPOConfig, ModelConfig))  # was: DPOConfig
     script_args, training_args, model_args = parser.parse_args_and_config(args=argv)
     pairs = load_pairs(script_args)
-    name = str(smollm2_folder()) if script_args.smollm2 else model_args.model_name_or_path
-    if name is None:
+    name = model_args.model_name_or_path
+    if name is None and not script_args.smollm2:
         sys.exit("error: give --model_name_or_path or --smollm2")
+    name = name or str(smollm2_folder())
     training_args.model_init_kwargs = {"dtype": model_args.dtype or "auto"}
 
     trainer = RoundPipeDPOTrainer(  # was: DPOTrainer
@@ -61,12 +62,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def load_pairs(args: Arguments) -> DatasetDict:
     """A data set with the two splits that ``args`` names."""
-    if args.smollm2:
-        pairs = DatasetDict(train=summaries())
-    elif args.dataset_name is not None:
+    if args.dataset_name is not None:
         pairs = load_dataset(args.dataset_name, name=args.dataset_config)
+    elif args.smollm2:
+        pairs = DatasetDict(train=summaries())
     else:
         sys.exit("error: give --dataset_name or --smollm2")
+    if args.dataset_train_split not in pairs:
+        sys.exit(
+            f"error: no split {args.dataset_train_split}, only {', '.join(pairs)}; name one by "
+            "--dataset_train_split"
+        )
     if args.dataset_test_split not in pairs:
         parts = pairs[args.dataset_train_split].train_test_split(args.held_out, seed=0)
         pairs = DatasetDict(

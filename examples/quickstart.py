@@ -59,6 +59,10 @@ def main() -> None:
         "--output", type=Path, default=Path("outputs/quickstart"), help="folder for the adapter"
     )
     options = parser.parse_args()
+    for name in ("devices", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}; give at least 1")
     try:
         fine_tune(options.devices, options.steps, options.output)
     except AssetError as error:

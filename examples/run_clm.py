@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -106,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, DataArguments, RoundPipeTrainingArguments)
     )  # was: TrainingArguments
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=argv)
+    if not (training_args.do_train or training_args.do_eval):
+        sys.exit("error: nothing to do; give --do_train, --do_eval or both")
     set_seed(training_args.seed)
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -113,9 +116,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     )
     model = make_model(model_args, tokenizer, is_mapped=training_args.pin_model == "off")
     with training_args.main_process_first(desc="preparing the text"):
-        rows = blocks_of_tokens(
-            load_text(data_args, training_args.seed), tokenizer, model, data_args
-        )
+        rows = blocks_of_tokens(load_text(data_args, training_args), tokenizer, model, data_args)
 
     trainer = RoundPipeTrainer(  # was: Trainer
         model=model,
@@ -192,24 +193,46 @@ def new_config(args: ModelArguments) -> PreTrainedConfig:
     return type(config)(**settings | {name: getattr(config, name) for name in changed})
 
 
-def load_text(args: DataArguments, seed: int) -> DatasetDict:
-    """A data set with the splits train and validation, and one column, ``text``."""
+BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+
+
+def load_text(args: DataArguments, training_args: RoundPipeTrainingArguments) -> DatasetDict:
+    """The splits that are wanted of train and validation, with one column, ``text``."""
     if args.dataset_name is not None:
         loaded = load_dataset(args.dataset_name, args.dataset_config_name)
-    elif args.train_file is not None:
-        files = {"train": args.train_file, "validation": args.validation_file}
-        kind = args.train_file.rsplit(".", 1)[-1]
-        builder = {"txt": "text", "jsonl": "json"}.get(kind, kind)
-        loaded = load_dataset(
-            builder, data_files={split: file for split, file in files.items() if file is not None}
-        )
     else:
-        sys.exit("error: give --dataset_name or --train_file")
+        files = {"train": args.train_file, "validation": args.validation_file}
+        loaded = DatasetDict(
+            {split: load_file(file) for split, file in files.items() if file is not None}
+        )
+    if "train" not in loaded and (training_args.do_train or "validation" not in loaded):
+        sys.exit("error: give --train_file, or by --dataset_name a data set with a split train")
     if "validation" not in loaded:
-        parts = loaded["train"].train_test_split(args.validation_split_percentage / 100, seed=seed)
+        share = args.validation_split_percentage / 100
+        parts = loaded["train"].train_test_split(share, seed=training_args.seed)
         loaded = DatasetDict(train=parts["train"], validation=parts["test"])
-    loaded = loaded.select_columns([args.text_column])
-    return loaded if args.text_column == "text" else loaded.rename_column(args.text_column, "text")
+    wanted = {"train": training_args.do_train, "validation": training_args.do_eval}
+    return DatasetDict(
+        {split: only_text(loaded[split], args) for split, is_used in wanted.items() if is_used}
+    )
+
+
+def load_file(file: str) -> datasets.Dataset:
+    """Each file by the end of its own name, because one builder would read JSON as text, too."""
+    builder = BUILDERS.get(Path(file).suffix)
+    if builder is None:
+        sys.exit(f"error: {file} ends with none of {', '.join(BUILDERS)}")
+    return load_dataset(builder, data_files=file, split="train")
+
+
+def only_text(rows: datasets.Dataset, args: DataArguments) -> datasets.Dataset:
+    if args.text_column not in rows.column_names:
+        sys.exit(
+            f"error: no column {args.text_column}, only {', '.join(rows.column_names)}; "
+            "say by --text_column where the text is"
+        )
+    rows = rows.select_columns([args.text_column])
+    return rows if args.text_column == "text" else rows.rename_column(args.text_column, "text")
 
 
 def blocks_of_tokens(
@@ -221,6 +244,8 @@ def blocks_of_tokens(
     """All the text in a row, cut into blocks of equal length; what is left over at the end of a
     part is dropped."""
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
+    if args.block_size is not None and not 1 <= args.block_size <= longest:
+        sys.exit(f"error: --block_size is {args.block_size}; this model takes 1 to {longest}")
     size = min(args.block_size or 1024, longest)
 
     def tokenize(part: dict[str, list[str]]) -> dict[str, Any]:
@@ -236,9 +261,16 @@ def blocks_of_tokens(
         return blocks | {"labels": [list(block) for block in blocks["input_ids"]]}
 
     how = {"batched": True, "num_proc": args.preprocessing_num_workers}
-    return text.map(tokenize, remove_columns=["text"], desc="Tokenizing", **how).map(
-        cut, desc="Cutting blocks", **how
-    )
+    tokens = text.map(tokenize, remove_columns=["text"], desc="Tokenizing", **how)
+    blocks = tokens.map(cut, desc="Cutting blocks", **how)
+    for split, rows in blocks.items():
+        if len(rows) == 0:
+            count = sum(map(len, tokens[split]["input_ids"]))
+            sys.exit(
+                f"error: the {split} text has {count} tokens, too few for a row of {size}; give "
+                "more text, or a smaller --block_size"
+            )
+    return blocks
 
 
 def first(rows: datasets.Dataset, count: int | None) -> datasets.Dataset:

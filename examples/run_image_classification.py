@@ -5,8 +5,9 @@ r"""Train an image classifier, from pretrained weights or from scratch.
         --output_dir outputs/images
 
     python examples/run_image_classification.py --mnist --model_type vit --config_overrides \
-        hidden_size=64,num_hidden_layers=4,num_attention_heads=4,patch_size=7 \
-        --image_size 28 --do_train --do_eval --output_dir outputs/images
+        hidden_size=64,intermediate_size=96,num_hidden_layers=4,num_attention_heads=4,patch_size=7 \
+        --image_size 28 --learning_rate 2e-3 --per_device_train_batch_size 32 \
+        --num_train_epochs 8 --do_train --do_eval --output_dir outputs/images   # 9 of 10 right
 
 In the manner of the example of the same name in transformers, with all flags of `TrainingArguments`
 and those that `--help` lists under RoundPipe. A folder of images has one folder per class. What
@@ -16,6 +17,7 @@ RoundPipe changed are the names of two classes, marked below.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,7 @@ class DataArguments:
     )
     validation_dir: str | None = field(default=None)
     mnist: bool = field(
-        default=False, metadata={"help": "5,000 handwritten digits, from the package index."}
+        default=False, metadata={"help": "5,000 handwritten digits, where you name no images."}
     )
     image_column: str = field(default="image")
     label_column: str = field(default="label")
@@ -94,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         (ModelArguments, DataArguments, RoundPipeTrainingArguments)
     )  # was: TrainingArguments
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(args=argv)
+    if not (training_args.do_train or training_args.do_eval):
+        sys.exit("error: nothing to do; give --do_train, --do_eval or both")
     set_seed(training_args.seed)
 
     images = load_images(data_args, training_args.seed)
@@ -157,18 +161,20 @@ def make_model(args: ModelArguments, names: list[str], image_size: int | None) -
 
 def load_images(args: DataArguments, seed: int) -> DatasetDict:
     """A data set with the splits train and validation, and the columns ``image`` and ``label``."""
-    if args.mnist:
-        loaded = DatasetDict(train=digits())
-    elif args.dataset_name is not None:
+    if args.dataset_name is not None:
         loaded = load_dataset(args.dataset_name)
     elif args.train_dir is not None:
-        folders = {
-            "train": f"{args.train_dir}/**",
-            "validation": args.validation_dir and f"{args.validation_dir}/**",
-        }
+        given = {"train": args.train_dir, "validation": args.validation_dir}
+        folders = {name: folder for name, folder in given.items() if folder is not None}
+        for folder in folders.values():
+            if not any(Path(folder).glob("*/*")):
+                sys.exit(f"error: {folder} has no folders with images, one for each class")
         loaded = load_dataset(
-            "imagefolder", data_files={name: files for name, files in folders.items() if files}
+            "imagefolder",
+            data_files={name: f"{folder}/**" for name, folder in folders.items()},
         )
+    elif args.mnist:
+        loaded = DatasetDict(train=digits())
     else:
         sys.exit("error: give --dataset_name, --train_dir or --mnist")
     renamed = {args.image_column: "image", args.label_column: "label"}

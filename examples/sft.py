@@ -33,7 +33,10 @@ class Arguments(ScriptArguments):
         default=None, metadata={"help": "A .json or .jsonl file in one of TRL's formats."}
     )
     smollm2: bool = field(
-        default=False, metadata={"help": "SmolLM2-135M and articles' summaries, as the quickstart."}
+        default=False,
+        metadata={
+            "help": "SmolLM2-135M and articles' summaries, as the quickstart, where you name none."
+        },
     )
     held_out: int = field(
         default=24, metadata={"help": "Rows to evaluate on, where there is no test split."}
@@ -44,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = TrlParser((Arguments, RoundPipeSFTConfig, ModelConfig))  # was: SFTConfig
     script_args, training_args, model_args = parser.parse_args_and_config(args=argv)
     rows = load_rows(script_args)
-    name = str(smollm2_folder()) if script_args.smollm2 else model_args.model_name_or_path
-    if name is None:
+    name = model_args.model_name_or_path
+    if name is None and not script_args.smollm2:
         sys.exit("error: give --model_name_or_path or --smollm2")
+    name = name or str(smollm2_folder())
     training_args.model_init_kwargs = {"dtype": model_args.dtype or "auto"}
 
     trainer = RoundPipeSFTTrainer(  # was: SFTTrainer
@@ -68,14 +72,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def load_rows(args: Arguments) -> DatasetDict:
     """A data set with the two splits that ``args`` names."""
-    if args.smollm2:
-        rows = DatasetDict(train=summaries())
-    elif args.train_file is not None:
+    if args.train_file is not None:
         rows = load_dataset("json", data_files={"train": args.train_file})
     elif args.dataset_name is not None:
         rows = load_dataset(args.dataset_name, name=args.dataset_config)
+    elif args.smollm2:
+        rows = DatasetDict(train=summaries())
     else:
         sys.exit("error: give --dataset_name, --train_file or --smollm2")
+    if args.dataset_train_split not in rows:
+        sys.exit(
+            f"error: no split {args.dataset_train_split}, only {', '.join(rows)}; name one by "
+            "--dataset_train_split"
+        )
     if args.dataset_test_split not in rows:
         parts = rows[args.dataset_train_split].train_test_split(args.held_out, seed=0)
         rows = DatasetDict(

@@ -10,6 +10,7 @@ checkpoint, which has to be in a folder that all machines see.
 """
 
 import argparse
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +34,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--checkpoint", type=Path, default=Path("outputs/multinode.safetensors"))
     parser.add_argument("--virtual", type=int, help="virtual CPU devices; default: every GPU")
     options = parser.parse_args(argv)
+    if options.save_steps < 1:
+        parser.error(f"--save-steps is {options.save_steps}; give at least 1")
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun, as --help says")
     # A process that hangs is given up after the timeout; one that ends, at once.
     dist.init_process_group("gloo", timeout=timedelta(minutes=10))
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -49,6 +54,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         if is_there[0]:
             roundpipe.load_checkpoint(options.checkpoint, engine, optimizer)
             first = int(engine.model.get_buffer("step"))
+            if rank == 0:
+                print(f"{options.checkpoint}: {first} of {options.steps} steps done", flush=True)
 
         def update() -> None:
             roundpipe.clip_grad_norm_(optimizer, 1.0)  # the norm of all processes' gradients

@@ -38,6 +38,26 @@ def load_by_name(name_or_path: str, args: Any, settings: dict[str, Any]) -> PreT
 
 
 @contextmanager
+def without_false_warning(trainer: type, *, is_loaded: bool) -> Iterator[None]:
+    """TRL's constructor warns that ``model_init_kwargs`` are ignored where it is given a model,
+    because it cannot know that `load_by_name` has loaded it with them."""
+    modules = {cls.__module__ for cls in trainer.__mro__ if cls.__module__.startswith("trl.")}
+    said_by = [logging.getLogger(module) for module in modules if is_loaded]
+    for each in said_by:
+        each.addFilter(_is_true)
+    try:
+        yield
+    finally:
+        for each in said_by:
+            each.removeFilter(_is_true)
+
+
+def _is_true(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not ("`model_init_kwargs`" in text and "already instantiated" in text)
+
+
+@contextmanager
 def references_on_host(args: Any) -> Iterator[None]:
     """TRL's constructor loads a reference model by the policy's name, to a GPU if there is one and
     nothing says otherwise."""

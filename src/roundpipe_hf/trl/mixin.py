@@ -28,7 +28,7 @@ from ..loss.model_call import ModelAnswer, by_name
 from ..loss.whole import loss_device
 from ..trainer.mixin import RoundPipeTrainerMixin
 from .answers import Answers
-from .by_name import load_by_name, references_on_host
+from .by_name import load_by_name, references_on_host, without_false_warning
 from .heads import FusedAnswer, Head, LogitsAnswer
 from .refusals import refuse_data_and_model
 
@@ -48,10 +48,11 @@ class TRLMixin(RoundPipeTrainerMixin):
                 f"{type(self).__name__} does not support sync_ref_model: the reference model's "
                 "engine would not see what is written to it; leave it out"
             )
-        if isinstance(model, str):
+        is_named = isinstance(model, str)
+        if is_named:
             model = load_by_name(model, args, kwargs)
         self._answers = Answers()
-        with references_on_host(args):
+        with references_on_host(args), without_false_warning(type(self), is_loaded=is_named):
             super().__init__(model, *others, **kwargs)
         refuse_data_and_model(self)
         self._route_calls()

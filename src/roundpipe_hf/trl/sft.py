@@ -25,7 +25,7 @@ from ..compat import base_model
 from ..engine.slot import has_readable_head
 from ..loss.model_call import ModelAnswer, ModelStandIn, Replay
 from ..trainer.mixin import RoundPipeTrainerMixin
-from .by_name import load_by_name
+from .by_name import load_by_name, without_false_warning
 from .compat import FusedCausalLMOutput, drop_fused_forward, note, notes_of, tokens_in
 from .heads import FusedAnswer, Head, LogitsAnswer
 from .refusals import refuse_data_and_model
@@ -65,14 +65,11 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
     args: RoundPipeSFTConfig  # or a plain SFTConfig
 
     def __init__(self, model: Any = None, args: Any = None, *others: Any, **kwargs: Any) -> None:
-        given = getattr(args, "model_init_kwargs", None)
-        if isinstance(model, str):
+        is_named = isinstance(model, str)
+        if is_named:
             model = load_by_name(model, args, kwargs)
-            if given is not None:
-                args.model_init_kwargs = None  # for TRL would say that they had been ignored
-        super().__init__(model, args, *others, **kwargs)
-        if given is not None:
-            args.model_init_kwargs = given
+        with without_false_warning(type(self), is_loaded=is_named):
+            super().__init__(model, args, *others, **kwargs)
         self._tally = Tally()
         self._stashed_tokens = 0
         gather = self.accelerator.gather_for_metrics
