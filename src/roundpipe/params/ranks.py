@@ -21,7 +21,7 @@ from ..device import Device
 from ..errors import ConfigError, RankError
 from ..memory.pinning import HostMemory
 from .device_link import DeviceLink, can_link, has_nccl
-from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
+from .rank_messages import TEXT_BYTES, Flat, coded, decoded, own_gloo, timeout_of
 from .window import Master
 
 _ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
@@ -58,8 +58,7 @@ class Ranks:
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
-            self._is_of_all = self.count == dist.get_world_size()
-            self._group = self._new_group("gloo")
+            self._group = own_gloo(process_group, self.rank, self.count, self._timeout)
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.rank} of {self.count}>"
@@ -69,7 +68,7 @@ class Ranks:
             self._members,
             timeout=self._timeout,
             backend=backend,
-            use_local_synchronization=not self._is_of_all,
+            use_local_synchronization=self.count < dist.get_world_size(),
         )
 
     def link(self, process_group: Any, device: Device, memory: HostMemory) -> None:
@@ -239,7 +238,7 @@ class Ranks:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             total = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
-            dist.all_reduce(total, group=self._group)
+            self._group.allreduce([total]).wait()
             parameter.grad.copy_(total.div_(self.count))
 
     def gathered(
@@ -273,15 +272,10 @@ class Ranks:
 
     def close(self) -> None:
         """The others are told at once if they wait for this rank."""
-        # torch would give the next one of the same few ranks the name of one that is gone, under
-        # which they would find the old addresses.
         if self._link is not None:
             self._link.close(is_whole=self._lost is None)
             self._link = None
-        if self._group is not None and self._is_of_all and dist.is_initialized():
-            with suppress(ValueError):  # the program has ended all groups, and made others
-                dist.destroy_process_group(self._group)
-        self._group = None
+        self._group = None  # which ends it, as nobody else has it
 
     # Between two.
 
@@ -335,10 +329,10 @@ class Ranks:
     ) -> None:
         peer, under_way = -1, []
         try:
-            for talk, tensors in ((dist.irecv, incoming), (dist.isend, outgoing)):
+            for talk, tensors in ((self._group.recv, incoming), (self._group.send, outgoing)):
                 for peer, tensor in tensors.items():
                     if tensor.numel():
-                        work: Any = talk(tensor, self._members[peer], self._group)
+                        work: Any = talk([tensor.view(-1).view(torch.uint8)], peer, 0)
                         under_way.append((peer, work, tensor))
             for other, work, _ in under_way:
                 peer = other
