@@ -38,7 +38,7 @@ class Flat(NamedTuple):
 
 def coded(text: str) -> torch.Tensor:
     return torch.tensor(
-        list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8
+        list(text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8
     )
 
 

@@ -327,7 +327,8 @@ class StepThread:
                 self._write_back.write_back_behind(number - 1)
                 if window.error is not None:
                     raise window.error
-            with ranks.agreeing(f"in step {number}"):
+            # Because weights are sent of what has a master.
+            with ranks.agreeing(f"in step {number}", self._masters.outline):
                 window.show(self._masters, self._sums.take(number, window))
                 try:
                     with (
