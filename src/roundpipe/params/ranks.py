@@ -168,7 +168,7 @@ class Ranks:
         self._refuse_lost()
         with self.exchanging():
             answer = self._answer(where, values, combine, failure)
-        said = decoded(answer[:TEXT_BYTES])
+            said = decoded(answer[:TEXT_BYTES])
         if said:
             raise self._note_lost(said)
         return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
