@@ -210,18 +210,21 @@ def one_fails_anywhere() -> None:
     ]
     for owner, name, is_async in places:
         engine = sequence(devices=1)
-        optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(owner, name, fail)
-            kind = MemoryError if dist.get_rank() else (RankError, ConfigError)
-            with pytest.raises(kind):
-                engine.forward_backward(mlp_batch(2).args, loss_fn=lambda out, _: out.sum())
-                engine.step(optimizer.step, is_async)
-                roundpipe.save_checkpoint(f"of-{name}", engine, optimizer, sharded=is_async)
+            with pytest.raises(MemoryError if dist.get_rank() else (RankError, ConfigError)):
+                step_and_save(engine, f"of-{name}", is_async=is_async)
         dist.barrier()
         assert not Path(f"of-{name}").exists()
         engine.close()
+
+
+def step_and_save(engine: roundpipe.RoundPipe, path: str, *, is_async: bool) -> None:
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    engine.forward_backward(mlp_batch(2).args, loss_fn=lambda out, _: out.sum())
+    engine.step(optimizer.step, is_async)
+    roundpipe.save_checkpoint(path, engine, optimizer, sharded=is_async)
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
 
 from ..errors import RankError
 
@@ -57,7 +57,7 @@ def own_gloo(process_group: Any, rank: int, count: int, timeout: timedelta | Non
     """
     store = _get_process_group_store(process_group)
     number = store.add(f"roundpipe/{rank}", 1)  # of those that this rank has made within the group
-    own = dist.PrefixStore(f"roundpipe/engine-{number}", store)
+    own = PrefixStore(f"roundpipe/engine-{number}", store)
     given = {} if timeout is None else {"timeout": timeout}
     try:
         return dist.ProcessGroupGloo(own, rank, count, **given)
