@@ -29,8 +29,13 @@ def refuses_alone() -> None:
     one_cannot_make(in_parts, ConfigError, "choosing devices: rank 1 raised ConfigError")
     all_cut_alike()
     one_has_another_model()
+    one_trains_other_weights()
     one_cannot_load()
+    one_has_failed_before_both_save()
     one_is_elsewhere()
+    one_raises_what_others_could_have_said()
+    one_fails_anywhere()
+    nobody_talks_in_a_closed_engine()
 
 
 def sequence(**how: Any) -> Any:
@@ -65,15 +70,31 @@ def all_cut_alike() -> None:
 
 def one_has_another_model() -> None:
     """A frozen layer, for whose messages gloo ended a process; a wider one, of which a rank was
-    given a part."""
+    given a part; one more that nobody trains; the same ones in other layers."""
     rank, before = dist.get_rank(), (threading.active_count(), len(threads_of_gloo()))
     frozen, wider = make_mlp(), torch.nn.Sequential(torch.nn.Linear(4, 4 + 4 * rank))
     frozen[0].requires_grad_(rank == 0)
-    for model in (frozen, wider):
-        with pytest.raises(RankError, match="rank 1 talks sharing .* tensors, .*rank 0 sharing"):
+    more, nested = make_mlp(), make_mlp()
+    more.extend([torch.nn.Linear(16, 16).requires_grad_(False)] * rank)
+    if rank:
+        nested = torch.nn.Sequential(nested[:3], *nested[3:])
+    for model in (frozen, wider, more, nested):
+        with pytest.raises(RankError, match="rank 1 talks of .* weights .*, and rank 0 of"):
             roundpipe.RoundPipe(model, devices=1, process_group=dist.group.WORLD)
         gc.collect()
         assert (threading.active_count(), len(threads_of_gloo())) == before
+
+
+def one_trains_other_weights() -> None:
+    """It has frozen one since, and has no master of it, by which the others send weights: gloo
+    ended a process."""
+    engine = sequence(devices=1)
+    engine.model[0].bias.requires_grad_(dist.get_rank() == 1)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    said = "rank 1 talks in step 1 with 8 masters .*, and rank 0 in step 1 with 7 masters"
+    with pytest.raises(RankError, match=said):
+        engine.step(optimizer.step, is_async=False)
+    engine.close()
 
 
 def one_cannot_load() -> None:
@@ -100,6 +121,21 @@ def one_cannot_load() -> None:
         roundpipe.load_checkpoint("state", engine, optimizer)
     with pytest.raises(RankError, match="last checkpoint"):
         engine.step(optimizer.step, is_async=False)
+    engine.close()
+
+
+def one_has_failed_before_both_save() -> None:
+    """Its backward has, behind its back: it raises that, and the other one waited for it. Both may
+    go on, as nothing has begun."""
+    engine = sequence(devices=1)
+    optimizer = torch.optim.SGD(engine.optim_parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        engine._steps._late.keep(MemoryError("none left"))
+    kind, said = (MemoryError, "") if dist.get_rank() else (ConfigError, "rank 1 raised MemoryErr")
+    with pytest.raises(kind, match=said):
+        roundpipe.save_checkpoint("after-all", engine, optimizer)
+    dist.barrier()  # which the other one has come to, though this one had not gone on
+    roundpipe.save_checkpoint("after-all", engine, optimizer)
     engine.close()
 
 
@@ -133,3 +169,71 @@ def one_is_elsewhere() -> None:
             call("save")
         engine.close()
     assert not Path("another").exists()
+
+
+def one_raises_what_others_could_have_said() -> None:
+    """The error of another group, or one whose text is no Unicode, as names of files may be."""
+    for mine in (RankError("of another engine"), OSError("no \udcff")):
+        engine = sequence(devices=1)
+
+        def step_fn(mine: Exception = mine) -> None:
+            if dist.get_rank() == 1:
+                raise mine
+
+        kind, said = (type(mine), "") if dist.get_rank() else (RankError, "rank 1 raised .*Error")
+        with pytest.raises(kind, match=said):
+            engine.step(step_fn, is_async=False)
+        dist.barrier()
+        engine.close()
+
+
+def one_fails_anywhere() -> None:
+    """Where messages go from one to another it cannot tell. It lives on, and keeps its engine: the
+    others waited for the group's timeout."""
+    from roundpipe.engine import checkpoint
+    from roundpipe.params import masters, rank_sums, ranks, window
+    from roundpipe.step import write_back
+
+    places: list[tuple[Any, str, bool]] = [
+        (window.Offloaded, "total", False),
+        (rank_sums.RankSums, "_of_layer", False),
+        (rank_sums.RankSums, "_somewhere", True),
+        (window.GradientWindow, "release_layers", True),
+        (masters.Masters, "outline", False),
+        (masters.Masters, "mark_ahead", True),
+        (write_back.WriteBack, "_write_here", False),
+        (write_back.WriteBack, "_write_here", True),
+        (ranks, "decoded", False),
+        (ranks.pickle, "dumps", False),
+        (checkpoint, "random_state", False),
+        (checkpoint, "writable", True),
+    ]
+    for owner, name, is_async in places:
+        engine = sequence(devices=1)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(owner, name, fail)
+            with pytest.raises(MemoryError if dist.get_rank() else (RankError, ConfigError)):
+                step_and_save(engine, f"of-{name}", is_async=is_async)
+        dist.barrier()
+        assert not Path(f"of-{name}").exists()
+        engine.close()
+
+
+def step_and_save(engine: roundpipe.RoundPipe, path: str, *, is_async: bool) -> None:
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    engine.forward_backward(mlp_batch(2).args, loss_fn=lambda out, _: out.sum())
+    engine.step(optimizer.step, is_async)
+    roundpipe.save_checkpoint(path, engine, optimizer, sharded=is_async)
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise MemoryError("none left")
+
+
+def nobody_talks_in_a_closed_engine() -> None:
+    """The program's own group would have been taken for the engine's."""
+    engine = sequence(devices=1)
+    engine.close()
+    with pytest.raises(RankError, match="its engine was closed"):
+        engine.ranks.meet("nowhere")

@@ -262,7 +262,7 @@ def one_clips_twice() -> None:
         roundpipe.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
 
-    with pytest.raises(RankError, match=r"rank 1 talks in step 1, and rank 0 in step_fn"):
+    with pytest.raises(RankError, match=r"rank 1 talks in step 1 .*, and rank 0 in step_fn"):
         engine.step(step_fn, is_async=False)
     engine.close()
 

@@ -84,9 +84,9 @@ def save_checkpoint(
         >>> roundpipe.load_checkpoint("step-1000.safetensors", engine, optimizer)
     """
     target, ranks = Path(path), model.ranks
-    weights, fixed = _model_tensors(model)  # by which no job is under way any more
     what = f"saving a {'sharded ' * sharded}checkpoint"
-    with refused_alike(ranks, what, f" to {target}"), OptimizerCtx():
+    with OptimizerCtx(), refused_alike(ranks, what, f" to {target}"):
+        weights, fixed = _model_tensors(model)  # raises what has failed behind the caller's back
         if sharded and target.exists():
             raise ConfigError(f"{target} is there already; name a folder that is not, or remove it")
         if target.is_dir():
@@ -102,12 +102,12 @@ def save_checkpoint(
             of_one, state = describe(each, masters)
             described.append(of_one)
             own |= state
-    extra = {
-        name: value
-        for name, value in model.state_dict().items()
-        if not isinstance(value, torch.Tensor)
-    }
-    generators, others = random_state(model)
+        extra = {
+            name: value
+            for name, value in model.state_dict().items()
+            if not isinstance(value, torch.Tensor)
+        }
+        generators, others = random_state(model)
     told = described, (generators, others)
     # Buffers are the first one's, and so is what nobody trains or has assigned.
     of_model = {
@@ -162,12 +162,11 @@ def load_checkpoint(
             shapes. Nothing was changed.
     """
     source, ranks = Path(path), model.ranks
-    weights, fixed = _model_tensors(model)  # by which no job is under way any more
     with ExitStack() as opened:
-        with refused_alike(ranks, "loading a checkpoint", f" from {path}"):
+        with OptimizerCtx(), refused_alike(ranks, "loading a checkpoint", f" from {path}"):
+            weights, fixed = _model_tensors(model)  # raises what has failed behind our back
             file = opened.enter_context(open_checkpoint(source))
-            with OptimizerCtx():
-                masters = dict(model.optim_named_parameters())
+            masters = dict(model.optim_named_parameters())
             optimizers = as_sequence(optimizer)
             rest = unpacked(file.get_tensor(REST))
             keys = set(file.keys())

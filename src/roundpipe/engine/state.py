@@ -298,6 +298,8 @@ def make_host(
     try:
         with ranks.agreeing("making the engine"):
             made = Host(name, layers, settings.choose_devices(), settings, on_host, ranks)
+        # Because messages follow layers, and owners what trains.
+        ranks.meet(f"of {made.store.outline()}")
     except BaseException:
         if made is None:
             ranks.close()

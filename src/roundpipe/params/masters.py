@@ -1,6 +1,7 @@
 """The optimizer's own copies: masters are made on first use, follow loaded weights, and are written
 back."""
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -66,6 +67,11 @@ class Masters:
         for parameter in self._store.parameters:
             if id(parameter) in self.by_parameter:
                 yield parameter, self.by_parameter[id(parameter)]
+
+    def outline(self) -> str:
+        """Tells them from those of another rank, if that has masters of other parameters."""
+        have = bytes(id(parameter) in self.by_parameter for parameter in self._store.parameters)
+        return f"{sum(have)} masters ({zlib.crc32(have):08x})"
 
     def take_gradients(self) -> None:
         """The step is over."""

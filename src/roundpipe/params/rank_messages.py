@@ -1,4 +1,5 @@
-"""What goes from one rank to another at once: parameters side by side, or a text."""
+"""What goes from one rank to another at once: parameters side by side, or a text. And the way it
+goes."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -6,7 +7,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store
+
+from ..errors import RankError
 
 TEXT_BYTES = 400
 _ALIGNMENT = 16  # elements
@@ -33,12 +38,34 @@ class Flat(NamedTuple):
 
 def coded(text: str) -> torch.Tensor:
     return torch.tensor(
-        list(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8
+        list(text.encode(errors="replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8
     )
 
 
 def decoded(head: torch.Tensor) -> str:
     return bytes(head.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def own_gloo(process_group: Any, rank: int, count: int, timeout: timedelta | None) -> Any:
+    """A backend of gloo's over the same processes, which make it at the same time.
+
+    Not by torch's `new_group`: that names groups of some processes by how many groups the process
+    is in, in which they may differ, and then they wait for each other under different names.
+
+    Raises:
+        RankError: some have not come in time.
+    """
+    store = _get_process_group_store(process_group)
+    number = store.add(f"roundpipe/{rank}", 1)  # of those that this rank has made within the group
+    own = PrefixStore(f"roundpipe/engine-{number}", store)
+    given = {} if timeout is None else {"timeout": timeout}
+    try:
+        return dist.ProcessGroupGloo(own, rank, count, **given)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {rank} of {count} has not met all others to make an engine: each has to make it "
+            f"at the same time as often as the others ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

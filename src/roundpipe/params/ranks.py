@@ -21,10 +21,10 @@ from ..device import Device
 from ..errors import ConfigError, RankError
 from ..memory.pinning import HostMemory
 from .device_link import DeviceLink, can_link, has_nccl
-from .rank_messages import TEXT_BYTES, Flat, coded, decoded, timeout_of
+from .rank_messages import TEXT_BYTES, Flat, coded, decoded, own_gloo, timeout_of
 from .window import Master
 
-_ALIKE = "all ranks have to call the same, also clip_grad_norm_ in step_fn"
+_ALIKE = "all ranks have to call the same, for the same weights, also clip_grad_norm_ in step_fn"
 LEAST_BY_DEVICE = 1 << 20  # bytes; smaller ones are there sooner by the hosts' network
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -58,8 +58,7 @@ class Ranks:
         self.rank, self.count = dist.get_rank(process_group), len(self._members)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
-            self._is_of_all = self.count == dist.get_world_size()
-            self._group = self._new_group("gloo")
+            self._group = own_gloo(process_group, self.rank, self.count, self._timeout)
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.rank} of {self.count}>"
@@ -69,7 +68,7 @@ class Ranks:
             self._members,
             timeout=self._timeout,
             backend=backend,
-            use_local_synchronization=not self._is_of_all,
+            use_local_synchronization=self.count < dist.get_world_size(),
         )
 
     def link(self, process_group: Any, device: Device, memory: HostMemory) -> None:
@@ -110,9 +109,13 @@ class Ranks:
     # Agreeing.
 
     @contextmanager
-    def agreeing(self, what: str) -> Iterator[None]:
+    def agreeing(self, what: str, having: Callable[[], str] | None = None) -> Iterator[None]:
         """What is raised inside by one rank is raised by all, by the others as a RankError that
-        names it. From then on there is no agreeing any more."""
+        names it. From then on there is no agreeing any more.
+
+        Args:
+            having: says at the end what this rank has there, which all have to have alike.
+        """
         if self.count == 1:
             yield
             return
@@ -121,25 +124,25 @@ class Ranks:
         nothing = torch.zeros(1, dtype=torch.float64)
         try:
             yield
-        except RankError:
-            raise
+            at_end = what if having is None else f"{what} with {having()}"
         except BaseException as error:
-            if self._lost is None:
+            if self._lost is None:  # else the others have heard, or cannot any more
                 with suppress(RankError):
                     said = f"rank {self.rank} raised {type(error).__name__} {what}: {error}"
                     self._talk(what, nothing, torch.maximum, said)
             raise
-        self._talk(what, nothing, torch.maximum)
+        self._talk(at_end, nothing, torch.maximum)
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """What is raised inside is not told, as the others would take it for what they wait for.
-        They learn of it when this rank ends: it cannot go on with them any more."""
+        They lose this rank instead, at once: it cannot go on with them any more."""
         try:
             yield
         except BaseException as error:
             if self.count > 1 and self._lost is None:
                 self._note_lost(f"rank {self.rank} raised {type(error).__name__}: {error}")
+                self._group = None
             raise
 
     def combined(
@@ -149,7 +152,6 @@ class Ranks:
         ``where`` they are said, for those that are elsewhere."""
         if self.count == 1:
             return list(values)
-        self._refuse_lost()
         own = torch.tensor(values, dtype=torch.float64)
         return list(map(float, self._talk(where, own, combine)))
 
@@ -163,6 +165,17 @@ class Ranks:
     ) -> torch.Tensor:
         """The first rank hears all others and answers them all. The first failure is told, too,
         and a rank that is not ``where`` the first one is."""
+        self._refuse_lost()
+        with self.exchanging():
+            answer = self._answer(where, values, combine, failure)
+            said = decoded(answer[:TEXT_BYTES])
+        if said:
+            raise self._note_lost(said)
+        return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
+
+    def _answer(
+        self, where: str, values: torch.Tensor, combine: Combine, failure: str
+    ) -> torch.Tensor:
         message = torch.cat((coded(failure), coded(where), values.view(torch.uint8)))
         if self.rank != 0:
             answer = torch.empty_like(message)
@@ -187,10 +200,7 @@ class Ranks:
             answer = torch.cat((coded(first), coded(where), result.view(torch.uint8)))
             with self._losing():
                 self._swap(dict.fromkeys(heard, answer), {})
-        said = decoded(answer[:TEXT_BYTES])
-        if said:
-            raise self._note_lost(said)
-        return answer[2 * TEXT_BYTES :].clone().view(values.dtype)
+        return answer
 
     # Weights.
 
@@ -220,27 +230,31 @@ class Ranks:
         kinds = zlib.crc32(str([(one.shape, one.dtype) for one in shared]).encode())
         elements = sum(map(torch.Tensor.numel, shared))
         self.meet(f"sharing {len(shared)} tensors, {elements} elements (shapes {kinds:08x})")
-        for tensor in shared:
-            sent = tensor.detach().contiguous()
-            if self.rank == 0:
-                self.exchange(dict.fromkeys(self.others, sent), {})
-                continue
-            first = torch.empty_like(sent)
-            self.exchange({}, {0: first})
-            if not torch.equal(first, sent):
-                tensor.copy_(first)
+        with self.exchanging():
+            for tensor in shared:
+                sent = tensor.detach().contiguous()
+                if self.rank == 0:
+                    self.exchange(dict.fromkeys(self.others, sent), {})
+                    continue
+                first = torch.empty_like(sent)
+                self.exchange({}, {0: first})
+                if not torch.equal(first, sent):
+                    tensor.copy_(first)
 
     def average(self, parameters: Iterable[nn.Parameter]) -> None:
         """Each ``.grad`` becomes the mean over ranks, where one that is not there is zero."""
         own = list(parameters)
         self.meet("averaging gradients")
         are_there = self.combined([float(one.grad is not None) for one in own], torch.maximum)
-        for parameter in (one for one, is_there in zip(own, are_there, strict=True) if is_there):
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            total = parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
-            dist.all_reduce(total, group=self._group)
-            parameter.grad.copy_(total.div_(self.count))
+        shared = [one for one, is_there in zip(own, are_there, strict=True) if is_there]
+        with self.exchanging():
+            for parameter in shared:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                total = parameter.grad.to(dtype, copy=True)
+                self._group.allreduce([total]).wait()
+                parameter.grad.copy_(total.div_(self.count))
 
     def gathered(
         self, tensors: Mapping[str, torch.Tensor], extra: Any, where: str = "gathering state"
@@ -250,6 +264,12 @@ class Ranks:
         if self.count == 1:
             return dict(tensors), [extra]
         self.meet(where)
+        with self.exchanging():
+            return self._gathered(tensors, extra)
+
+    def _gathered(
+        self, tensors: Mapping[str, torch.Tensor], extra: Any
+    ) -> tuple[dict[str, torch.Tensor], list[Any]] | None:
         own = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         if self.rank != 0:
             entries = [(name, tensor.dtype, tensor.shape) for name, tensor in own.items()]
@@ -273,15 +293,10 @@ class Ranks:
 
     def close(self) -> None:
         """The others are told at once if they wait for this rank."""
-        # torch would give the next one of the same few ranks the name of one that is gone, under
-        # which they would find the old addresses.
         if self._link is not None:
             self._link.close(is_whole=self._lost is None)
             self._link = None
-        if self._group is not None and self._is_of_all and dist.is_initialized():
-            with suppress(ValueError):  # the program has ended all groups, and made others
-                dist.destroy_process_group(self._group)
-        self._group = None
+        self._group = None  # which ends it, as nobody else has it
 
     # Between two.
 
@@ -317,6 +332,7 @@ class Ranks:
         try:
             yield
         except RankError as error:
+            self._group = None  # because whoever waits for this rank would wait in vain
             raise self._note_lost(str(error)) from error
 
     def _large(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -333,27 +349,43 @@ class Ranks:
     def _swap(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
     ) -> None:
+        lost = self._tried_to_swap(outgoing, incoming)
+        if lost is not None:
+            peer, why = lost
+            raise RankError(
+                f"rank {self.rank} of {self.count} lost rank {peer}, which has ended, or has lost "
+                f"another one itself, or did not answer in time ({why})"
+            )
+
+    def _tried_to_swap(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+    ) -> tuple[int, str] | None:
+        """The rank that was lost, and why. Not raised from here, because a traceback would keep the
+        group, which ends when it is let go of."""
         peer, under_way = -1, []
         try:
-            for talk, tensors in ((dist.irecv, incoming), (dist.isend, outgoing)):
+            for talk, tensors in ((self._group.recv, incoming), (self._group.send, outgoing)):
                 for peer, tensor in tensors.items():
                     if tensor.numel():
-                        work: Any = talk(tensor, self._members[peer], self._group)
+                        work: Any = talk([tensor.view(-1).view(torch.uint8)], peer, 0)
                         under_way.append((peer, work, tensor))
             for other, work, _ in under_way:
                 peer = other
                 work.wait()
         except RuntimeError as error:
-            raise RankError(
-                f"rank {self.rank} of {self.count} lost rank {peer}, which has ended, or has lost "
-                f"another one itself, or did not answer in time ({str(error).splitlines()[0]})"
-            ) from error
+            return peer, str(error).splitlines()[0]
+        return None
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:
             raise RankError(
                 f"{self._lost}. Since then the ranks cannot go on together: start all processes "
                 "again from the last checkpoint"
+            )
+        if self._group is None:
+            raise RankError(
+                f"rank {self.rank} of {self.count} talks to the others no more: its engine was "
+                "closed"
             )
 
     def _note_lost(self, why: str) -> RankError:

@@ -327,7 +327,8 @@ class StepThread:
                 self._write_back.write_back_behind(number - 1)
                 if window.error is not None:
                     raise window.error
-            with ranks.agreeing(f"in step {number}"):
+            # Because weights are sent of what has a master.
+            with ranks.agreeing(f"in step {number}", self._masters.outline):
                 window.show(self._masters, self._sums.take(number, window))
                 try:
                     with (
@@ -340,10 +341,11 @@ class StepThread:
                 finally:
                     # Before an update gives the window's memory back.
                     following.begin_with_left(self._masters)
-            self._masters.mark_ahead()
-            if is_async:
-                with _noted(f"the update of step {number}"), ranks.exchanging():
-                    self._write_back.update_aside(number, updates, window)
+            with ranks.exchanging():
+                self._masters.mark_ahead()
+                if is_async:
+                    with _noted(f"the update of step {number}"):
+                        self._write_back.update_aside(number, updates, window)
         except BaseException as raised:
             error = raised
             if error is not self._write_back.error:

@@ -17,7 +17,8 @@ def refused_alike(ranks: Ranks, what: str, subject: str = "") -> Iterator[None]:
     all ranks: one that does something else ends the group. ``subject`` is this rank's own.
 
     Unlike what is raised in `Ranks.agreeing` it ends nothing: all ranks are where they were, and
-    may try another file. With no job under way, because jobs talk, too.
+    may try another file. With no job under way, because jobs talk, too: an `OptimizerCtx` waits
+    for them.
     """
     if ranks.count == 1:
         yield
