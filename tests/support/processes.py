@@ -68,12 +68,17 @@ def check_in_processes(
 
 def end_groups() -> None:
     """Because threads of gloo's that still let go of tensors when the interpreter goes away abort
-    the process. They end with their group, which ends when nothing refers to it any more."""
+    the process. They end with their group, which ends when nothing refers to it any more; where
+    something does, as Accelerate's state, the process ends without the interpreter's end."""
     if dist.is_initialized() and dist.get_backend() != "gloo":
         return
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if threads_of_gloo():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def threads_of_gloo() -> list[str]:
