@@ -58,7 +58,7 @@ class Checkpoint:
 
     @property
     def folder(self) -> Path:
-        """Where the files are, and config.json."""
+        """The files are in it, and config.json."""
         return self.files_with_tensors[0].parent
 
     def has(self, file: str | None) -> bool:

@@ -21,7 +21,7 @@ from tests.support.example_data import LLAMA, QUIET, save_images, save_tokenizer
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a text of 20 sentences, the same as JSON, and a tokenizer."""
+    """It has a text of 20 sentences, the same as JSON, and a tokenizer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     texts = sentences(20)
@@ -98,7 +98,7 @@ OWN = {"text": ["the cat"] * 4, "prompt": ["the"] * 4, "answer": [1] * 4}
     ids=["sft", "dpo", "grpo"],
 )
 def test_a_data_set_of_the_users_goes_before_the_built_in_one(load: Any, arguments: Any) -> None:
-    """With --smollm2, which then names the weights alone. A split that is not there is named."""
+    """Also with --smollm2, which then names the weights alone. A missing split is named."""
     Dataset.from_dict(OWN).to_json("own/train.jsonl")
     found = load(arguments(dataset_name="own", smollm2=True, held_out=1))
     assert (len(found["train"]), len(found["test"])) == (3, 1)

@@ -12,7 +12,7 @@ from tests.support.trainers import assert_same, train_both
 
 
 def rows() -> list[dict[str, Any]]:
-    """As `DataCollatorForSeq2Seq` makes them, which gives the decoder its inputs."""
+    """They are as `DataCollatorForSeq2Seq` makes them, which gives the decoder its inputs."""
     model: Any = make_t5()
     columns: dict[str, Any] = t5_batch(rows=6).kwargs
     columns["decoder_input_ids"] = model._shift_right(columns["labels"])

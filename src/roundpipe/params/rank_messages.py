@@ -1,5 +1,5 @@
-"""What goes from one rank to another at once: parameters side by side, or a text. And the way it
-goes."""
+"""Messages go from one rank to another: parameters side by side, or a text. This is what they look
+like, and the way they go."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -41,7 +41,7 @@ def reads_weights(trainer: Any) -> bool:
 
 
 def has_own_step(trainer: Any) -> bool:
-    """Whether ``training_step`` is somebody else's."""
+    """Tells if ``training_step`` is somebody else's."""
     owner = next(cls for cls in type(trainer).__mro__ if "training_step" in vars(cls))
     return "training_step" in vars(trainer) or not _comes_from(owner, _TRAINERS)
 

@@ -240,8 +240,8 @@ def test_parts_of_another_size(fp8: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8])
 def test_codes_without_scales_are_no_values(fp8: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    """As where one scale is in a file of another checkpoint, or is of the whole weight: codes were
-    cast, and taken for the weight."""
+    """One scale may be in a file of another checkpoint, or be of the whole weight: codes were cast,
+    and taken for the weight."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         scale = tensors.pop(f"{Q}_scale_inv")

@@ -22,7 +22,7 @@ FALSE = "`model_init_kwargs` will be ignored"
 
 
 def make_trainer(kind: str, model: Any) -> Any:
-    """Of a model whose files have float32, which ``model_init_kwargs`` want in bfloat16."""
+    """The model's files have float32, and ``model_init_kwargs`` want bfloat16."""
     rolls_out = kind not in DATA
     settings = {"report_to": [], "use_cpu": True, "per_device_train_batch_size": 4, "bf16": False}
     config = getattr(trl, f"RoundPipe{kind}Config")(

@@ -38,7 +38,7 @@ _UNREAD = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class State(TypedDict):
-    """What travels from layer to layer. ``hidden_states`` and ``encoded`` carry gradients."""
+    """It travels from layer to layer. ``hidden_states`` and ``encoded`` carry gradients."""
 
     hidden_states: torch.Tensor  # (rows, tokens, hidden), of the stack that runs
     mask: Any  # of self-attention, what the attention implementation takes
