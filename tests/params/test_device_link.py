@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import roundpipe
-from roundpipe.params import device_link, ranks
+from roundpipe.params import device_link, rank_talk
 from tests.params.test_rank_sums import trains_as_one
 from tests.support.models import make_mlp
 from tests.support.processes import check_in_processes
@@ -41,13 +41,13 @@ def link_virtual_devices() -> list[int]:
             sent.extend(tensor.nbytes for tensor in outgoing.values())
             super().swap(outgoing, incoming)
 
-    new_group = ranks.Ranks._new_group
+    new_group = rank_talk.RankTalk._new_group
     changes: dict[tuple[Any, str], Any] = {
-        (ranks, "has_nccl"): lambda group: True,
-        (ranks, "can_link"): lambda group, device: True,
-        (ranks, "DeviceLink"): Noting,
-        (ranks, "LEAST_BY_DEVICE"): 100,
-        (ranks.Ranks, "_new_group"): lambda self, backend: new_group(self, "gloo"),
+        (rank_talk, "has_nccl"): lambda group: True,
+        (rank_talk, "can_link"): lambda group, device: True,
+        (rank_talk, "DeviceLink"): Noting,
+        (rank_talk, "LEAST_BY_DEVICE"): 100,
+        (rank_talk.RankTalk, "_new_group"): lambda self, backend: new_group(self, "gloo"),
         (device_link, "_BUFFER_BYTES"): 1000,
     }
     for (owner, name), value in changes.items():

@@ -191,7 +191,7 @@ def one_fails_anywhere() -> None:
     """Where messages go from one to another it cannot tell. It lives on, and keeps its engine: the
     others waited for the group's timeout."""
     from roundpipe.engine import checkpoint
-    from roundpipe.params import masters, rank_sums, ranks, window
+    from roundpipe.params import masters, rank_sums, rank_talk, ranks, window
     from roundpipe.step import write_back
 
     places: list[tuple[Any, str, bool]] = [
@@ -203,7 +203,7 @@ def one_fails_anywhere() -> None:
         (masters.Masters, "mark_ahead", True),
         (write_back.WriteBack, "_write_here", False),
         (write_back.WriteBack, "_write_here", True),
-        (ranks, "decoded", False),
+        (rank_talk, "decoded", False),
         (ranks.pickle, "dumps", False),
         (checkpoint, "random_state", False),
         (checkpoint, "writable", True),
