@@ -102,6 +102,8 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--devices", type=int, default=1)
     options = parser.parse_args()
+    if options.rows < 2 or options.rows % 2:
+        parser.error(f"--rows is {options.rows}; give an even number, for batches in two halves")
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "plain"
         AutoModelForCausalLM.from_pretrained(

@@ -1,5 +1,5 @@
-"""What the example scripts are given and cannot use ends in one line that says what to give; what
-the user names of their own is never passed over for the built-in data."""
+"""Example scripts end in one line that says what to give where they cannot use what they are given;
+they never pass over what the user names for the built-in data."""
 
 import json
 import subprocess

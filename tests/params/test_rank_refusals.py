@@ -188,7 +188,7 @@ def one_raises_what_others_could_have_said() -> None:
 
 
 def one_fails_anywhere() -> None:
-    """Where messages go from one to another it cannot tell. It lives on, and keeps its engine: the
+    """It cannot tell where messages go from one to another. It lives on, and keeps its engine: the
     others waited for the group's timeout."""
     from roundpipe.engine import checkpoint
     from roundpipe.params import masters, rank_sums, rank_talk, ranks, window

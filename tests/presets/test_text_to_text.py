@@ -90,7 +90,7 @@ def labelled() -> dict[str, Any]:
 
 
 def started() -> dict[str, Any]:
-    """Of what the decoder starts with, some is padding; the loss is of other labels."""
+    """Some of what the decoder starts with is padding; the loss is of other labels."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(1, 50, (ROWS, TARGET), generator=generator)
     mask = torch.ones_like(ids)

@@ -79,8 +79,8 @@ class RankTalk:
 
     @contextmanager
     def agreeing(self, what: str, having: Callable[[], str] | None = None) -> Iterator[None]:
-        """What is raised inside by one rank is raised by all, by the others as a RankError that
-        names it. From then on there is no agreeing any more.
+        """All ranks raise what one of them raises inside, the others as a RankError that names
+        it. From then on there is no agreeing any more.
 
         Args:
             having: says at the end what this rank has there, which all have to have alike.
@@ -104,7 +104,8 @@ class RankTalk:
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
-        """What is raised inside is not told, as the others would take it for what they wait for.
+        """Nothing is told of what is raised inside, as the others would take it for what they
+        wait for.
         They lose this rank instead, at once: it cannot go on with them any more."""
         try:
             yield

@@ -123,7 +123,7 @@ _PRESETS: dict[str, str | CutModel] = {
     ),
 }
 
-_NO_LANGUAGE_MODEL = ("vit", "t5")
+_NOT_CAUSAL = ("vit", "t5")
 _WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -169,11 +169,11 @@ def cut(model: nn.Module) -> Cut | None:
     return made
 
 
-def has_own_preset(model: nn.Module) -> bool:
+def has_causal_preset(model: nn.Module) -> bool:
     """True if the preset of a causal language model's architecture cuts it, whose last layer has
     what these share: not for a preset of the user's own or the generic one."""
     preset = _preset_of(type(base_of(model)))
-    return isinstance(preset, str) and preset not in _NO_LANGUAGE_MODEL
+    return isinstance(preset, str) and preset not in _NOT_CAUSAL
 
 
 def has_images(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from roundpipe.engine.generation import is_checkpointing
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
 from roundpipe.layers.structure import Structure
-from roundpipe.presets.preset import has_own_preset
+from roundpipe.presets.preset import has_causal_preset
 
 from ..arguments import PipelineArguments, engine_devices, pipeline_of
 from ..compat import base_model, disable_checkpointing
@@ -265,7 +265,7 @@ def runs_by_preset(engine: RoundPipe) -> bool:
 
 def has_readable_head(model: nn.Module, engine: Any) -> bool:
     """Whether the engine's last layer answers calls with a ``readout``."""
-    return has_own_preset(model) and isinstance(engine, RoundPipe) and runs_by_preset(engine)
+    return has_causal_preset(model) and isinstance(engine, RoundPipe) and runs_by_preset(engine)
 
 
 def stop_checkpointing(model: Any) -> None:

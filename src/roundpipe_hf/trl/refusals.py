@@ -9,7 +9,7 @@ from torch import nn
 
 from roundpipe.errors import ConfigError
 from roundpipe.presets.decoder import collects_router_logits
-from roundpipe.presets.preset import has_images, has_own_preset
+from roundpipe.presets.preset import has_causal_preset, has_images
 
 from ..compat import base_model
 from .compat import is_async_callable
@@ -40,7 +40,7 @@ def refuse_data_and_model(trainer: Any) -> None:
             "model's family, or call resize_token_embeddings on both alike"
         )
     base = base_model(trainer.model)
-    collects = has_own_preset(base) or collects_router_logits(base)
+    collects = has_causal_preset(base) or collects_router_logits(base)
     if getattr(trainer, "aux_loss_enabled", False) and (has_images(base) or not collects):
         raise ConfigError(
             f"{name} cannot add a router's auxiliary loss (router_aux_loss_coef="

@@ -17,7 +17,7 @@ from torch import nn
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from roundpipe.presets.preset import has_own_preset
+from roundpipe.presets.preset import has_causal_preset
 from roundpipe.threads.worker import in_worker
 
 from ..arguments import PipelineArguments
@@ -80,7 +80,7 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         )
         refuse_data_and_model(self)
         drop_fused_forward(base_model(self.model))
-        if not has_own_preset(self.model):
+        if not has_causal_preset(self.model):
             logger.warning(
                 "%s has no preset of its own, so the logits of a microbatch exist as a whole; use "
                 "small microbatches",

@@ -1,4 +1,4 @@
-"""What an adapter makes of tied embeddings is merged as it was trained, or not at all."""
+"""Tied embeddings are merged as an adapter was trained to change them, or not at all."""
 
 from pathlib import Path
 from typing import Any

@@ -27,7 +27,7 @@ from ..calling import (
     refuse_unsupported,
     run_block,
 )
-from ..causal_lm import wants_only_loss
+from ..causal_lm import refuse_unread, wants_only_loss
 from ..loss import merge_outputs, weighted
 from ..preset import Cut, SplitForward
 
@@ -230,14 +230,10 @@ def split_batch(
     parts = [part | whole for _, part in split((), named, None, n).inputs]
     if len(parts) > 1 and named.get("labels") is not None:
         counts = [part["labels"].ne(-100).sum() for part in parts]
+        total = sum(counts)
         for part, count in zip(parts, counts, strict=True):
-            part["loss_weight"] = float(count / sum(counts))
+            part["loss_weight"] = float(count / total)
     return [()] * len(parts), parts
-
-
-def refuse_unread(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ConfigError for keywords that nothing in the model reads."""
-    refuse_unknown(model, by_name(type(model), args, kwargs), also=("skip_logits", "return_logits"))
 
 
 def cut(model: PreTrainedModel) -> Cut:
