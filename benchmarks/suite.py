@@ -88,14 +88,9 @@ SUITES = {
         Row(f"max_length.py {LORA} --compile --cap-gb 24 --start 65536 --limit-s 150", 280),
     ],
     "two-gpus": [
-        Row(
-            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 1",
-            120,
-        ),
-        Row(
-            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 2",
-            120,
-        ),
+        Row(f"scale.py --compile --warmup 4 --steps 8 {what} --devices {devices}", 400)
+        for what in (FULL, f"{LORA} --cap-gb 24 --tokens 65536 262144")
+        for devices in (1, 2)
     ],
     # The README's chart.
     "chart": [
