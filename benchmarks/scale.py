@@ -1,5 +1,5 @@
 """One engine on some of a host's GPUs, at several numbers of tokens a step: tokens/s, and the share
-of time that devices do not compute beside what the simulator says of the plan.
+of time that devices do not compute beside what the planner expects.
 
     python benchmarks/scale.py --compile --devices 2 --tokens 65536 262144 1048576
 
@@ -14,24 +14,28 @@ from typing import Any
 import measure
 import roofline
 from engine import Training, add_engine_options, settings_of, training
+from on_paper import computed_ms
 from workload import Workload, add_workload_options, describe, make_tokens, workload_of
 
-from roundpipe.plan.simulate import steady_state
+from roundpipe.plan.best import step_ms
 
 COLUMNS = [
     "method", "mode", "devices", "tokens_per_step", "tokens_per_s", "step_s", "plan",
-    "idle_pct", "simulated_pct", "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_last",
+    "idle_pct", "predicted_idle_pct", "gpu_peak_allocated_gb", "host_peak_rss_gb", "loss_last",
 ]  # fmt: skip
 # Steps of more take so long that few of them say as much, and that a trace, three steps more, takes
 # minutes.
 LONG_TOKENS, TRACED_TOKENS = 200_000, 500_000
 
 
-def simulated_bubble(trained: Training) -> float:
-    """Returns the share of devices' time without compute, at the layers' measured times."""
+def predicted_idle(trained: Training) -> float:
+    """Returns the share of devices' time without compute that the planner expects, at the layers'
+    measured times."""
     costs, problem = trained.engine.planning_problem("fused")
-    (passes,) = trained.engine.execute_plan.rounds("fused")
-    return steady_state(passes, costs, replace(problem, overlaps=trained.is_async)).bubble
+    problem = replace(problem, overlaps=trained.is_async, optimizer_ms=0.0)
+    plan = trained.engine.execute_plan
+    computed = problem.num_microbatches * computed_ms(plan, costs) / problem.num_devices
+    return 1 - computed / step_ms(plan, "fused", costs, problem)
 
 
 def run(workload: Workload, options: argparse.Namespace) -> measure.Record:
@@ -53,7 +57,7 @@ def run(workload: Workload, options: argparse.Namespace) -> measure.Record:
             **timed,
             **measure.peaks(),
             **measure.environment(),
-            "simulated_pct": 100 * simulated_bubble(trained),
+            "predicted_idle_pct": 100 * predicted_idle(trained),
         }
         if workload.tokens_per_step <= TRACED_TOKENS:
             record["trace"] = traced = roofline.trace(trained, tokens)
