@@ -3,6 +3,8 @@
 Here the devices are virtual ones and talk by gloo, in parts that fit nothing evenly.
 """
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,29 @@ import roundpipe
 from roundpipe.params import device_link, rank_messages, rank_talk
 from tests.params.test_rank_sums import trains_as_one
 from tests.support.models import make_mlp
-from tests.support.processes import check_in_processes
+from tests.support.processes import check_in_processes, run_in_processes
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes(count: int, tmp_path: Path) -> None:
     check_in_processes(all_checks, tmp_path, count)
+
+
+def test_one_that_is_killed_while_devices_send_is_named(tmp_path: Path) -> None:
+    ended = run_in_processes(one_is_killed, tmp_path)
+    assert [code for code, _ in ended] == [1, -signal.SIGKILL], "\n".join(t for _, t in ended)
+    assert "RankError: lost one of ranks 1 while devices sent" in ended[0][1]
+
+
+def one_is_killed() -> None:
+    """It has said over gloo that it is there, and then has begun to talk."""
+    dist.init_process_group("gloo")
+    link_virtual_devices()
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    if engine.ranks.rank == 1:
+        LikeNCCL._start_coalescing = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    there = torch.ones(1000)
+    engine.ranks.exchange({engine.ranks.others[0]: there}, {})
 
 
 def all_checks() -> None:

@@ -90,7 +90,8 @@ class SavingMixin(EvaluationMixin):
         if pipeline_of(self.args).sharded_checkpoints:
             save_shards(self._engine(), optimizer.inner, output_dir)
             if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+                scheduler: Any = self.lr_scheduler
+                torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
             return
         with optimizer.gathered():
             super()._save_optimizer_and_scheduler(output_dir)
