@@ -42,6 +42,8 @@ test: $(INSTALLED)
 test-slow: $(INSTALLED) $(BITSANDBYTES)
 	$(PYTEST) -n auto --dist worksteal -m 'slow and not gpu and not bitsandbytes' $(TESTS)
 	PYTHONPATH=$(CURDIR)/$(BITSANDBYTES) $(PYTEST) -n auto --dist worksteal -m 'bitsandbytes and not gpu' tests/quantized tests/hf/quantization
+	@# As on another CPU, whose sums round otherwise.
+	ATEN_CPU_CAPABILITY=default $(PYTEST) -n auto --dist worksteal -m 'not slow and not gpu and not bitsandbytes' tests/presets tests/kernels
 
 test-gpu: $(INSTALLED)
 	$(PYTEST) -m gpu $(TESTS)

@@ -1,10 +1,12 @@
 """The safetensors files of a checkpoint: which they are, and what they say of their tensors."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -44,8 +46,9 @@ class Checkpoint:
         self.files = files
         # The Hub's cache gives files their names by links, which mappings do not show.
         self._paths = {str(file.resolve()) for file in files}
-        headers = (entry for file in files for entry in _header(file).items())
+        headers = [entry for file in files for entry in _header(file).items()]
         self.dtypes = {key: entry["dtype"] for key, entry in headers if "dtype" in entry}
+        self._shapes = {key: entry["shape"] for key, entry in headers if "shape" in entry}
 
     @property
     def files_with_tensors(self) -> list[Path]:
@@ -64,6 +67,21 @@ class Checkpoint:
     def has(self, file: str | None) -> bool:
         """Whether it is one of the files that were looked for, or of their kind."""
         return file is not None and (file in self._paths or file.endswith(".safetensors"))
+
+    def refuse_other_sizes(self, model: nn.Module) -> None:
+        """Raises ConfigError for the first tensor that has a name of the model's and another number
+        of elements.
+
+        Another shape of as many is left to transformers, which makes some layers of such.
+        """
+        for name, one in model.state_dict().items():
+            shape = self._shapes.get(name, list(one.shape))
+            if math.prod(shape) != one.numel():
+                raise ConfigError(
+                    f"{name} has shape {tuple(shape)} in {self.folder}, and "
+                    f"{type(model).__name__} with its config takes {tuple(one.shape)}: a file or "
+                    "config.json is another checkpoint's; get it again"
+                )
 
     def _files(self, variant: str | None) -> list[Path]:
         single = self._find(add_variant(SAFE_WEIGHTS_NAME, variant))

@@ -26,7 +26,12 @@ from .arguments import pipeline_of
 from .compat import model_class_of
 from .files import OF_THE_FILES, Checkpoint
 from .folders import SAFETENSORS_NAMES
-from .quantization.packing import default_folder, quantize_checkpoint, quantized_keys
+from .quantization.packing import (
+    default_folder,
+    on_meta,
+    quantize_checkpoint,
+    quantized_keys,
+)
 from .quantization.reading import method_of, read_quantized, refuse_damaged
 
 logger = logging.getLogger(__name__)
@@ -74,11 +79,7 @@ def load_pretrained_mmap(
     wants_info = kwargs.pop("output_loading_info", False)
     model_class = model_class or class_of(name_or_path, kwargs)
     how = {"output_loading_info": True, "dtype": "auto", **kwargs}
-    try:
-        loaded = model_class.from_pretrained(name_or_path, **how)
-    except SafetensorError:
-        refuse_damaged(Checkpoint(name_or_path, kwargs).files)
-        raise
+    loaded = _from_pretrained(model_class, name_or_path, how)
     model: PreTrainedModel = loaded[0]
     if can_tell_mappings():
         _warn_of_copies(model, Checkpoint(name_or_path, kwargs), set(loaded[1]["missing_keys"]))
@@ -131,10 +132,14 @@ def load_pretrained(
     if mmap or quantization is not None or method is not None:
         _refuse_copies(kwargs)
     if quantization is not None and method is None:
-        files = Checkpoint(name_or_path, kwargs).files_with_tensors
+        checkpoint = Checkpoint(name_or_path, kwargs)
+        files = checkpoint.files_with_tensors
         out = Path(quantized_dir or default_folder(files, quantization))
         cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
-        quantize_checkpoint(files, out, quantization, quantized_keys(cls, config, quantization))
+        model = on_meta(cls, config)
+        if not kwargs.get("ignore_mismatched_sizes"):
+            checkpoint.refuse_other_sizes(model)
+        quantize_checkpoint(files, out, quantization, quantized_keys(model, quantization))
         name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in OF_THE_FILES}
         config, method = config_of(out, {}), quantization
     elif quantization not in (None, method):
@@ -146,7 +151,7 @@ def load_pretrained(
         if mmap:
             return load_pretrained_mmap(name_or_path, model_class=model_class, **kwargs)
         cls = model_class or class_of(name_or_path, kwargs)
-        plain: PreTrainedModel = cls.from_pretrained(name_or_path, **{"dtype": "auto", **kwargs})
+        plain: PreTrainedModel = _from_pretrained(cls, name_or_path, {"dtype": "auto", **kwargs})
         return plain
     files = Checkpoint(name_or_path, kwargs).files
     cls = model_class_of(model_class or class_of(name_or_path, kwargs), config)
@@ -170,6 +175,21 @@ def model_for_trainer(name_or_path: str, args: TrainingArguments | None) -> PreT
         return model
     is_mapped = args is not None and pipeline_of(args).pin_model == "off"
     return load_pretrained(name_or_path, mmap=is_mapped, **kwargs)
+
+
+def _from_pretrained(model_class: Any, name_or_path: str | Path, how: dict[str, Any]) -> Any:
+    """What that returns. Where it fails because of files of a checkpoint, the first one at fault is
+    named."""
+    try:
+        return model_class.from_pretrained(name_or_path, **how)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, SafetensorError) or Path(name_or_path).is_dir():
+            checkpoint = Checkpoint(name_or_path, how)
+            refuse_damaged(checkpoint.files)
+            if isinstance(error, RuntimeError):
+                config = how.get("config") or config_of(name_or_path, how)
+                checkpoint.refuse_other_sizes(on_meta(model_class_of(model_class, config), config))
+        raise
 
 
 def _refuse_copies(kwargs: Mapping[str, Any]) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, Trainer
 
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMapping, FileMappings
-from roundpipe_hf import RoundPipeTrainer, files, load_pretrained_mmap
+from roundpipe_hf import RoundPipeTrainer, files, load_pretrained, load_pretrained_mmap
 from tests.support.mapped import private_bytes
 from tests.support.models import make_llama
 from tests.support.reference import weights_of
@@ -189,6 +189,43 @@ def test_a_file_that_was_cut_is_named(size: int, saved: Path) -> None:
     os.truncate(file, size if size > 0 else file.stat().st_size + size)
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .* get it again"):
         load_pretrained_mmap(saved)
+
+
+def widen(file: Path) -> str:
+    tensors = load_file(file)
+    key = next(key for key, tensor in tensors.items() if tensor.ndim == 2)
+    save_file(tensors | {key: tensors[key].repeat(2, 1)}, file, metadata={"format": "pt"})
+    return key
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "in memory"])
+@pytest.mark.parametrize("damage", ["index", "missing", "wider", "cut"])
+def test_what_is_wrong_with_a_checkpoint_is_named(damage: str, mmap: bool, tmp_path: Path) -> None:
+    """The libraries said that a string has no end, or which option was not set."""
+    folder = save(make_llama(tied=False), tmp_path / "saved", max_shard_size="20KB")
+    file = sorted(folder.glob("*.safetensors"))[1]
+    match = rf"{file.name} is missing.* get it again"
+    if damage == "index":
+        file = folder / "model.safetensors.index.json"
+        file.write_text(file.read_text()[:-20])
+        match = rf"{file.name} is damaged.* get it again"
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "wider":
+        match = rf"{widen(file)} has shape .* takes .* get it again"
+    else:
+        file.write_bytes(file.read_bytes()[:-8])
+        match = rf"{file.name} is damaged.* get it again"
+    with pytest.raises(ConfigError, match=match):
+        load_pretrained(folder, mmap=mmap)
+
+
+def test_another_size_may_be_asked_for(saved: Path) -> None:
+    """It is made anew then, as transformers does."""
+    key = widen(saved / "model.safetensors")
+    for settings in ({}, {"quantization": "int8", "quantized_dir": saved.parent / "int8"}):
+        model = load_pretrained(saved, ignore_mismatched_sizes=True, **settings)  # type: ignore[arg-type]
+        assert key in dict(model.named_parameters())
 
 
 def test_options_that_change_every_weight_are_refused(saved: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from roundpipe.layers.parameters import _sum_of_bytes
+from roundpipe.layers.parameters import sum_of_bytes
 
 DTYPES = [torch.bfloat16, torch.float32, torch.complex64, torch.uint8, torch.float8_e4m3fn]
 
@@ -29,7 +29,7 @@ def bytes_of(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 def test_the_sum_takes_no_memory_that_grows_with_the_weight(dtype: torch.dtype) -> None:
     weight = weight_of(dtype, 300, 101)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        _sum_of_bytes(weight)
+        sum_of_bytes(weight)
     most = max(event.cpu_memory_usage for event in profiled.events())
     assert most < 100
 
@@ -38,12 +38,12 @@ def test_the_sum_takes_no_memory_that_grows_with_the_weight(dtype: torch.dtype) 
 @pytest.mark.parametrize("shape", [(5, 7), (1,), ()], ids=str)
 def test_every_byte_counts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     weight = weight_of(dtype, *shape)
-    before = _sum_of_bytes(weight).item()
+    before = sum_of_bytes(weight).item()
     for byte in bytes_of(weight):
         byte.add_(1)
-        assert _sum_of_bytes(weight).item() != before
+        assert sum_of_bytes(weight).item() != before
         byte.sub_(1)
-    assert _sum_of_bytes(weight).item() == before
+    assert sum_of_bytes(weight).item() == before
 
 
 def test_other_memory_may_lie_anywhere() -> None:
@@ -51,5 +51,5 @@ def test_other_memory_may_lie_anywhere() -> None:
     weight = weight_of(torch.bfloat16, 7, 5)
     elsewhere = torch.zeros(41, dtype=torch.bfloat16)[3:38].view(7, 5)
     elsewhere.copy_(weight)
-    assert _sum_of_bytes(elsewhere) == _sum_of_bytes(weight)
-    assert _sum_of_bytes(weight.mT) == _sum_of_bytes(weight.mT.contiguous())
+    assert sum_of_bytes(elsewhere) == sum_of_bytes(weight)
+    assert sum_of_bytes(weight.mT) == sum_of_bytes(weight.mT.contiguous())

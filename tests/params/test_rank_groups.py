@@ -33,6 +33,7 @@ def two_pairs(way: str) -> None:
                 trains_as_plain(pair, number)
         gc.collect()
         counts.add(len(threads_of_gloo()))
+    dist.barrier()  # because the first, which is done before the others, has the store
     assert len(counts) == 1, counts
     assert sent != [], "nothing went through devices"
 

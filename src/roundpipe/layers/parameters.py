@@ -63,7 +63,7 @@ class ReplicaParameters:
         return written
 
     def _sum_up(self) -> torch.Tensor:
-        return torch.stack([_sum_of_bytes(own.detach()) for own in self._all])
+        return torch.stack([sum_of_bytes(own.detach()) for own in self._all])
 
     def fit(self, slot: torch.Tensor, trains: Sequence[bool]) -> bool:
         """Whether others, made now, would be the same."""
@@ -76,9 +76,12 @@ class ReplicaParameters:
         )
 
 
-def _sum_of_bytes(weight: torch.Tensor) -> torch.Tensor:
-    """In words of 64 bits, because a sum of narrower ones first makes a wide copy of them all: of a
-    head in bf16 four times its size."""
+def sum_of_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """Returns what tells almost every change of ``weight``, also one that torch does not count.
+
+    It is in words of 64 bits, because a sum of narrower ones first makes a wide copy of them all:
+    of a head in bf16 four times its size.
+    """
     flat = (torch.view_as_real(weight) if weight.is_complex() else weight).contiguous()
     held = flat.view(-1).view(torch.uint8)
     if held.storage_offset() % 8:  # where the layer's code has put other memory there

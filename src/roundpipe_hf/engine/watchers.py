@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
+from roundpipe.layers.parameters import sum_of_bytes
 
 # Callbacks of transformers read weights only while saving; some of TRL's do at every step.
 _CALLBACKS, _TRAINERS = ("transformers.",), ("transformers.", "trl.", "roundpipe_hf.")
@@ -47,11 +48,27 @@ def has_own_step(trainer: Any) -> bool:
 
 
 class Shown(NamedTuple):
-    """A gradient as a callback, or a training step of somebody else's, was given it."""
+    """A gradient as a callback, or a training step of somebody else's, was given it; None where
+    there was none."""
 
     parameter: nn.Parameter
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
     version: int
+    total: int
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> "Shown":
+        """Notes what is in its ``.grad`` now."""
+        gradient = parameter.grad
+        if gradient is None:
+            return cls(parameter, None, 0, 0)
+        return cls(parameter, gradient, gradient._version, int(sum_of_bytes(gradient)))
+
+    def was_written(self) -> bool:
+        """Whether somebody has changed the numbers, through ``.data`` and NumPy as well."""
+        return self.gradient is not None and (
+            self.gradient._version != self.version or int(sum_of_bytes(self.gradient)) != self.total
+        )
 
 
 def reads_gradients(trainer: Any) -> bool:
@@ -80,13 +97,13 @@ def show_gradients(trainer: Any, penalties: Mapping[torch.Tensor, torch.Tensor])
             parameter.grad.div_(trainer.scaler.get_scale())
     if trainer.args.max_grad_norm > 0:
         nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
-    return [Shown(parameter, parameter.grad, parameter.grad._version) for parameter in parameters]
+    return [Shown.of(parameter) for parameter in trained]
 
 
 def refuse_written(shown: Sequence[Shown]) -> None:
     """Raises where a callback has changed what it was given: the update would not know."""
-    for parameter, gradient, version in shown:
-        if parameter.grad is not gradient or gradient._version != version:
+    for one in shown:
+        if one.parameter.grad is not one.gradient or one.was_written():
             raise ConfigError(
                 "a callback changed gradients in on_pre_optimizer_step, but sees copies of them "
                 "there: change them in "

@@ -92,6 +92,7 @@ class _Merge:
         self._adapter = Adapter(adapter, model)
         self._part_ties(tied, found)
         self._groups = _groups(self._adapter, found, set(tied))
+        self._refuse_whole_numbers()
         self._metadata = NewFolder.metadata(identity)
 
     @property
@@ -132,6 +133,17 @@ class _Merge:
                 like = self._weights[key]
                 merged[key] = tensor.to(like.dtype).reshape(like.shape)
         return merged
+
+    def _refuse_whole_numbers(self) -> None:
+        """Because what an adapter adds to them would be lost."""
+        of_files = (key for group in self._groups for one in group.sources for key in one.keys)
+        for key in of_files:
+            if not self._weights[key].is_floating_point():
+                raise ConfigError(
+                    f"{key} is {self._weights[key].dtype} in the base's files, and the adapter "
+                    "changes it by fractions: they are damaged or quantized in a way that "
+                    "config.json does not say; get them again"
+                )
 
     def _part_ties(self, tied: Mapping[str, str], found: dict[str, Source]) -> None:
         """Gives a weight that is tied to another one a tensor of its own, where the adapter changes

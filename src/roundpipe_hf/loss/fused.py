@@ -17,7 +17,15 @@ from ..arguments import HOST, LossReduction, losses_on
 from ..compat import base_model, makes_causal_loss, valid_targets
 from ..engine.calls import Microbatch
 from ..engine.slot import runs_by_preset
-from .model_call import EngineStandIn, LossAnswer, ModelAnswer, ModelCall, copied, record_call
+from .model_call import (
+    EngineStandIn,
+    LossAnswer,
+    ModelAnswer,
+    ModelCall,
+    copied,
+    record_call,
+    refuse_loss,
+)
 from .reduction import amount_of, declared_reduction, is_known, is_users, reduction_of
 from .round import RoundLoss, StashedBatch, cut_window, most_parts, rows_at
 
@@ -161,8 +169,11 @@ class FusedLoss:
     ) -> float:
         trainer = self._trainer
         mode = trainer.model.training
+        was_called = False
 
         def run(**given: Any) -> Any:
+            nonlocal was_called
+            was_called = True
             engine.eval()
             try:
                 return trainer.stand_in(num_microbatch=1)(**given)
@@ -172,7 +183,9 @@ class FusedLoss:
         model = EngineStandIn(trainer.model, run)
         with losses_on(HOST):
             given = copied(inputs)
-            return float(trainer.compute_loss(model, given, num_items_in_batch=num_items))
+            loss = trainer.compute_loss(model, given, num_items_in_batch=num_items)
+        refuse_loss(loss, was_called=was_called, is_of_rows=True, is_trained=False)
+        return float(loss)
 
     def _tolerance(self) -> float:
         trainer = self._trainer

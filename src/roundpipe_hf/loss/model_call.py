@@ -17,12 +17,17 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from roundpipe.errors import ConfigError
 from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..compat import base_model
 from ..errors import UnknownModelCall
 
 ComputeLoss = Callable[..., Any]
+_NEVER_CALLED = (
+    "compute_loss never called the model it was given; the pipeline trains through that call only. "
+    "Call its `model` argument, not `self.model`"
+)
 
 
 class ModelAnswer:
@@ -161,6 +166,11 @@ class Replay(ModelStandIn):
         self._is_answered = False
 
     @property
+    def was_called(self) -> bool:
+        """Whether the loss has asked."""
+        return self._is_answered
+
+    @property
     def device(self) -> torch.device:
         """Where the microbatch is, not the model: a loss brings tensors of its own, class weights,
         say, to it."""
@@ -201,10 +211,34 @@ def record_call(
             if _writes_to(value) and any(value is copy for copy in copies.values()):
                 raise _another(name) from None
         return _attribute(call.arguments, copies, num_items)
-    raise UnknownModelCall(
-        "compute_loss never called the model it was given; the pipeline trains through that call "
-        "only. Call its `model` argument, not `self.model`"
-    )
+    raise UnknownModelCall(_NEVER_CALLED)
+
+
+def refuse_loss(
+    loss: Any, *, was_called: bool, is_of_rows: bool = False, is_trained: bool = True
+) -> None:
+    """Raises for what `compute_loss` returned if nothing can be trained with it.
+
+    Args:
+        was_called: whether it has called the model.
+        is_of_rows: whether ``loss`` is that of some rows only: of a single one, a value for each
+            row has one element as well.
+        is_trained: whether a backward follows.
+    """
+    if not was_called:
+        raise ConfigError(_NEVER_CALLED)
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigError(f"compute_loss returned a {type(loss).__name__}; it must be a tensor")
+    if loss.numel() != 1 or (is_of_rows and loss.ndim):
+        raise ConfigError(
+            f"compute_loss returned {loss.numel()} values of shape {tuple(loss.shape)}; it must be "
+            "one number: take their sum or mean"
+        )
+    if is_trained and not loss.requires_grad:
+        raise ConfigError(
+            "compute_loss returned a loss without a gradient: it does not depend on what the model "
+            "returned, or that was detached"
+        )
 
 
 class _ModelCalled(BaseException):

@@ -13,7 +13,7 @@ from roundpipe.microbatch.sizes import tensor_leaves
 
 from ..arguments import losses_on
 from ..engine.calls import Microbatch
-from .model_call import ComputeLoss, ModelAnswer, ModelCall, Replay, copied
+from .model_call import ComputeLoss, ModelAnswer, ModelCall, Replay, copied, refuse_loss
 
 # They describe all rows of a packed batch together: a batch that has them is not cut.
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -162,6 +162,8 @@ class RoundLoss:
             loss: torch.Tensor = self._compute_loss(
                 replay, inputs, num_items_in_batch=label.num_items
             )
+        is_trained = any(leaf.requires_grad for leaf in tensor_leaves(outputs))
+        refuse_loss(loss, was_called=replay.was_called, is_of_rows=True, is_trained=is_trained)
         return loss
 
 

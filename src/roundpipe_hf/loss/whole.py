@@ -14,13 +14,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from roundpipe import RoundPipe
-from roundpipe.errors import ConfigError
 
 from ..arguments import losses_on
 from ..engine.calls import cuts_batches
 from ..engine.out_of_memory import Footprint
 from .gradients import LossGradients
-from .model_call import EngineStandIn, copied
+from .model_call import EngineStandIn, copied, refuse_loss
 from .reduction import is_users
 from .round import StashedBatch
 
@@ -64,7 +63,7 @@ class WholeBatchLoss:
                 self._inputs(batch, device),
                 num_items_in_batch=batch.num_items,
             )
-        _check(loss, num_calls)
+        refuse_loss(loss, was_called=num_calls > 0)
         share: torch.Tensor = loss / batch.divisor
         scaled = share if trainer.scaler is None else trainer.scaler.scale(share)
         self._gradients.backward(scaled, trainer.model)
@@ -109,23 +108,3 @@ def _syncing(accelerator: Any, syncs: bool) -> Iterator[None]:
         yield
     finally:
         state._set_sync_gradients(before)
-
-
-def _check(loss: Any, num_calls: int) -> None:
-    if not num_calls:
-        raise ConfigError(
-            "compute_loss never called the model it was given; the pipeline trains through that "
-            "call only. Call its `model` argument, not `self.model`"
-        )
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(f"compute_loss returned a {type(loss).__name__}; it must be a tensor")
-    if loss.numel() != 1:
-        raise ConfigError(
-            f"compute_loss returned {loss.numel()} values of shape {tuple(loss.shape)}; it must be "
-            "one number: take their sum or mean"
-        )
-    if not loss.requires_grad:
-        raise ConfigError(
-            "compute_loss returned a loss without a gradient: it does not depend on what the model "
-            "returned, or that was detached"
-        )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 from safetensors import safe_open
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -107,13 +108,15 @@ def _write(tensors: dict[str, torch.Tensor], metadata: dict[str, str], path: Pat
     write_tensors(path, held, tensors.items(), metadata, lambda num_bytes: None)
 
 
-def quantized_keys(
-    model_class: Any, config: PretrainedConfig, quantization: str
-) -> Callable[[str], bool]:
+def on_meta(model_class: Any, config: PretrainedConfig) -> Any:
+    """Such a model without memory for weights."""
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def quantized_keys(model: nn.Module, quantization: str) -> Callable[[str], bool]:
     """Which weights of such a model are quantized: linear layers but the head, or, as "mxfp4",
     stacked experts. Of experts that are a tensor each all weights are."""
-    with torch.device("meta"):
-        model = model_class(config)
     wanted = set(quantizable(model, quantization))
     return lambda key: key in wanted or (key.endswith(".weight") and bool(EXPERT.search(key)))
 

@@ -27,9 +27,10 @@ from ..loss.round import StashedBatch
 from ..quantization.modules import adopt_bitsandbytes, refuse_merging
 from .evaluation import on_host
 from .figures import StepFigures
+from .own_steps import as_own_step
 from .saving import SavingMixin
 from .tracing import StepTraces
-from .user_functions import as_own_step, takes_num_items, without_num_items
+from .user_functions import takes_num_items, without_num_items
 from .window import AccumulationWindow
 
 logger = logging.getLogger(__name__)

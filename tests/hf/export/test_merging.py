@@ -271,6 +271,17 @@ def test_what_cannot_be_merged_exactly(
     refused(match, adapter, path, tmp_path / "out")
 
 
+def test_whole_numbers_are_not_merged_into(tmp_path: Path) -> None:
+    """Half of the files had been written when torch could not cast the sum."""
+    path = base("llama", tmp_path)
+    adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION)
+    tensors = load_file(path / "model.safetensors")
+    key = next(key for key in tensors if "q_proj" in key)
+    tensors[key] = tensors[key].to(torch.int64)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    refused(f"{key} is torch.int64 in the base's files", adapter, path, tmp_path / "out")
+
+
 def test_a_bias_without_a_place(tmp_path: Path) -> None:
     path = base("llama", tmp_path)
     adapter = adapter_of(path, tmp_path / "adapter", **ATTENTION, lora_bias=True)

@@ -40,7 +40,11 @@ BAD: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     ),
     "several values": (
         lambda trainer, model, inputs: model(**inputs).logits.mean(dim=(1, 2)),
-        r"returned 3 values of shape \(3,\)",
+        r"returned (\d) values of shape \(\1,\)",
+    ),
+    "several things": (
+        lambda trainer, model, inputs: (own(model, inputs), {}),
+        "returned a tuple; it must be a tensor",
     ),
     "without a gradient": (
         lambda trainer, model, inputs: own(model, inputs).detach(),
@@ -50,28 +54,44 @@ BAD: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
 
 
 class GoesBad:
-    """From its third batch on, until somebody mends it."""
+    """From its third step on, until somebody mends it."""
 
     bad: Callable[[Any, Any, Any], Any] | None = None
-    count = 0
+    good_steps = 2
+    state: Any
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        self.count += 1
-        if self.bad is not None and self.count > 2:
+        if self.bad is not None and self.state.global_step >= self.good_steps:
             return self.bad(self, model, inputs)
         return own(model, inputs)
 
 
+class GoesBadInAWindow(GoesBad):
+    """From its third batch on."""
+
+    count = 0
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.good_steps = 1 if self.count < 2 else 0
+        self.count += 1
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("reduction", [None, "tokens"], ids=["whole", "fused"])
 @pytest.mark.parametrize(
     ("devices", "is_async"), [(1, False), (3, True)], ids=["1-sync", "3-async"]
 )
 @pytest.mark.parametrize("case", BAD)
-def test_a_loss_that_goes_bad(case: str, devices: int, is_async: bool) -> None:
+def test_a_loss_that_goes_bad(
+    case: str, devices: int, is_async: bool, reduction: str | None
+) -> None:
     """The steps before it count and are in the model, as those of a plain Trainer that stops there;
-    the trainer goes on once the loss is mended."""
+    the trainer goes on once the loss is mended. Of a loss that was declared Python and torch said
+    what they could not do with it, and one that never called the model trained nothing."""
     bad, message = BAD[case]
     settings: dict[str, Any] = {"devices": devices, "async_optimizer": is_async}
     settings["lr_scheduler_type"] = "constant"  # of runs of any length
+    settings["loss_reduction"] = reduction
     ours = make_both(MODELS["full"], ROWS, GoesBad, **settings).ours
     other = make_both(MODELS["full"], ROWS, GoesBad, **settings, max_steps=2)
     stopped = run(other.ours if is_async else other.plain)  # an asynchronous step is one late
@@ -85,10 +105,22 @@ def test_a_loss_that_goes_bad(case: str, devices: int, is_async: bool) -> None:
     assert_same_weights(weights(run(ours)), weights(run(stopped)), atol=1e-6)
 
 
+@pytest.mark.parametrize("case", BAD)
+def test_a_declared_loss_that_is_bad_from_the_first(case: str) -> None:
+    """It is asked for two rows before it is trained with."""
+    bad, message = BAD[case]
+    settings: dict[str, Any] = {"devices": 3, "loss_reduction": "tokens"}
+    trainer = make_both(MODELS["full"], ROWS, GoesBad, **settings).ours
+    trainer.bad, trainer.good_steps = bad, 0
+    with pytest.raises(ConfigError, match=message):
+        run(trainer)
+    assert trainer.state.global_step == 0
+
+
 def test_a_bad_loss_leaves_no_gradients() -> None:
     """Of the batches of its window that came before."""
     settings: dict[str, Any] = {"devices": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
-    pair = make_both(MODELS["full"], ROWS, GoesBad, **settings)
+    pair = make_both(MODELS["full"], ROWS, GoesBadInAWindow, **settings)
     before = weights(pair.ours)
     pair.ours.bad = BAD["without a gradient"][0]
     with pytest.raises(ConfigError, match="without a gradient"):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from roundpipe.errors import ConfigError
@@ -144,7 +145,8 @@ def killed_at(moment: Moment, source: Path, out: Path) -> None:
 
 
 def keys() -> Callable[[str], bool]:
-    return packing.quantized_keys(LlamaForCausalLM, LlamaConfig(**CONFIG), "nf4")
+    model = packing.on_meta(LlamaForCausalLM, LlamaConfig(**CONFIG))
+    return packing.quantized_keys(model, "nf4")
 
 
 @pytest.mark.slow
@@ -292,6 +294,23 @@ def test_a_damaged_source_is_named_before_anything_is_written(
         victim = own / "model.safetensors.index.json"
         victim.write_text(victim.read_text()[:-20])
     with pytest.raises(ConfigError, match=rf"{victim.name} is (damaged|missing).* get it again"):
+        load_pretrained(own, quantization="nf4", quantized_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_a_wider_model_is_named_before_anything_is_written(
+    source: Path, tmp_path: Path
+) -> None:
+    """All of it was quantized and kept, and then could not be loaded."""
+    own = shutil.copytree(source, tmp_path / "source")
+    file = next(file for file in files_of(own) if any("q_proj" in key for key in load_file(file)))
+    tensors = load_file(file)
+    key = next(key for key in tensors if "q_proj" in key)
+    tensors[key] = tensors[key].repeat(2, 1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ConfigError, match=rf"{key} has shape \(128, 64\) in .* takes \(64, 64\).* get it again"
+    ):
         load_pretrained(own, quantization="nf4", quantized_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -114,17 +114,32 @@ def test_gradients_before_the_step_are_there_and_clipped(kind: str, max_grad_nor
     assert ours == pytest.approx(plain, abs=1e-5)
 
 
-class Doubles(TrainerCallback):
+class Changes(TrainerCallback):
+    def __init__(self, how: Callable[[Any], object]) -> None:
+        self.how = how
+
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any
     ) -> None:
         for parameter in model.parameters():
-            parameter.grad.mul_(2)  # type: ignore[union-attr]
+            self.how(parameter)
 
 
-def test_gradients_that_a_callback_changes_are_refused() -> None:
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda weight: weight.grad.mul_(2),
+    "through data": lambda weight: weight.grad.data.mul_(2),
+    "numpy": lambda weight: weight.grad.numpy().__imul__(2),
+    "another": lambda weight: setattr(weight, "grad", weight.grad * 2),
+    "none": lambda weight: setattr(weight, "grad", None),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_gradients_that_a_callback_changes_are_refused(how: str) -> None:
     """They are copies, so nothing would come of it."""
-    trainer = make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Doubles()])
+    trainer = make_trainer(
+        RoundPipeTrainer, MODELS["full"](), ROWS, callbacks=[Changes(CHANGES[how])]
+    )
     with pytest.raises(
         ConfigError, match="changed gradients in on_pre_optimizer_step.*optimizer_cls_and_kwargs"
     ):

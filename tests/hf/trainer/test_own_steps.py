@@ -108,6 +108,119 @@ def test_changing_copies_is_refused(step: type) -> None:
         run(make_trainer(mixed, MODELS["full"](), ROWS))
 
 
+class _EachGradient(Backward):
+    looks_after_synchronize = False
+
+    def look(self: Any, model: Any, inputs: Any, num_items: Any) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                self.handle(parameter)
+
+    def handle(self, parameter: Any) -> None:
+        raise NotImplementedError
+
+
+class Replaces(_EachGradient):
+    def handle(self, parameter: Any) -> None:
+        parameter.grad = torch.ones_like(parameter)
+
+
+class Drops(_EachGradient):
+    def handle(self, parameter: Any) -> None:
+        if parameter.ndim == 1:
+            parameter.grad = None
+
+
+class Deletes(_EachGradient):
+    def handle(self, parameter: Any) -> None:
+        del parameter.grad
+
+
+class ReplacesCopies(_EachGradient):
+    looks_after_synchronize = True
+
+    def handle(self, parameter: Any) -> None:
+        parameter.grad = parameter.grad * 0.1
+
+
+class DropsCopies(Drops):
+    looks_after_synchronize = True
+
+
+class ScalesThroughData(_EachGradient):
+    looks_after_synchronize = True
+
+    def handle(self, parameter: Any) -> None:
+        parameter.grad.data.mul_(0.1)
+
+
+class ScalesThroughNumPy(_EachGradient):
+    looks_after_synchronize = True
+
+    def handle(self, parameter: Any) -> None:
+        parameter.grad.numpy()[...] *= 0.1
+
+
+class Penalizes(Backward):
+    """Goes backward through weights of the model that the pipeline has copies of."""
+
+    looks_after_synchronize = False
+
+    def look(self: Any, model: Any, inputs: Any, num_items: Any) -> None:
+        torch.stack([p.square().sum() for p in self.model.parameters()]).sum().backward()
+
+
+class PenalizesCopies(Penalizes):
+    """Adds in place to the copies, which stay the same objects."""
+
+    looks_after_synchronize = True
+
+
+REFUSED_ANYHOW = {
+    Replaces: "sets the gradient of '.*'.*max_grad_norm.*optimizer_cls_and_kwargs",
+    ReplacesCopies: "sets the gradient of '.*'.*max_grad_norm.*optimizer_cls_and_kwargs",
+    Drops: r"drops the gradient of '.*norm.*'.*zero_grad\(\)",
+    Deletes: r"drops the gradient of '.*'.*zero_grad\(\)",
+    DropsCopies: r"drops the gradient of '.*norm.*'.*zero_grad\(\)",
+    ScalesThroughData: REFUSED_CHANGE,
+    ScalesThroughNumPy: REFUSED_CHANGE,
+    Penalizes: "left a gradient in the model's own '.*'.*call the model it is given",
+    PenalizesCopies: REFUSED_CHANGE,
+}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("step", REFUSED_ANYHOW)
+def test_gradients_that_the_update_would_not_see(step: type, devices: int) -> None:
+    """Whatever is in ``.grad`` when a step returns, plain Trainer updates with: that was ignored,
+    and the weights became others than plain's, without a word."""
+    mixed = type("Mixed", (step, RoundPipeTrainer), {})
+    with pytest.raises(ConfigError, match=REFUSED_ANYHOW[step]):
+        run(make_trainer(mixed, MODELS["full"](), ROWS, devices=devices))
+
+
+class DropsWhatIsGone(Backward):
+    """Clears each gradient itself before the backward, and what it made of one after it."""
+
+    def training_step(self: Any, model: Any, *args: Any, **kwargs: Any) -> Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return super().training_step(model, *args, **kwargs)
+
+    def look(self: Any, model: Any, inputs: Any, num_items: Any) -> None:
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+        model.zero_grad()
+        self._backward(model, inputs, num_items)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_what_is_done_to_gradients_that_count_for_nothing(kind: str) -> None:
+    """It is no reason to refuse a step."""
+    assert_same(train_both(MODELS[kind], ROWS, DropsWhatIsGone))
+
+
 class ZeroesFirst:
     """Reads gradients when there are none yet, and again when there are."""
 
