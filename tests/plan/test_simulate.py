@@ -15,7 +15,7 @@ from roundpipe.plan.partition import Sizes
 from roundpipe.plan.predict import predicted_ms
 from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused
-from roundpipe.plan.simulate import Timeline, rounds_in_a_row, simulate, steady_state
+from tests.support.simulate import Timeline, rounds_in_a_row, simulate, steady_state
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
