@@ -35,12 +35,7 @@ class DeviceLink:
     """
 
     def __init__(
-        self,
-        device: Device,
-        group: Any,
-        members: Sequence[int],
-        rank: int,
-        memory: HostMemory,
+        self, device: Device, group: Any, members: Sequence[int], rank: int, memory: HostMemory
     ) -> None:
         self._group = group
         self._members = members

@@ -123,9 +123,7 @@ class GradientWindow:
             master.open(own)
 
     def offloaded(
-        self,
-        parameter: nn.Parameter,
-        coming: Mapping[int, Sequence[OffloadedLayer]] = _NOTHING,
+        self, parameter: nn.Parameter, coming: Mapping[int, Sequence[OffloadedLayer]] = _NOTHING
     ) -> Offloaded | None:
         """What the step before has left and the calls committed so far have made; None if nothing
         reached the parameter. ``coming``, by layer, is to be committed later and counts as if it

@@ -113,11 +113,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self.engine.add_gradients(more)
         return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
 
-    def _update(
-        self,
-        max_grad_norm: float,
-        elsewhere: Sequence[torch.Tensor],
-    ) -> float:
+    def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
         model's own gradients."""
         self.has_begun = True
