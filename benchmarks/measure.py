@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from roundpipe.system.cores import usable_cores
-
 Record = dict[str, Any]
 Comment = Callable[[Record], str]
 
@@ -39,7 +37,7 @@ def environment() -> Record:
     return {
         "card": torch.cuda.get_device_name() if on_gpu else "none (CPU)",
         "num_gpus": torch.cuda.device_count(),
-        "cpu_cores": usable_cores(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "host": platform.machine(),
         "python": platform.python_version(),
@@ -90,6 +88,7 @@ def time_steps(step: Callable[[], torch.Tensor], *, warmup: int, steps: int) -> 
         "steps": steps,
         "step_s": elapsed_s / steps,
         "step_s_median": statistics.median(b - a for a, b in itertools.pairwise(ends)),
+        "each_step_s": [b - a for a, b in itertools.pairwise(ends)],
         "loss_first": losses[0],
         "loss_last": losses[-1],
     }

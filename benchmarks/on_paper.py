@@ -88,7 +88,7 @@ def predicted(shapes: Shapes, *, overlaps: bool) -> measure.Record:
     took = step_ms(plan, "fused", costs, workload)
     alone = replace(workload, optimizer_ms=0.0)
     # What one card would compute without waiting for anything, and without the update.
-    computed = MICROBATCHES * _computed_ms(plan, costs) / CARDS
+    computed = MICROBATCHES * computed_ms(plan, costs) / CARDS
     published = shapes.published[0 if overlaps else 1]
     tokens = MICROBATCHES * TOKENS / took * 1e3
     return {
@@ -102,7 +102,7 @@ def predicted(shapes: Shapes, *, overlaps: bool) -> measure.Record:
     }
 
 
-def _computed_ms(plan: ModelExecutePlan, costs: LayerCosts) -> float:
+def computed_ms(plan: ModelExecutePlan, costs: LayerCosts) -> float:
     """All computing of one microbatch: what fused stages do not compute again, and the rest."""
     forward = {layer for stage in plan.fwd_plan for layer in stage}
     again = sum(costs.recompute[layer] for layer in forward)

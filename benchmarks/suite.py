@@ -5,7 +5,7 @@ does much.
 
 A row's JSON lines are in the file as soon as they are printed. A row that fails or takes too long
 is said to have, and the next one goes on. Ceilings are measured first, unless the file has some
-already.
+already. The same command again goes on: rows that ended well are named in FILE.done and left out.
 """
 
 import argparse
@@ -88,14 +88,23 @@ SUITES = {
         Row(f"max_length.py {LORA} --compile --cap-gb 24 --start 65536 --limit-s 150", 280),
     ],
     "two-gpus": [
-        Row(
-            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 1",
-            120,
-        ),
-        Row(
-            f"{OURS} {FULL} --modes async --rows 64 --num-microbatch 16 --steps 4 --devices 2",
-            120,
-        ),
+        Row(f"scale.py --compile --warmup 4 --steps 8 {what} --devices {devices}", 400)
+        for what in (FULL, f"{LORA} --cap-gb 24 --tokens 65536 262144")
+        for devices in (1, 2)
+    ],
+    # The README's chart.
+    "chart": [
+        Row(f"{OURS} {FULL} --modes async", 100),
+        Row(f"{CEILING} hf {FULL}", 90),
+        Row(f"public_roundpipe.py --warmup 3 --steps 5 {FULL}", 120),
+        Row(f"rivals.py --warmup 1 --steps 3 {FULL} --systems zero2", 150),
+        Row(f"{OURS} {FULL} --modes sync", 100),
+        Row(f"{OURS} {FULL} --modes async --cap-gb 24", 100),
+        Row(f"throughput.py --warmup 4 --steps 6 {FULL} --modes async", 90),
+        Row(f"rivals.py --warmup 1 --steps 2 {FULL} --systems zero3", 150),
+        Row(f"rivals.py --warmup 1 --steps 2 {FULL} --systems fsdp2-sum", 150),
+        Row(f"rivals.py --warmup 1 --steps 1 {FULL} --systems fsdp2", 150),
+        Row(f"{CEILING} ceiling {FULL}", 90),
     ],
     "rivals": [
         Row(f"rivals.py {what} --systems {system}", 240)
@@ -155,7 +164,15 @@ def run_row(row: Row, extra: list[str], out: Path, limit_s: float) -> Record:
         ),
         "-",
     )
+    if became == "ok":
+        with done_file(out).open("a") as file:
+            file.write(f"{row.command}\n")
     return {"row": row.command, "became": became, "figure": figure, "s": time.monotonic() - began}
+
+
+def done_file(out: Path) -> Path:
+    """Has the commands of the rows that ended well and left their lines in ``out``."""
+    return out.with_name(f"{out.name}.done")
 
 
 def run(rows: list[Row], out: Path, limit_s: float, extra: list[str]) -> list[Record]:
@@ -203,6 +220,10 @@ def main() -> int:
     options.out.touch()
     if not any(record["bench"] == "ceilings" for record in parse_records(options.out.read_text())):
         rows = [CEILINGS, *rows]
+    done = (
+        done_file(options.out).read_text().splitlines() if done_file(options.out).exists() else []
+    )
+    rows = [row for row in rows if row.command not in done]
     if options.list:
         print("\n".join(f"{row.limit_s:4} s at most: {row.command}" for row in rows))
         return 0
@@ -211,7 +232,7 @@ def main() -> int:
         rows = [
             Row(row.command, 5 * row.limit_s) for row in rows
         ]  # because a CPU is slower than the model is small
-    results: list[dict[str, Any]] = run(rows, options.out, options.limit_s, extra)
+    results: list[dict[str, Any]] = run(rows, options.out, options.budget_s, extra)
     print(f"\n{table(results, ['row', 'became', 'figure', 's'])}")
     return int(any(result["became"] != "ok" for result in results))
 

@@ -37,6 +37,23 @@ def test_rows_that_fail_or_do_not_end_leave_the_others_alone(scripts: Path) -> N
     assert records[-1]["given"] == "one word"
 
 
+def test_the_same_command_goes_on_where_it_was_stopped(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = scripts / "run.jsonl"
+    out.write_text('{"bench": "ceilings"}\n')
+    monkeypatch.setitem(SUITES, "some", [Row("failing.py", 60), Row("good.py x", 60)])
+    monkeypatch.setattr("sys.argv", ["suite.py", "some", "--out", str(out), "--budget-s", "50"])
+    assert suite.main() == 1  # one row failed
+    (scripts / "failing.py").write_text(GOOD)
+    SUITES["some"][0] = Row("failing.py y", 60)
+    assert suite.main() == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record.get("given") for record in records] == [None, None, "x", "y"]
+    assert suite.main() == 0
+    assert len(out.read_text().splitlines()) == len(records), "a row was measured again"
+
+
 def test_a_row_is_not_begun_without_time_for_it(scripts: Path) -> None:
     results = suite.run([Row("good.py x", 60)], scripts / "run.jsonl", limit_s=1, extra=[])
     assert results[0]["became"].startswith("not begun")
