@@ -343,6 +343,5 @@ def _refuse_torch_grad_scaler(reader: str) -> None:
     if reader.startswith("torch.") and reader.endswith("grad_scaler"):
         raise ConfigError(
             "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes "
-            "into loss_fn, "
-            "unscale_() and step() into step_fn, and update() after RoundPipe.step()"
+            "into loss_fn, unscale_() and step() into step_fn, and update() after RoundPipe.step()"
         )

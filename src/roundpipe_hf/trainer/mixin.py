@@ -172,9 +172,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             if made is not None and made.inner is not self._made:
                 raise ConfigError(
                     f"the model has changed since its {type(made.inner).__name__} was made, which "
-                    "was not by this "
-                    "trainer: make it again over optim_named_parameters() and assign it to "
-                    "trainer.optimizer"
+                    "was not by this trainer: make it again over optim_named_parameters() and "
+                    "assign it to trainer.optimizer"
                 )
             self._made = self._make_inner_optimizer(engine)
             self.optimizer = self._stepped_by(engine, self._made)
