@@ -252,10 +252,15 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     of = {name: commands.add_parser(name) for name in ("traffic", "memory", "table", "rank")}
-    for name, dtype in (("traffic", "float32"), ("memory", "bfloat16"), ("rank", "float32")):
-        of[name].add_argument("--layers", type=int, default=16)
-        of[name].add_argument("--width", type=int, default=512)
-        of[name].add_argument("--steps", type=int, default=4)
+    # As docs/scale-out.md has them.
+    for name, dtype, layers, width, steps in (
+        ("traffic", "float32", 8, 512, 3),
+        ("memory", "bfloat16", 32, 1024, 2),
+        ("rank", "float32", 8, 512, 3),
+    ):
+        of[name].add_argument("--layers", type=int, default=layers)
+        of[name].add_argument("--width", type=int, default=width)
+        of[name].add_argument("--steps", type=int, default=steps)
         of[name].add_argument("--dtype", choices=["float32", "bfloat16"], default=dtype)
     of["traffic"].add_argument("--rate", default="200mbit", help="as tc takes it")
     of["memory"].add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])

@@ -7,6 +7,7 @@ schedulers, trackers, files) is Accelerate's.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 from roundpipe import RoundPipe, StepHandle
 from roundpipe.engine.base import Engine
 from roundpipe.errors import ConfigError
+from roundpipe.optim.state import is_owned
 
 from .engine.optimizer import PendingNorm, PipelineOptimizer, is_over_masters
 
@@ -30,8 +32,13 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
     loaded with the optimizer's copies of the weights. Updates are synchronous. Takes all arguments
     of `Accelerator` but those that place or cast models.
 
+    Of several processes, as `accelerate launch` and `torchrun` start them, each makes its
+    accelerator first, and then the engine with ``process_group=torch.distributed.group.WORLD``.
+    Gradients are averaged over them, as `DistributedDataParallel` does, and all call ``save_state``
+    and ``load_state``; the files are those of one process.
+
     Raises:
-        ConfigError: mixed precision, or several processes.
+        ConfigError: mixed precision.
 
     Example:
         >>> accelerator = RoundPipeAccelerator(gradient_accumulation_steps=2)
@@ -56,10 +63,6 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
                 "model in bfloat16 with optim_dtype=torch.float32, or call the engine within "
                 "torch.autocast"
             )
-        if self.num_processes > 1:
-            raise ConfigError(
-                f"{self.num_processes} processes: one process drives all devices; use plain python"
-            )
         self._engines: list[Engine] = []
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -71,9 +74,19 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Leaves an engine as it is, and prepares any other model as ever."""
+        """Leaves an engine as it is, and prepares any other model as ever.
+
+        Raises:
+            ConfigError: the engine is of another number of processes.
+        """
         if not isinstance(model, Engine):
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+        if model.ranks.count != self.num_processes:
+            raise ConfigError(
+                f"the engine is of {model.ranks.count} processes, and the accelerator of "
+                f"{self.num_processes}: make the engine after the accelerator, with "
+                "process_group=torch.distributed.group.WORLD where there are several"
+            )
         if model not in self._models:
             self._models.append(model)
             self.register_for_checkpointing(_Masters(model))
@@ -100,6 +113,23 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
                 "make it over engine.optim_parameters() and prepare it together with the engine"
             )
         return super().prepare_optimizer(optimizer, *args, **kwargs)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """Saves as Accelerate does, on the first process what all of them own.
+
+        Raises:
+            ConfigError: each node is to write, and only the first process has all of it.
+        """
+        if self.num_processes > 1 and self.project_configuration.save_on_each_node:
+            raise ConfigError(
+                "save_on_each_node: the first process gathers the optimizer's state and writes it; "
+                "leave it out"
+            )
+        with ExitStack() as gathered:
+            for optimizer in self._pipeline_optimizers():
+                gathered.enter_context(optimizer.gathered())
+            folder: str = super().save_state(*args, **kwargs)
+            return folder
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: int | float = 2) -> Any:
         """Clips the gradients of the next step. The norm, before clipping, is known after it:
@@ -147,11 +177,7 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
             }
             if not given & own:
                 continue
-            prepared = [
-                one.optimizer
-                for one in self._optimizers
-                if isinstance(one.optimizer, PipelineOptimizer)
-            ]
+            prepared = self._pipeline_optimizers()
             optimizer = next((one for one in prepared if one.engine is engine), None)
             if optimizer is None or given != own:
                 raise ConfigError(
@@ -161,6 +187,10 @@ class RoundPipeAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has
                 )
             return optimizer
         return None
+
+    def _pipeline_optimizers(self) -> list[PipelineOptimizer]:
+        prepared = [one.optimizer for one in self._optimizers]
+        return [one for one in prepared if isinstance(one, PipelineOptimizer)]
 
 
 def _as_roundpipe(engine: Engine) -> RoundPipe:
@@ -186,22 +216,26 @@ class _Masters:
         self._engine = engine
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: master.detach() for name, master in self._finer().items()}
+        """All processes call it; the first has those of all, the others their own."""
+        own = {name: master.detach() for name, master in self._finer().items()}
+        found = self._engine.ranks.gathered(own, None)
+        return own if found is None else found[0]
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Comes after the weights, which it must be of."""
         masters = self._finer()
-        if masters.keys() != state.keys():
+        others = {name for name, one in self._engine.optim_named_parameters() if not is_owned(one)}
+        if masters.keys() != state.keys() - others:
             raise ConfigError(
-                f"the state holds copies of {len(state)} weights, {len(masters)} are wanted; load "
-                "it with the same "
-                "trainable parameters, dtype and optim_dtype"
+                f"the state holds copies of {len(state.keys() - others)} weights, {len(masters)} "
+                "are wanted; load it with the same trainable parameters, dtype and optim_dtype"
             )
         with torch.no_grad():
             for name, master in masters.items():
                 master.copy_(state[name])
 
     def _finer(self) -> dict[str, nn.Parameter]:
+        """Those that another process owns are not."""
         self._engine.synchronize()
         weights = dict(self._engine.model.named_parameters())
         masters = self._engine.optim_named_parameters()

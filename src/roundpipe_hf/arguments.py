@@ -20,7 +20,8 @@ LossReduction = Literal["sum", "rows", "tokens"]
 ComputeDtype = Literal["fp8"]
 OptimDtype = Literal["float32", "bfloat16", "float16", "auto"]
 HOST = torch.device("cpu")
-_OF_THE_TRAINER = ("async_optimizer", "loss_reduction")  # of the settings: no engine knows them
+# Of the settings: no engine knows them.
+_OF_THE_TRAINER = ("async_optimizer", "loss_reduction", "sharded_checkpoints", "trace_dir")
 _device_of_loss: ContextVar[torch.device | None] = ContextVar("device_of_loss", default=None)
 
 
@@ -63,6 +64,10 @@ class PipelineArguments:
             `RoundPipe`; None where that is known to be right.
         loss_reduction: how a loss of the user's own reduces a batch, see `loss_reduction`; None
             where that is not known.
+        sharded_checkpoints: of several processes, have each write what it owns of the optimizer's
+            state, in the format of ``torch.distributed.checkpoint``; else the first one gathers it
+            in its memory and writes the plain Trainer's file. Any number of processes resumes from
+            either, with either setting.
         trace_dir: a folder for a timeline of steps 3 to 5 of each run, ``steps-3-5.json``, that
             `python -m roundpipe timeline`, Perfetto and Chrome open; the file before is replaced.
 
@@ -145,6 +150,13 @@ class PipelineArguments:
         metadata={
             "help": "How a loss of your own reduces a batch: 'sum', 'rows' or 'tokens' (means over "
             "those). It then runs fused with the model, else on whole batches."
+        },
+    )
+    sharded_checkpoints: bool = field(
+        default=False,
+        metadata={
+            "help": "Each process writes what it owns of the optimizer's state; else the first one "
+            "gathers it and writes optimizer.pt."
         },
     )
     trace_dir: str | None = field(

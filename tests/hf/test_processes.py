@@ -1,4 +1,4 @@
-"""Two processes, started as torchrun starts them, train as two of the plain Trainer's do.
+"""Processes, started as torchrun starts them, train as those of the plain Trainer do.
 
 Each process runs both trainers and compares; the plain one is wrapped by `DistributedDataParallel`.
 """
@@ -41,10 +41,18 @@ ROWS = token_rows(19)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "check", ["trains_as_plain", "resumes", "sft_trains_as_plain", "steps_in_fp16"]
+    ("check", "count"),
+    [
+        ("trains_as_plain", 2),
+        ("trains_as_plain", 4),
+        ("resumes", 2),
+        ("sft_trains_as_plain", 2),
+        ("sft_trains_as_plain", 4),
+        ("steps_in_fp16", 2),
+    ],
 )
-def test_two_processes(check: str, tmp_path: Path) -> None:
-    check_in_processes(globals()[check], tmp_path)
+def test_processes(check: str, count: int, tmp_path: Path) -> None:
+    check_in_processes(globals()[check], tmp_path, count)
 
 
 def trains_as_plain() -> None:
@@ -65,7 +73,7 @@ def trains_as_plain() -> None:
             name: parameter.detach().clone()
             for name, parameter in pair.ours.model.named_parameters()
         }
-        assert pair.ours.args.world_size == 2
+        assert pair.ours.args.world_size == int(os.environ["WORLD_SIZE"])
         if (
             pair.ours.args.process_index == 1
         ):  # whoever is second begins with the first one's weights
@@ -139,7 +147,7 @@ def sft_trains_as_plain() -> None:
         {"packing": True, "per_device_train_batch_size": 1},
     ):
         pair = test_sft.train_both(tokenizer, **batches_of_two | settings)
-        assert pair.ours.args.world_size == 2
+        assert pair.ours.args.world_size == int(os.environ["WORLD_SIZE"])
         assert {"entropy", "num_tokens"} <= logged(pair.ours)[0].keys()
         assert_same(pair)
         assert_equal_in_all_processes(weights(pair.ours))

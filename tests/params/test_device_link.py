@@ -3,6 +3,8 @@
 Here the devices are virtual ones and talk by gloo, in parts that fit nothing evenly.
 """
 
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 import roundpipe
-from roundpipe.params import device_link, rank_talk
+from roundpipe.params import device_link, rank_messages, rank_talk
 from tests.params.test_rank_sums import trains_as_one
 from tests.support.models import make_mlp
-from tests.support.processes import check_in_processes
+from tests.support.processes import check_in_processes, run_in_processes
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_several_processes(count: int, tmp_path: Path) -> None:
     check_in_processes(all_checks, tmp_path, count)
+
+
+def test_one_that_is_killed_while_devices_send_is_named(tmp_path: Path) -> None:
+    ended = run_in_processes(one_is_killed, tmp_path)
+    assert [code for code, _ in ended] == [1, -signal.SIGKILL], "\n".join(t for _, t in ended)
+    assert "RankError: lost one of ranks 1 while devices sent" in ended[0][1]
+
+
+def one_is_killed() -> None:
+    """It has said over gloo that it is there, and then has begun to talk."""
+    dist.init_process_group("gloo")
+    link_virtual_devices()
+    engine = roundpipe.RoundPipe(make_mlp(), devices=1, process_group=dist.group.WORLD)
+    if engine.ranks.rank == 1:
+        LikeNCCL._start_coalescing = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    there = torch.ones(1000)
+    engine.ranks.exchange({engine.ranks.others[0]: there}, {})
 
 
 def all_checks() -> None:
@@ -41,18 +60,43 @@ def link_virtual_devices() -> list[int]:
             sent.extend(tensor.nbytes for tensor in outgoing.values())
             super().swap(outgoing, incoming)
 
-    new_group = rank_talk.RankTalk._new_group
     changes: dict[tuple[Any, str], Any] = {
         (rank_talk, "has_nccl"): lambda group: True,
         (rank_talk, "can_link"): lambda group, device: True,
         (rank_talk, "DeviceLink"): Noting,
         (rank_talk, "LEAST_BY_DEVICE"): 100,
-        (rank_talk.RankTalk, "_new_group"): lambda self, backend: new_group(self, "gloo"),
+        (rank_talk, "own_nccl"): lambda *given: LikeNCCL(rank_messages.own_gloo(*given)),
         (device_link, "_BUFFER_BYTES"): 1000,
     }
     for (owner, name), value in changes.items():
         setattr(owner, name, value)
     return sent
+
+
+class LikeNCCL:
+    """What is said between begin and end goes at once, and ends as one. gloo carries it."""
+
+    supports_coalescing = True
+
+    def __init__(self, gloo: Any) -> None:
+        self.allreduce, self.shutdown, self.abort = gloo.allreduce, gloo.shutdown, gloo.abort
+        self._gloo, self._works = gloo, list[Any]()
+
+    def _start_coalescing(self) -> None:
+        assert not self._works, "the talk before this one has not ended"
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self._works.append(self._gloo.send(tensors, peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+        self._works.append(self._gloo.recv(tensors, peer, tag))
+
+    def _end_coalescing(self) -> "LikeNCCL":
+        return self
+
+    def wait(self) -> None:
+        while self._works:
+            self._works.pop(0).wait()
 
 
 def sends_what_each_pair_has() -> None:

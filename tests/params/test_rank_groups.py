@@ -1,25 +1,30 @@
 """Engines of some of a program's processes, whose groups have processes in common."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import roundpipe
+from tests.params.test_device_link import link_virtual_devices
 from tests.support.models import make_mlp, mlp_batch
 from tests.support.processes import check_in_processes, threads_of_gloo
 
 
-def test_groups_that_overlap(tmp_path: Path) -> None:
-    check_in_processes(two_pairs, tmp_path, 3)
+@pytest.mark.parametrize("way", ["hosts", "devices"])
+def test_groups_that_overlap(way: str, tmp_path: Path) -> None:
+    check_in_processes(partial(two_pairs, way), tmp_path, 3)
 
 
-def two_pairs() -> None:
+def two_pairs(way: str) -> None:
     """The second process is in both, so it has made more groups than the others have. By their
     number torch names a group of some processes, and so these never met. Each pair equals plain
     PyTorch on the rows of both, again after it was closed, of which no thread is left."""
     dist.init_process_group("gloo")
+    sent = link_virtual_devices() if way == "devices" else None
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2])]
     counts = set()
     for _ in range(3):
@@ -29,6 +34,7 @@ def two_pairs() -> None:
         gc.collect()
         counts.add(len(threads_of_gloo()))
     assert len(counts) == 1, counts
+    assert sent != [], "nothing went through devices"
 
 
 def trains_as_plain(pair: dist.ProcessGroup, seed: int) -> None:

@@ -9,11 +9,9 @@ a device would wait for one that has ended until the group's timeout.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..device import Device
 from ..errors import RankError
@@ -29,17 +27,18 @@ class DeviceLink:
 
     Args:
         device: this rank's.
-        group: whose backend sends between such devices.
-        members: its processes, by the rank.
-        rank: this one's.
+        group: a backend of its own, of NCCL's, which sends between such devices.
+        others: the ranks besides this one.
     """
 
     def __init__(
-        self, device: Device, group: Any, members: Sequence[int], rank: int, memory: HostMemory
+        self,
+        device: Device,
+        group: Any,
+        others: Sequence[int],
+        memory: HostMemory,
     ) -> None:
         self._group = group
-        self._members = members
-        others = [peer for peer in range(len(members)) if peer != rank]
         self._part_bytes = _BUFFER_BYTES // len(others)
         self._lane = device.new_lane()
         self._copier = PinnedCopier(self._lane, memory, _BUFFER_BYTES)
@@ -48,7 +47,7 @@ class DeviceLink:
                 2, len(others), self._part_bytes, dtype=torch.uint8, device=device.torch_device
             )
             # Because two alone cannot begin a communicator.
-            dist.all_reduce(made[0, 0, :1], group=group)
+            group.allreduce([made[0, 0, :1]]).wait()
         self._lane.record().wait()
         self._outgoing = dict(zip(others, made[0], strict=True))
         self._incoming = dict(zip(others, made[1], strict=True))
@@ -68,14 +67,13 @@ class DeviceLink:
             self._copier.down(list(heard.values()))
 
     def _talk(self, sent: Mapping[int, Pair], heard: Mapping[int, Pair]) -> None:
-        talks = [
-            dist.P2POp(way, pair.there, self._members[peer], self._group)
-            for way, pairs in ((dist.isend, sent), (dist.irecv, heard))
-            for peer, pair in pairs.items()
-        ]
         try:
-            for work in dist.batch_isend_irecv(talks):
-                work.wait()
+            # Because each would otherwise wait for the one before it, on both sides.
+            self._group._start_coalescing()
+            for talk, pairs in ((self._group.send, sent), (self._group.recv, heard)):
+                for peer, pair in pairs.items():
+                    talk([pair.there], peer, 0)
+            self._group._end_coalescing().wait()
         except RuntimeError as error:
             peers = ", ".join(map(str, sorted(sent.keys() | heard.keys())))
             raise RankError(
@@ -96,9 +94,10 @@ class DeviceLink:
     def close(self, *, is_whole: bool) -> None:
         """``is_whole``: no other rank was lost, for which the backend might wait."""
         self._copier.close()
-        if is_whole and dist.is_initialized():
-            with suppress(ValueError):  # the program has ended all groups
-                dist.destroy_process_group(self._group)
+        if is_whole:
+            self._group.shutdown()
+        else:
+            self._group.abort()
 
 
 def has_nccl(process_group: Any) -> bool:

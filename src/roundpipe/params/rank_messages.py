@@ -49,23 +49,40 @@ def decoded(head: torch.Tensor) -> str:
 def own_gloo(process_group: Any, rank: int, count: int, timeout: timedelta | None) -> Any:
     """A backend of gloo's over the same processes, which make it at the same time.
 
-    Not by torch's `new_group`: that names groups of some processes by how many groups the process
-    is in, in which they may differ, and then they wait for each other under different names.
-
     Raises:
         RankError: some have not come in time.
     """
-    store = _get_process_group_store(process_group)
-    number = store.add(f"roundpipe/{rank}", 1)  # of those that this rank has made within the group
-    own = PrefixStore(f"roundpipe/engine-{number}", store)
     given = {} if timeout is None else {"timeout": timeout}
+    store = _own_store(process_group, rank, "hosts")
     try:
-        return dist.ProcessGroupGloo(own, rank, count, **given)
+        return dist.ProcessGroupGloo(store, rank, count, **given)
     except RuntimeError as error:
         raise RankError(
             f"rank {rank} of {count} has not met all others to make an engine: each has to make it "
             f"at the same time as often as the others ({str(error).splitlines()[0]})"
         ) from error
+
+
+def own_nccl(process_group: Any, rank: int, count: int, timeout: timedelta | None) -> Any:
+    """A backend of NCCL's over the same processes, which meet in what it does first."""
+    options = dist.ProcessGroupNCCL.Options()
+    if timeout is not None:
+        options._timeout = timeout
+    options.global_ranks_in_group = dist.get_process_group_ranks(process_group)
+    store = _own_store(process_group, rank, "devices")
+    return dist.ProcessGroupNCCL(store, rank, count, options)
+
+
+def _own_store(process_group: Any, rank: int, what: str) -> Any:
+    """Where those processes meet for a backend that is the engine's own.
+
+    Not by torch's `new_group`: that names groups of some processes by how many groups the process
+    is in, in which they may differ, and then they wait for each other under different names.
+    """
+    store = _get_process_group_store(process_group)
+    # Of those that this rank has made within the group.
+    number = store.add(f"roundpipe/{what}/{rank}", 1)
+    return PrefixStore(f"roundpipe/{what}-{number}", store)
 
 
 def timeout_of(process_group: Any) -> timedelta | None:

@@ -12,7 +12,7 @@ from ..device import Device
 from ..errors import ConfigError, RankError
 from ..memory.pinning import HostMemory
 from .device_link import DeviceLink, can_link, has_nccl
-from .rank_messages import TEXT_BYTES, coded, decoded, own_gloo, timeout_of
+from .rank_messages import TEXT_BYTES, coded, decoded, own_gloo, own_nccl, timeout_of
 
 _ALIKE = "all ranks have to call the same, for the same weights, also clip_grad_norm_ in step_fn"
 LEAST_BY_DEVICE = 1 << 20  # bytes; smaller ones are there sooner by the hosts' network
@@ -43,22 +43,14 @@ class RankTalk:
                 "process is in, such as torch.distributed.group.WORLD after init_process_group()"
             )
         self._timeout = timeout_of(process_group)
-        self._members = dist.get_process_group_ranks(process_group)
-        self.rank, self.count = dist.get_rank(process_group), len(self._members)
+        self.rank = dist.get_rank(process_group)
+        self.count = dist.get_world_size(process_group)
         if self.count > 1:
             # Of its own, because the caller's thread may talk in the other meanwhile.
             self._group = own_gloo(process_group, self.rank, self.count, self._timeout)
 
     def __repr__(self) -> str:
         return f"<Ranks: {self.rank} of {self.count}>"
-
-    def _new_group(self, backend: str) -> Any:
-        return dist.new_group(
-            self._members,
-            timeout=self._timeout,
-            backend=backend,
-            use_local_synchronization=self.count < dist.get_world_size(),
-        )
 
     def link(self, process_group: Any, device: Device, memory: HostMemory) -> None:
         """From here on what is large goes through ``device``, this rank's, if all have one that the
@@ -67,9 +59,8 @@ class RankTalk:
             return
         own = float(can_link(process_group, device))
         if self.combined([own], torch.minimum, "making an engine") == [1.0]:
-            self._link = DeviceLink(
-                device, self._new_group("nccl"), self._members, self.rank, memory
-            )
+            group = own_nccl(process_group, self.rank, self.count, self._timeout)
+            self._link = DeviceLink(device, group, self.others, memory)
 
     @property
     def sends_by_device(self) -> bool:

@@ -8,19 +8,23 @@ masters there are none. Generators are written only for devices that have one of
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from roundpipe import RoundPipe
+from roundpipe import OptimizerCtx, RoundPipe
+from roundpipe.engine.checkpoints import REST, packed, refused_alike, unpacked, writable
+from roundpipe.engine.optimizer_files import check_optimizers, describe, restore, together
 from roundpipe.errors import ConfigError
 
 from ..compat import OPTIMIZER_NAME
 
 MASTERS_NAME = "roundpipe_masters.pt"
+SHARDS_NAME = "roundpipe_optimizer"  # a folder
 RNG_NAME = "roundpipe_rng_state"
 # Nobody takes it for a checkpoint, and Trainer uploads no name that begins like that.
 UNFINISHED_NAME = "_unfinished"
@@ -98,6 +102,57 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
         )
 
 
+def save_shards(engine: RoundPipe, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Each process writes the state of the optimizer that it owns, and the masters that are finer
+    than the weights. All call it, with the engine flushed."""
+    from roundpipe.engine.checkpoints.shards import write_shards  # late, as it takes long to import
+
+    ranks = engine.ranks
+    with OptimizerCtx():
+        described, own = describe(optimizer, dict(engine.optim_named_parameters()))
+        own |= {f"master/{name}": master for name, master in _finer_masters(engine).items()}
+        found = ranks.gathered({}, described)
+        if found is not None:
+            own[REST] = packed({"optimizers": together([[each] for each in found[1]])})
+        write_shards(
+            Path(folder) / SHARDS_NAME, {key: writable(one) for key, one in own.items()}, ranks
+        )
+
+
+def has_shards(folder: str | Path) -> bool:
+    return (Path(folder) / SHARDS_NAME).is_dir()
+
+
+def load_shards(engine: RoundPipe, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Restores what this process owns of a checkpoint whose weights are in the model already. All
+    call it.
+
+    Raises:
+        ConfigError: they do not fit, here or in another process; nothing was changed.
+    """
+    from roundpipe.engine.checkpoints.shards import Shards  # late, as it takes long to import
+
+    path = Path(folder) / SHARDS_NAME
+    masters, finer = dict(engine.optim_named_parameters()), _finer_masters(engine)
+    with OptimizerCtx(), refused_alike(engine.ranks, "loading shards", f" from {path}"):
+        shards = Shards(path)
+        (described,) = unpacked(shards.get_tensor(REST))["optimizers"]
+        check_optimizers(f"{path}", [described], [optimizer], masters)
+        names = shards.keys()
+        saved = {name.removeprefix("master/") for name in names if name.startswith("master/")}
+        if not saved:  # the saved weights were as fine
+            finer = {}
+        _refuse_missing(finer, saved, path)
+    with engine.ranks.agreeing("loading shards"), OptimizerCtx(), torch.no_grad():
+        keys = defaultdict[str, list[str]](list)
+        for key in names:
+            if key.startswith("optimizer/"):
+                keys[key.removeprefix("optimizer/").rpartition("/")[0]].append(key)
+        restore(optimizer, described, masters, shards, keys)
+        for name, master in finer.items():
+            master.copy_(shards.get_tensor(f"master/{name}"))
+
+
 def save_device_rng(engine: RoundPipe, path: Path) -> None:
     """Writes the generators of the engine's devices, by the devices' names."""
     states = {
@@ -130,11 +185,15 @@ def _finer_masters(engine: RoundPipe) -> dict[str, nn.Parameter]:
 def _copy_into(
     masters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor], path: Path
 ) -> None:
-    missing = sorted(masters.keys() - saved.keys())
+    _refuse_missing(masters, saved, path)
+    for name, master in masters.items():
+        master.copy_(saved[name])
+
+
+def _refuse_missing(masters: Mapping[str, nn.Parameter], saved: Iterable[str], path: Path) -> None:
+    missing = sorted(masters.keys() - set(saved))
     if missing:
         raise ConfigError(
             f"{path} lacks {len(missing)} of {len(masters)} parameters that train now "
             f"({', '.join(missing[:3])}); resume with the same trainable parameters"
         )
-    for name, master in masters.items():
-        master.copy_(saved[name])

@@ -10,6 +10,7 @@ from torch import nn
 
 from roundpipe import GradScaler
 
+from ..arguments import pipeline_of
 from ..compat import (
     OPTIMIZER_NAME,
     PREFIX_CHECKPOINT_DIR,
@@ -21,10 +22,13 @@ from ..compat import (
 from ..engine.optimizer import unwrapped
 from .checkpointing import (
     RNG_NAME,
+    has_shards,
     load_device_rng,
     load_masters,
+    load_shards,
     save_device_rng,
     save_masters,
+    save_shards,
     whole_folder,
 )
 from .evaluation import EvaluationMixin
@@ -83,11 +87,21 @@ class SavingMixin(EvaluationMixin):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer = unwrapped(self.optimizer)
+        if pipeline_of(self.args).sharded_checkpoints:
+            save_shards(self._engine(), optimizer.inner, output_dir)
+            if self.args.should_save:
+                scheduler: Any = self.lr_scheduler
+                torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            return
         with optimizer.gathered():
             super()._save_optimizer_and_scheduler(output_dir)
         save_masters(self._engine(), output_dir, is_owner=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and has_shards(checkpoint):
+            load_shards(self._engine(), unwrapped(self.optimizer).inner, checkpoint)
+            _load_on_host(self.lr_scheduler, checkpoint, SCHEDULER_NAME)
+            return
         if self.args.world_size == 1 or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif all(
@@ -95,16 +109,8 @@ class SavingMixin(EvaluationMixin):
             for name in (OPTIMIZER_NAME, SCHEDULER_NAME)
         ):
             # Trainer would load it into the memory of a device where there are several processes.
-            both: dict[str, Any] = {
-                OPTIMIZER_NAME: self.optimizer,
-                SCHEDULER_NAME: self.lr_scheduler,
-            }
-            for name, one in both.items():
-                one.load_state_dict(
-                    torch.load(
-                        os.path.join(checkpoint, name), map_location="cpu", weights_only=True
-                    )
-                )
+            _load_on_host(self.optimizer, checkpoint, OPTIMIZER_NAME)
+            _load_on_host(self.lr_scheduler, checkpoint, SCHEDULER_NAME)
         if checkpoint is not None:
             load_masters(self._engine(), checkpoint)
 
@@ -147,3 +153,8 @@ class SavingMixin(EvaluationMixin):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.synchronize()
         return super()._finalize_training(*args, **kwargs)
+
+
+def _load_on_host(one: Any, folder: str, name: str) -> None:
+    path = os.path.join(folder, name)
+    one.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
