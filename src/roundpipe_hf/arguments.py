@@ -261,8 +261,7 @@ def engine_devices(args: TrainingArguments) -> int | list[torch.device] | None:
     if len(names) % count:
         raise ConfigError(
             f"{len(names)} devices ({', '.join(names)}) for {count} processes: start as many that "
-            "each gets the "
-            "same number of devices, or name others in devices"
+            "each gets the same number of devices, or name others in devices"
         )
     return own_share([torch.device(name) for name in names], args.local_process_index, count)
 

@@ -16,14 +16,7 @@ from .compat import add_variant
 from .quantization.reading import refuse_damaged
 
 # What says which files are meant, of all that `from_pretrained` takes.
-OF_THE_FILES = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "token",
-    "revision",
-    "subfolder",
-)
+OF_THE_FILES = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
 
 class Checkpoint:

@@ -1,7 +1,6 @@
 """The one-pass kernel for state in fewer bits against the torch code of `optim.moments` and
 `optim.lean`: the same bits, whatever the numbers, sizes, threads and chunks."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -205,7 +204,6 @@ def test_threads_chunks_and_neighbours_change_nothing(
         assert updates._by_kernel(kept)
         for one, other in zip(together, alone, strict=True):
             assert_same(one, other)
-    monkeypatch.setattr(chunks, "_local", threading.local())
     for piece, chunk in ((BLOCK, 16 * BLOCK), (8 * BLOCK, 2 * BLOCK)):
         monkeypatch.setattr(moments, "PIECE", piece)
         monkeypatch.setattr("roundpipe.optim.lean.PIECE", piece)

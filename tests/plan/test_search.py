@@ -8,9 +8,10 @@ from roundpipe import ModelExecutePlan
 from roundpipe.errors import PlanError
 from roundpipe.plan.actions import Pass, Passes
 from roundpipe.plan.costs import LayerCosts, StageSums, Workload
+from roundpipe.plan.execute_plan import plan_of
 from roundpipe.plan.memory import fitted_peak, predicted_peak
 from roundpipe.plan.one_way import plan_one_way
-from roundpipe.plan.partition import Sizes, Stages
+from roundpipe.plan.partition import Sizes
 from roundpipe.plan.predict import least_period_ms, period_ms, predicted_ms, round_ms
 from roundpipe.plan.schedule import fused_passes
 from roundpipe.plan.search import MAX_STAGE_RUNS_TIMED, Search, plan_fused
@@ -18,9 +19,9 @@ from roundpipe.plan.search import MAX_STAGE_RUNS_TIMED, Search, plan_fused
 MIB = 2**20
 
 
-def stage_runs(stages: Stages, first_trained: int = 0) -> Passes:
+def stage_runs(plan: ModelExecutePlan, first_trained: int = 0) -> Passes:
     """Those of the plan that is made of them."""
-    return fused_passes(ModelExecutePlan(stages.forward, stages.backward), first_trained)
+    return fused_passes(plan, first_trained)
 
 
 def blocks(
@@ -45,8 +46,8 @@ def test_one_device_and_enough_memory_give_one_fused_stage() -> None:
     """Nothing is recomputed, everything goes up once."""
     for overlaps in (False, True):
         stages = plan_fused(blocks(24), replace(ALONE, overlaps=overlaps))
-        assert stages.forward == ()
-        assert stages.backward == (range(24),)
+        assert stages.fwd_plan == ()
+        assert stages.bwd_plan == (range(24),)
 
 
 @pytest.mark.parametrize("overlaps", [False, True], ids=["sync", "async"])
@@ -58,7 +59,7 @@ def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
         workload = replace(ALONE, overlaps=overlaps, limit_bytes=limit)
         stages = plan_fused(costs, workload)
         assert fitted_peak(stage_runs(stages), StageSums(costs), workload).bytes.total <= limit
-        fused_sizes.append(len(stages.backward[0]))
+        fused_sizes.append(len(stages.bwd_plan[0]))
     assert fused_sizes[0] == 24
     assert fused_sizes == sorted(fused_sizes, reverse=True)
     assert len(set(fused_sizes)) > 10
@@ -68,8 +69,8 @@ def test_the_fused_stage_is_as_large_as_memory_allows(overlaps: bool) -> None:
 def test_a_limit_one_byte_smaller_costs_a_layer() -> None:
     costs = blocks(8)
     whole = predicted_peak([(Pass.FUSED, range(8))], StageSums(costs), ALONE).total
-    assert len(plan_fused(costs, replace(ALONE, limit_bytes=whole)).backward[0]) == 8
-    assert len(plan_fused(costs, replace(ALONE, limit_bytes=whole - 1)).backward[0]) == 7
+    assert len(plan_fused(costs, replace(ALONE, limit_bytes=whole)).bwd_plan[0]) == 8
+    assert len(plan_fused(costs, replace(ALONE, limit_bytes=whole - 1)).bwd_plan[0]) == 7
 
 
 def test_recompute_by_layer_allows_larger_backward_stages() -> None:
@@ -77,7 +78,7 @@ def test_recompute_by_layer_allows_larger_backward_stages() -> None:
     by_stage, by_layer = (
         plan_fused(costs, replace(workload, grain=grain)) for grain in ("stage", "layer")
     )
-    assert max(map(len, by_layer.backward[1:])) > max(map(len, by_stage.backward[1:]))
+    assert max(map(len, by_layer.bwd_plan[1:])) > max(map(len, by_stage.bwd_plan[1:]))
 
 
 def test_a_layer_too_large_by_itself_is_named_with_both_numbers() -> None:
@@ -100,7 +101,7 @@ def test_frozen_layers_at_the_bottom_are_only_run_forward() -> None:
     """The plan is complete all the same, for a later call in which they train."""
     workload = Workload(num_devices=2, num_microbatches=4, first_trained=5)
     stages = plan_fused(blocks(8), workload)
-    assert stages.backward[-1].start == 0
+    assert stages.bwd_plan[-1].start == 0
     assert all(
         layers.start >= 5 for pass_, layers in stage_runs(stages, 5) if pass_ is Pass.BACKWARD
     )
@@ -120,7 +121,8 @@ def test_cuts_next_to_one_cover_what_it_covers(fused: int, first_trained: int) -
     assert {cut.fused for cut in neighbours} - {fused} == {fused - 1, fused + 1} - {0, 9}
     for cut in neighbours:
         passes = cut.passes(8, first_trained)
-        assert passes == stage_runs(cut.stages(8, first_trained), first_trained)
+        plan_of(passes).check("fused", 8)
+        assert passes == stage_runs(plan_of(passes), first_trained)
         ahead = [layer for pass_, stage in passes if pass_ is Pass.FORWARD for layer in stage]
         back = [layer for pass_, stage in passes[::-1] if pass_ is Pass.BACKWARD for layer in stage]
         assert [*ahead, *range(8 - cut.fused, 8)] == list(range(8))
@@ -138,13 +140,13 @@ def test_every_search_over_frozen_layers_finds_a_plan(first_trained: int) -> Non
             min_stages=6,
         )
         stages = plan_fused(blocks(8), workload)
-        ModelExecutePlan(stages.forward, stages.backward).check("fused", 8)
+        stages.check("fused", 8)
 
 
 @pytest.mark.parametrize(("min_stages", "expected"), [(1, 1), (4, 4), (9, 9), (100, 9)])
 def test_min_stages_holds_while_there_are_layers(min_stages: int, expected: int) -> None:
     stages = plan_fused(blocks(5), replace(ALONE, min_stages=min_stages))
-    assert len(stages.forward) + len(stages.backward) == expected
+    assert len(stages.fwd_plan) + len(stages.bwd_plan) == expected
 
 
 def test_a_stage_run_takes_the_larger_of_its_compute_and_its_copies() -> None:
@@ -158,7 +160,7 @@ def test_a_stage_run_takes_the_larger_of_its_compute_and_its_copies() -> None:
 def test_sync_rounds_begin_and_end_with_small_stages() -> None:
     """They are what the other devices wait for."""
     stages = plan_fused(blocks(64), Workload(num_devices=4, num_microbatches=8, overlaps=False))
-    forward, backward = [len(s) for s in stages.forward], [len(s) for s in stages.backward]
+    forward, backward = [len(s) for s in stages.fwd_plan], [len(s) for s in stages.bwd_plan]
     assert forward[0] == min(forward) < max(forward)
     assert backward[-1] == min(backward)
 

@@ -15,7 +15,7 @@ from roundpipe.plan.partition import Sizes
 from roundpipe.plan.predict import predicted_ms
 from roundpipe.plan.schedule import Schedule, fused_passes, round_robin
 from roundpipe.plan.search import plan_fused
-from roundpipe.plan.simulate import Timeline, rounds_in_a_row, simulate, steady_state
+from tests.support.simulate import Timeline, rounds_in_a_row, simulate, steady_state
 
 PLAN = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 6), range(2, 4), range(2)]
@@ -219,8 +219,7 @@ WRITTEN_BACK = [
 def test_the_bubble_is_no_larger_than_written_back(model: Published, overlaps: bool) -> None:
     """Steady state, 8 devices, 16 microbatches, transfers left out."""
     workload = Workload(num_devices=8, num_microbatches=16, overlaps=overlaps)
-    stages = plan_fused(model.costs, workload)
-    passes = fused_passes(ModelExecutePlan(stages.forward, stages.backward), 0)
+    passes = fused_passes(plan_fused(model.costs, workload), 0)
     bubble = steady_state(passes, model.costs, workload).bubble
     assert bubble < (model.async_bubble if overlaps else model.sync_bubble)
 

@@ -133,9 +133,8 @@ class FreeMemory:
             return lambda kept: sum(self._store.layers[layer].num_bytes for layer in kept) <= left
         costs, whole = self._planner.problem_of(planned)
         totals, (_, rounds, workload) = StageSums(costs), group_of(rounds, whole)
-        stage_runs = list(
-            chain.from_iterable(rounds)
-        )  # together, because a backward finds inputs that its forward kept
+        # Together, because a backward finds inputs that its forward kept.
+        stage_runs = list(chain.from_iterable(rounds))
 
         def fits(kept: frozenset[int]) -> bool:
             return (

@@ -28,9 +28,8 @@ class GraphBytes:
         return max((storage.nbytes() for storage in self._kept.values()), default=0)
 
     def count(self, tensor: torch.Tensor) -> None:
-        if (
-            tensor.layout is not torch.strided
-        ):  # sparse ones have no storage; what they hold is not counted
+        # Sparse ones have no storage; what they hold is not counted.
+        if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
         if _place(storage) not in self._own:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..params.dtypes import GradientRules
-from ..quantized import QuantizedWeight
+from ..quantized import stored_bytes
 from ..system.host_memory import SPARED_BYTES, free_host_bytes, resident_bytes
 
 # Of the masters' bytes: two, as torch's AdamW makes them. Until a step has made some, nobody knows
@@ -42,11 +42,11 @@ class HostRoom:
         self.most = most
         parameters = list({id(parameter): parameter for parameter in parameters}.values())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.weights = sum(map(_num_bytes, parameters))
-        self.frozen = self.weights - sum(map(_num_bytes, trained))
+        self.weights = sum(map(stored_bytes, parameters))
+        self.frozen = self.weights - sum(map(stored_bytes, trained))
         self.gradients = sum(p.numel() * rules.dtypes(p).offloaded.itemsize for p in trained)
         own = sum(p.numel() * rules.master(p).itemsize for p in trained) // num_ranks
-        copies = sum(map(_num_bytes, trained)) * (num_ranks - 1) // num_ranks
+        copies = sum(map(stored_bytes, trained)) * (num_ranks - 1) // num_ranks
         self.masters = 0 if has_state_file else own + copies
         self._moments = 0 if has_state_file else _MOMENTS * own
         self.on_disk = (own, _MOMENTS * own) if has_state_file else (0, 0)
@@ -90,10 +90,6 @@ class HostRoom:
         coming += 0 if has_masters else self.masters
         self._latest = max(0.0, min(left) + held_bytes - coming)
         return self._latest
-
-
-def _num_bytes(parameter: nn.Parameter) -> int:
-    return parameter.num_bytes if isinstance(parameter, QuantizedWeight) else parameter.nbytes
 
 
 def _gigabytes(num_bytes: float) -> str:

@@ -72,12 +72,7 @@ class Problems:
         estimate = self._estimate(plan_key)
         # What trains decides what a backward does, so times measured otherwise say nothing.
         return self.measurements.of(
-            (
-                plan_key.shapes,
-                plan_key.trains,
-                estimate.first_trained,
-                plan_key.tokens_at_once,
-            ),
+            (plan_key.shapes, plan_key.trains, estimate.first_trained, plan_key.tokens_at_once),
             estimate.costs,
         )
 

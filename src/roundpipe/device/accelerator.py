@@ -26,9 +26,8 @@ class StreamLane:
             target.copy_(source, non_blocking=True)
 
     def record(self) -> "StreamEvent":
-        event = torch.cuda.Event(
-            blocking=True
-        )  # because a spinning wait would take a core from the optimizer
+        # Because a spinning wait would take a core from the optimizer.
+        event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return StreamEvent(event)
 

@@ -71,8 +71,7 @@ class VirtualMemory:
             if self.used + num_bytes > self.num_bytes:
                 raise torch.OutOfMemoryError(
                     f"{self._name} is out of memory. Tried to allocate {num_bytes} bytes; "
-                    f"{self.used} of its "
-                    f"{self.num_bytes} bytes are in use"
+                    f"{self.used} of its {self.num_bytes} bytes are in use"
                 )
             self._alive[key] = num_bytes
             self.used += num_bytes

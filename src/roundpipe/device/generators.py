@@ -5,9 +5,8 @@ import threading
 
 import torch
 
-_lock = (
-    threading.Lock()
-)  # because whoever pauses the collector has to know whether another thread has
+# Because whoever pauses the collector has to know whether another thread has.
+_lock = threading.Lock()
 
 
 def state_of(generator: torch.Generator) -> torch.Tensor:

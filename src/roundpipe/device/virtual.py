@@ -3,8 +3,8 @@ own threads."""
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from .protocol import Lane, MemoryInUse, Recorded, Work
 _CPU = torch.device("cpu")
 
 
-class _Reached:
-    """Work on a virtual device is done when the call that queued it returns."""
+class Reached:
+    """The event of work that is done when the call that queued it returns, as on a virtual
+    device."""
 
     def wait(self) -> None:
         return
@@ -60,6 +61,20 @@ class _Counting(TorchDispatchMode):
         return made
 
 
+@contextmanager
+def innermost(
+    entered: list[Any], one: Any, watch: Callable[[], TorchDispatchMode]
+) -> Iterator[None]:
+    """Inside, ``one`` is the last of those ``entered``, the first of which has the thread's
+    operations watched."""
+    entered.append(one)
+    try:
+        with watch() if len(entered) == 1 else nullcontext():
+            yield
+    finally:
+        entered.pop()
+
+
 class VirtualLane:
     """Runs everything at once, in the calling thread. ``capacity``: of its device, if that has a
     size."""
@@ -71,8 +86,8 @@ class VirtualLane:
         with torch.no_grad():
             target.copy_(source)
 
-    def record(self) -> _Reached:
-        return _Reached()
+    def record(self) -> Reached:
+        return Reached()
 
     def mark(self) -> Moment:
         return Moment()
@@ -80,21 +95,10 @@ class VirtualLane:
     def wait(self, event: object) -> None:
         return
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
+    def work(self) -> AbstractContextManager[None]:
         if self._capacity is None:
-            yield
-            return
-        capacities = _here.capacities
-        capacities.append(self._capacity)
-        try:
-            if len(capacities) == 1:
-                with _Counting():
-                    yield
-            else:
-                yield
-        finally:
-            capacities.pop()
+            return nullcontext()
+        return innermost(_here.capacities, self._capacity, _Counting)
 
     def borrow(self, tensor: torch.Tensor) -> None:
         return

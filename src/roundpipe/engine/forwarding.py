@@ -144,9 +144,7 @@ class ForwardingModule(nn.Module):
         """Adds a module to the original model. The next call then asks to wrap it again."""
         self.model.add_module(name, module)
 
-    def register_module(self, name: str, module: nn.Module | None) -> None:
-        """Does what `add_module` does."""
-        self.model.add_module(name, module)
+    register_module = add_module
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Adds a weight to the original model. The next call then asks to wrap it again."""

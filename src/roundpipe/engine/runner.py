@@ -37,13 +37,7 @@ from ..runtime.call import Asked, Call, LossFn, MemoryPlan, ModelThen
 from ..runtime.changes import WrittenInShares, refuse_shared_writes, write_buffers
 from ..transfer.boundaries import bytes_with_caller, num_bytes, of_all_leaves
 from ..transfer.residency import WeightsVersion
-from .batches import (
-    Batch,
-    Destinations,
-    backward_into,
-    input_gradients,
-    sum_losses,
-)
+from .batches import Batch, Destinations, backward_into, input_gradients, sum_losses
 from .device_memory import DeviceMemory, OutOfMemoryBackoff
 from .state import Host
 

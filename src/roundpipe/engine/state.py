@@ -125,7 +125,9 @@ class Host:
         self.is_closed = False
         self._process = os.getpid()
         # Before the store, which moves weights that another engine's thread may be writing to.
-        make_way([*on_host, *(parameter for layer in layers for parameter in layer.parameters())])
+        inside = (parameter for layer in layers for parameter in layer.parameters())
+        parameters = [*on_host, *inside]
+        make_way(parameters)
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         # Both before weights are moved, because they may be refused.
@@ -134,7 +136,7 @@ class Host:
             _log.warning("%s: %s", name, _FP8_IS_SLOW)
         self.room = HostRoom(
             settings.max_host_bytes,
-            [*on_host, *(parameter for layer in layers for parameter in layer.parameters())],
+            parameters,
             rules,
             has_state_file=settings.optimizer_state_dir is not None,
             num_ranks=1 if ranks is None else ranks.count,

@@ -2,7 +2,7 @@
 
 from ..memory.ring import NUM_SLICES, SLICE_BYTES
 from ..params.working import ParameterStore
-from ..quantized import QuantizedWeight
+from ..quantized import stored_bytes
 from ..step.state_pages import AHEAD_BYTES, BEHIND_BYTES
 from ..system.host_memory import SPARED_BYTES
 from .planned import PlannedStep
@@ -23,7 +23,7 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     store, choice = step.store, step.choice
     trained = [p for p in store.parameters if p.requires_grad]
     stays = choice.pin_model != "off"
-    weights = sum(_num_bytes(p) for p in store.parameters if stays or p.requires_grad)
+    weights = sum(stored_bytes(p) for p in store.parameters if stays or p.requires_grad)
     elements = sum(p.numel() for p in trained)
     offloading = [
         use
@@ -65,13 +65,6 @@ def optimizer_bytes(step: PlannedStep) -> tuple[int, int]:
         sum(p.numel() * step.rules.master(p).itemsize for p in trained),
         int(sum(p.numel() for p in trained) * moment_bytes),
     )
-
-
-def _num_bytes(parameter: object) -> int:
-    if isinstance(parameter, QuantizedWeight):
-        return parameter.num_bytes
-    num_bytes: int = getattr(parameter, "nbytes", 0)
-    return num_bytes
 
 
 def _staging_bytes(step: PlannedStep, store: ParameterStore) -> int:

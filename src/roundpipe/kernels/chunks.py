@@ -6,13 +6,13 @@ master and moments from there, and the new weights are copied on while they are 
 gradient never exists in memory.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..memory.scratch import scratch
+
 _CHUNK = 1 << 22  # elements: 16 MiB of fp32; with smaller ones threads spend their time waking up
-_local = threading.local()
 
 
 def chunks(
@@ -30,15 +30,7 @@ def chunks(
         if first.dtype is torch.float32 and not others and scale == 1.0:
             yield where, first[where]
             continue
-        values = _buffer()[: where.stop - where.start].copy_(first[where])
+        values = scratch("gradient", where.stop - where.start).copy_(first[where])
         for other in others:
             values.add_(other[where])
         yield where, values if scale == 1.0 else values.mul_(scale)
-
-
-def _buffer() -> torch.Tensor:
-    """One per thread, kept, because fresh memory costs a page fault per 4 KiB."""
-    if not hasattr(_local, "buffer"):
-        _local.buffer = torch.empty(_CHUNK, dtype=torch.float32)
-    buffer: torch.Tensor = _local.buffer
-    return buffer

@@ -97,9 +97,8 @@ def cross_entropy_(
     them. ``labels`` (rows,) that are ``ignored`` have no loss and no gradient.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    with torch.accelerator.device_index(
-        logits.device.index
-    ):  # because kernels start on the current one
+    # Because kernels start on the current one.
+    with torch.accelerator.device_index(logits.device.index):
         _cross_entropy[(len(logits),)](
             logits,
             labels,

@@ -78,9 +78,8 @@ def linear_cross_entropy(
     if hidden.shape[:-1] != labels.shape:
         raise ConfigError(
             f"hidden {tuple(hidden.shape)} has positions of shape {tuple(hidden.shape[:-1])}, "
-            "labels have "
-            f"{tuple(labels.shape)}; give one label for each position, {ignore_index} where none "
-            "counts"
+            f"labels have {tuple(labels.shape)}; give one label for each position, {ignore_index} "
+            "where none counts"
         )
     labels = labels.reshape(-1)
     labels = labels.masked_fill(labels == ignore_index, _IGNORED)

@@ -182,9 +182,8 @@ def _by_kernel(updates: Sequence[Any]) -> bool:
         three dtypes, all contiguous and on the CPU.
     """
     kernel = native.library()
-    rules: dict[int, Rule] = {
-        id(update.rule): update.rule for update, _ in updates
-    }  # many have the same
+    # Many have the same.
+    rules: dict[int, Rule] = {id(update.rule): update.rule for update, _ in updates}
     formulas: dict[int, Any] = {key: rule.formula() for key, rule in rules.items()}
     if kernel is None or None in formulas.values():
         return False

@@ -41,11 +41,11 @@ def with_inner(containers: Iterable[Any]) -> Found:
         value = left.pop()
         if is_container(value) and id(value) not in found:
             found[id(value)] = value
-            items = _items(value)
-            own = set(map(type, items))
+            held = items(value)
+            own = set(map(type, held))
             kinds |= own
             if not _KINDS.isdisjoint(own):  # asked first, because most hold no others
-                left.extend(items)
+                left.extend(held)
     return Found(list(found.values()), kinds)
 
 
@@ -92,7 +92,7 @@ class Contents:
             return made.get(id(value), value)
 
         for container in new:
-            if not _KINDS.isdisjoint(map(type, _items(container))):
+            if not _KINDS.isdisjoint(map(type, items(container))):
                 for key, item in list(_places(container)):
                     container[key] = of(item)
         for container in tuples.values():
@@ -112,7 +112,7 @@ def _copy(container: Any) -> Any:
     return container if type(container) is tuple else container.copy()
 
 
-def _items(container: Any) -> list[Any]:
+def items(container: Any) -> list[Any]:
     """A list of its own, because another thread may be putting something in."""
     return list(container.values() if isinstance(container, dict) else container)
 

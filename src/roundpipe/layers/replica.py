@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from ..recompute.own_draws import OwnDraws, Source, sources_of
-from .contents import with_inner
+from .contents import items, with_inner
 from .modes import HOOKS, Modes, hook_tables
 from .rebinding import CODE, is_bound_for_good, is_rebound, rebound
 from .structure import Snapshot
@@ -184,11 +184,6 @@ class Replica:
         self._tensors.forget()
 
 
-def _items(container: Any) -> list[Any]:
-    """A list of its own, because the caller may be putting something in."""
-    return list(container.values() if isinstance(container, dict) else container)
-
-
 def attributes_of(module: nn.Module) -> tuple[dict[str, Any], list[str]]:
     """Where they are, and their names, but for tables of hooks, which replicas share."""
     own = module.__dict__
@@ -205,13 +200,11 @@ class _Replication:
         self._parameters = parameters
         self._place = place
         self._done: dict[int, nn.Module] = {}
-        self._placed: dict[
-            int, torch.Tensor
-        ] = {}  # because what modules share their replicas share
+        # Because what modules share their replicas share.
+        self._placed: dict[int, torch.Tensor] = {}
         self.is_only_values = True  # see [Note: replicas used again]
-        self.containers: list[
-            Any
-        ] = []  # those that replicas share with the user's modules, for as long as they do
+        # Those that replicas share with the user's modules, for as long as they do.
+        self.containers: list[Any] = []
 
     @property
     def modules(self) -> set[int]:
@@ -290,7 +283,7 @@ class _Replication:
             return type(value)(
                 (key, self._item(module, replica, item)) for key, item in value.copy().items()
             )
-        return type(value)(self._item(module, replica, item) for item in _items(value))
+        return type(value)(self._item(module, replica, item) for item in items(value))
 
     def _item(self, module: nn.Module, replica: nn.Module, item: Any) -> Any:
         return (
@@ -303,12 +296,8 @@ class _Replication:
 
         Other containers, a list that a hook appends to for example, stay the user's own.
         """
-        return any(
-            map(
-                self._has_parameter,
-                chain.from_iterable(map(_items, with_inner([value]).containers)),
-            )
-        )
+        held = chain.from_iterable(map(items, with_inner([value]).containers))
+        return any(map(self._has_parameter, held))
 
     def _has_parameter(self, value: Any) -> bool:
         if isinstance(value, nn.Module):

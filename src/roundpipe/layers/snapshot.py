@@ -63,9 +63,8 @@ class LayerWatch:
         self._ids = {id(owner) for owner, _ in replicas}
         self._state: LayerState | None = None  # the last one looked at or restored
         self._held: list[ModuleTensors] = []  # when it was looked at
-        self._unclear: list[
-            list[tuple[torch.Tensor, torch.Tensor]]
-        ] = []  # what of that has to be compared
+        # What of that has to be compared.
+        self._unclear: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         self._versions: dict[int, int] = {}
         self._loan: Loan | None = None  # the last one
         # By id: the replica's own lists, of its modules or weights.

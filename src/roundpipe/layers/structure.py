@@ -40,10 +40,8 @@ class Snapshot:
         sizes = list(map(len, self._sized))
         try:
             self._then = sizes, list(self._look())
-        except (
-            KeyError,
-            RuntimeError,
-        ):  # a name has gone just now, or another thread is putting something in
+        except (KeyError, RuntimeError):
+            # A name has gone just now, or another thread is putting something in.
             self.forget()
 
     def forget(self) -> None:
@@ -58,10 +56,8 @@ class Snapshot:
             return list(map(len, self._sized)) == sizes and all(
                 map(operator.is_, self._look(), then)
             )
-        except (
-            KeyError,
-            RuntimeError,
-        ):  # a name is gone, or another thread is just putting something in
+        except (KeyError, RuntimeError):
+            # A name is gone, or another thread is just putting something in.
             return False
 
     def _look(self) -> Iterator[Any]:

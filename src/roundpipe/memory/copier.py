@@ -111,9 +111,8 @@ class PinnedCopier:
         self._is_busy = True
         try:
             if not self._slices:
-                with torch.inference_mode(
-                    False
-                ):  # because later threads that write to them need not be in that mode
+                # Because later threads that write to them need not be in that mode.
+                with torch.inference_mode(False):
                     self._slices = [
                         self._memory.staging(self.slice_bytes) for _ in range(NUM_SLICES)
                     ]

@@ -47,9 +47,8 @@ def mapping(num_bytes: int, kind: type[Mapping]) -> tuple[Mapping, int]:
     memory.madvise(mmap.MADV_DONTFORK)
     keep_forks_from_unmapping()
     with contextlib.suppress(OSError):  # a system without large pages
-        memory.madvise(
-            mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE
-        )  # whole ones: it takes no byte more
+        # Whole ones: it takes no byte more.
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _PAGE * _PAGE)
     return memory, offset
 
 

@@ -18,9 +18,8 @@ from . import huge_pages
 
 PinMode = Literal["alloc", "register", "off"]
 _PAGE = mmap.PAGESIZE
-_LEAST_BYTES = (
-    64 << 10
-)  # CUDA sends what is smaller along with the command, so locking it gains nothing
+# CUDA sends what is smaller along with the command, so locking it gains nothing.
+_LEAST_BYTES = 64 << 10
 _PIECE = 64 << 20  # that a thread makes the pages of
 _log = logging.getLogger("roundpipe")
 
@@ -189,9 +188,8 @@ def _lock_pages(address: int, num_bytes: int) -> bool:
     global _refused
     if _refused:
         return False
-    error = torch.cuda.cudart().cudaHostRegister(
-        address, num_bytes, 1
-    )  # 1: portable, for every device
+    # 1: portable, for every device.
+    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 1)
     if int(error) == 0:
         return True
     _take_back_error()

@@ -17,10 +17,7 @@ _kept = _Kept()
 
 
 def scratch(
-    name: str,
-    count: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
+    name: str, count: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
 ) -> torch.Tensor:
     """A flat tensor with arbitrary content, valid until this thread asks for the same name again.
     On an accelerator it is new, because the allocator there keeps memory itself."""

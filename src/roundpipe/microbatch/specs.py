@@ -94,11 +94,7 @@ def _choice(spec: Any, path: str, option: str) -> Choice:
     if spec is None:
         return None
     # Here, not above: it takes over a second to import, and whoever made a spec has paid for it.
-    from torch.distributed.pipelining.microbatch import (
-        TensorChunkSpec,
-        _CustomReducer,
-        _Replicate,
-    )
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate
 
     if isinstance(spec, TensorChunkSpec):
         return spec.split_dim

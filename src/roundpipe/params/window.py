@@ -123,9 +123,7 @@ class GradientWindow:
             master.open(own)
 
     def offloaded(
-        self,
-        parameter: nn.Parameter,
-        coming: Mapping[int, Sequence[OffloadedLayer]] = _NOTHING,
+        self, parameter: nn.Parameter, coming: Mapping[int, Sequence[OffloadedLayer]] = _NOTHING
     ) -> Offloaded | None:
         """What the step before has left and the calls committed so far have made; None if nothing
         reached the parameter. ``coming``, by layer, is to be committed later and counts as if it
@@ -345,6 +343,5 @@ def _refuse_torch_grad_scaler(reader: str) -> None:
     if reader.startswith("torch.") and reader.endswith("grad_scaler"):
         raise ConfigError(
             "torch's GradScaler was used in step_fn; use roundpipe.GradScaler, whose scale() goes "
-            "into loss_fn, "
-            "unscale_() and step() into step_fn, and update() after RoundPipe.step()"
+            "into loss_fn, unscale_() and step() into step_fn, and update() after RoundPipe.step()"
         )

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
-from ..quantized import QuantizedWeight
+from ..quantized import QuantizedWeight, stored_bytes
 from ..system.progress import progress
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
@@ -48,8 +48,7 @@ class ParameterUse(NamedTuple):
     @property
     def image_bytes(self) -> int:
         """How much of it goes up."""
-        weight = self.parameter
-        return weight.num_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
+        return stored_bytes(self.parameter)
 
     @property
     def sources(self) -> list[tuple[int, torch.Tensor]]:

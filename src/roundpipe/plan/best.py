@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from ..errors import PlanError
 from .actions import Pass
 from .costs import LayerCosts, StageSums, Workload
-from .execute_plan import ModelExecutePlan, RunType
+from .execute_plan import ModelExecutePlan, RunType, completed, plan_of
 from .kept_layers import with_all_resident
 from .memory import Peak, fitted_peak
 from .one_way import plan_one_way
@@ -40,8 +40,6 @@ def plan_for(run_type: RunType, costs: LayerCosts, workload: Workload) -> ModelE
             (*resident, MAX_STAGE_RUNS_TIMED // 4),
         ]
     for (left, whole, max_stage_runs), num_shares in product(problems, counts):
-        if best is not None and _least_ms(run_type, left, whole, num_shares) >= best[0]:
-            continue  # because not even a round without any waiting would be shorter
         try:
             share = whole.of_share(num_shares)
             plan = _pipelined(run_type, left, share, max_stage_runs // len(counts)).shared(
@@ -122,21 +120,12 @@ def _share_counts(workload: Workload) -> list[int]:
     )
 
 
-def _least_ms(run_type: RunType, costs: LayerCosts, workload: Workload, num_shares: int) -> float:
-    """No plan with so many shares can be faster: nothing recomputed, nobody waiting."""
-    share = workload.of_share(num_shares)
-    compute = sum(costs.forward) + (sum(costs.backward) if run_type != "infer" else 0.0)
-    round_ms = compute * share.num_microbatches / share.num_devices
-    return round_ms if run_type == "infer" else workload.step_ms(round_ms, num_shares)
-
-
 def _pipelined(
     run_type: RunType, costs: LayerCosts, workload: Workload, max_stage_runs: int
 ) -> ModelExecutePlan:
     """A plan that stage runs each stage once."""
     if run_type == "fused":
-        stages = plan_fused(costs, workload, max_stage_runs)
-        return ModelExecutePlan(stages.forward, stages.backward)
+        return plan_fused(costs, workload, max_stage_runs)
     if run_type == "infer":
         return ModelExecutePlan(plan_one_way(Pass.FORWARD, costs, workload))
     return _there_and_back(costs, workload)
@@ -152,7 +141,7 @@ def _there_and_back(costs: LayerCosts, workload: Workload) -> ModelExecutePlan:
                 Pass.FORWARD, costs, replace(workload, limit_bytes=workload.limit_bytes * share)
             )
             backward = plan_one_way(Pass.BACKWARD, costs, workload, before=forward_passes(forward))
-            return ModelExecutePlan(forward, _complete(backward))
+            return ModelExecutePlan(forward, completed(backward))
         except PlanError as error:
             failure = failure or str(error)  # not the error itself, see `plan_for`
     smallest = smallest_plan("train", costs.num_layers)
@@ -226,19 +215,4 @@ def plans_for(
         min_stages=min_stages,
         upper_threshold=upper_threshold,
     )
-    plans = []
-    for passes in together:
-        forward = [layers for pass_, layers in passes if pass_ is Pass.FORWARD]
-        backward = [layers for pass_, layers in passes if pass_ is not Pass.FORWARD]
-        plans.append(ModelExecutePlan(forward, _complete(backward)))
-    return plans
-
-
-def _complete(backward: Sequence[range]) -> list[range]:
-    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that
-    is not fused."""
-    if not backward or backward[-1].start == 0:
-        return list(backward)
-    if len(backward) == 1:
-        return [*backward, range(backward[0].start)]
-    return [*backward[:-1], range(backward[-1].stop)]
+    return list(map(plan_of, together))

@@ -209,6 +209,24 @@ class ModelExecutePlan:
         return plans_for(run_type, parts, min_stages=min_stages, upper_threshold=upper_threshold)
 
 
+def plan_of(passes: Passes) -> ModelExecutePlan:
+    """The plan whose stage runs these are, each stage once."""
+    forward = [layers for pass_, layers in passes if pass_ is Pass.FORWARD]
+    return ModelExecutePlan(
+        forward, completed([layers for pass_, layers in passes if pass_ is not Pass.FORWARD])
+    )
+
+
+def completed(backward: Sequence[range]) -> list[range]:
+    """Frozen layers at the bottom, which are never visited backward, belong to the last stage that
+    is not fused."""
+    if not backward or backward[-1].start == 0:
+        return list(backward)
+    if len(backward) == 1:
+        return [*backward, range(backward[0].start)]
+    return [*backward[:-1], range(backward[-1].stop)]
+
+
 def _span(stage: range) -> str:
     return f"{stage.start}-{stage.stop - 1}"
 

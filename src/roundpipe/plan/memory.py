@@ -215,13 +215,11 @@ def nothing_fits(
         return PlanError(
             f"{model}layer {layer} alone needs {readable(alone[layer])} on a device (weights "
             f"{readable(costs.weight_bytes[layer])}, the rest activations and gradients), "
-            f"{readable(limit)} is "
-            f"allowed; {remedy}"
+            f"{readable(limit)} is allowed; {remedy}"
         )
     return PlanError(
         f"{model}the smallest plan tried needs {least} on a device, {readable(limit)} is allowed; "
-        f"layer {layer} needs "
-        f"{readable(alone[layer])} of that; {remedy}"
+        f"layer {layer} needs {readable(alone[layer])} of that; {remedy}"
     )
 
 

@@ -3,7 +3,6 @@ caller's choice), evenly, and by one layer more or less than another cut."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -86,15 +85,6 @@ def even_limits(totals: Sequence[float]) -> list[float]:
     return sorted(totals[-1] * length / num_layers for length in lengths)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stages:
-    """Forward stages ascending over ``[0, a)``, then backward stages descending; the first backward
-    stage is fused."""
-
-    forward: tuple[range, ...]
-    backward: tuple[range, ...]
-
-
 class Sizes(NamedTuple):
     """A cut as layers per stage, both directions counted from the first layer up (backward: from
     the last stage run).
@@ -106,20 +96,8 @@ class Sizes(NamedTuple):
     fused: int
     backward: tuple[int, ...]
 
-    def stages(self, num_layers: int, first_trained: int) -> Stages:
-        """Complete stages. Frozen layers at the bottom belong to the last backward stage; its stage
-        run leaves them out."""
-        forward = _ranges(self.forward, 0)
-        backward = _ranges(self.backward, first_trained)
-        fused = range(num_layers - self.fused, num_layers)
-        if backward:
-            backward[0] = range(backward[0].stop)
-        elif fused.start:
-            backward = [range(fused.start)]
-        return Stages(forward=tuple(forward), backward=(fused, *reversed(backward)))
-
     def passes(self, num_layers: int, first_trained: int) -> Passes:
-        """The stage runs of those stages, without making them."""
+        """Its stage runs."""
         return [
             *forward_passes(_ranges(self.forward, 0)),
             (Pass.FUSED, range(num_layers - self.fused, num_layers)),

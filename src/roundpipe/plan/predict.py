@@ -8,8 +8,8 @@ microbatch::
     last[k]  = max(first[k] + (M - 1) * ms[k], last[k - 1] + ms[k])
 
 That is exact: the ends of stage run k - 1 are convex in the microbatch (by induction a maximum of
-straight lines), so only its two outermost microbatches can hold stage run k up. simulate.py runs
-every action and agrees (tests/plan/test_simulate.py).
+straight lines), so only its two outermost microbatches can hold stage run k up. A simulation of
+every action agrees (tests/plan/test_simulate.py).
 """
 
 from collections.abc import Sequence

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 
 from .actions import Pass
 from .costs import LayerCosts, StageSums, Workload
+from .execute_plan import ModelExecutePlan, plan_of
 from .memory import PeakBytes, least_peak, nothing_fits, stage_limits, stage_needs
-from .partition import Sizes, Stages, cuts_within, even_limits
+from .partition import Sizes, cuts_within, even_limits
 from .predict import least_period_ms, period_ms, round_ms, stage_runs_in_period
 
 # Stage runs that the searches for one plan may look at, each in about a microsecond: some 40 ms. To
@@ -43,7 +44,7 @@ _IMBALANCE_FELT = 0.2
 
 def plan_fused(
     costs: LayerCosts, workload: Workload, max_stage_runs: int = MAX_STAGE_RUNS_TIMED
-) -> Stages:
+) -> ModelExecutePlan:
     """The best cut found for a fused round.
 
     One device and enough memory give one fused stage, in which nothing is recomputed; less memory a
@@ -103,10 +104,10 @@ class Search:
         self.stage_runs_timed = 0
 
     @property
-    def best(self) -> Stages:
+    def best(self) -> ModelExecutePlan:
         if self._best is None:
             raise nothing_fits(self._sums.costs, self._round, self._least_peak)
-        return self._best.stages(self._num_layers, self._lowest)
+        return plan_of(self._best.passes(self._num_layers, self._lowest))
 
     def run(self) -> None:
         """Three widths of look: a coarse grid, from its best one number at a time, from the best of

@@ -65,11 +65,7 @@ class QuantizedWeight(torch.Tensor):
 
     @classmethod
     def _of(
-        cls,
-        format: Format,
-        parts: tuple[torch.Tensor, ...],
-        shape: torch.Size,
-        dtype: torch.dtype,
+        cls, format: Format, parts: tuple[torch.Tensor, ...], shape: torch.Size, dtype: torch.dtype
     ) -> "QuantizedWeight":
         made = torch.Tensor._make_subclass(cls, _stand_in(parts[0], shape, dtype))
         made.format, made.parts = format, parts
@@ -194,6 +190,11 @@ class QuantizedWeight(torch.Tensor):
             return func(args[0].dequantize_on(kwargs["device"]), **kwargs)
         dense = tree_map_only(QuantizedWeight, QuantizedWeight.dequantize, (args, kwargs))
         return func(*dense[0], **dense[1])
+
+
+def stored_bytes(weight: torch.Tensor) -> int:
+    """What a weight takes on the host: of a quantized one its parts."""
+    return weight.num_bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
 
 
 def _are_alike(weights: Sequence[Any]) -> bool:

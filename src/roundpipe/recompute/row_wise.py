@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError
+from .graph_leaves import leaves_beside
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -315,17 +316,11 @@ def _autocast_of(input: Tensor) -> dict[str, Any]:
 
 def _refuse_others(made: Tensor, wanted: Sequence[Tensor], module: nn.Module, name: str) -> None:
     """Raises for a tensor with a gradient that is no parameter of the module: it would get none."""
-    known, waiting, seen = set(map(id, wanted)), [made.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
+    known = set(map(id, wanted))
+    for leaf in leaves_beside([made], ()):
+        if id(leaf) not in known:
             raise ConfigError(
                 f"{name} ({type(module).__name__}) computes with a tensor of shape "
                 f"{tuple(leaf.shape)} that wants a gradient and is neither its input nor a "
                 "parameter of its own; take it out of row_wise, or pass tokens_at_once=0"
             )
-        waiting += [following for following, _ in node.next_functions]

@@ -21,13 +21,12 @@ fails, nothing does.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.autograd.graph import Node
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
@@ -211,27 +210,6 @@ def attach(
         ]
         attached.append(pytree.tree_unflatten(leaves, boundary.spec))
     return attached
-
-
-def leaves_beside(
-    losses: Iterable[torch.Tensor], nodes: Iterable[Node | None]
-) -> Iterator[torch.Tensor]:
-    """The leaves whose gradients a backward of the losses writes, without those that it reaches
-    through ``nodes`` alone."""
-    waiting, seen = [], set(nodes)
-    for loss in losses:
-        if loss.is_leaf and loss.requires_grad:
-            yield loss
-        waiting.append(loss.grad_fn)
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that adds to the gradient of a leaf
-        if leaf is not None:
-            yield leaf
-        waiting += [following for following, _ in node.next_functions]
 
 
 def _carrying(boundary: Boundary) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from ..errors import ConfigError, clear_frames
 from ..layers.saved import Graph
 from ..params.gradients import GradientBuffers, OffloadedLayer, Offloader
 from ..plan.actions import Action, Op, Pass, StageRun
+from ..recompute.graph_leaves import leaves_beside
 from ..trace import spans
 from ..transfer.boundaries import (
     Boundary,
@@ -24,7 +25,6 @@ from ..transfer.boundaries import (
     copied,
 )
 from ..transfer.spill import Spills
-from .autograd import leaves_beside
 from .call import Call, Cancelled, MicrobatchLoss, describe
 from .capture.layers import CapturedLayers
 from .changes import ModuleChanges

@@ -90,9 +90,8 @@ class Stage:
         write to for the next microbatch. Only looks where it has to: not at what a graph has made,
         nor at what went in."""
         looked_at = [output]
-        if (
-            type(output) is dict and type(value) is dict
-        ):  # taken apart are only what is not handed on as it is
+        # Taken apart are only what is not handed on as it is.
+        if type(output) is dict and type(value) is dict:
             looked_at = [item for name, item in output.items() if item is not value.get(name)]
         leaves = [
             leaf for item in looked_at for leaf in tensor_leaves(item) if leaf.grad_fn is None

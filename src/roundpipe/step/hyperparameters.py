@@ -220,26 +220,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         if not isinstance(parameter, Master) and id(parameter) in working:
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over the model's working weights, which "
-                "get no gradient; "
-                "make it over RoundPipe.optim_parameters(), or close() the engine to train the "
-                "model without it"
+                "get no gradient; make it over RoundPipe.optim_parameters(), or close() the engine "
+                "to train the model without it"
             )
     if step is not None:
         masters = [parameter for parameter in parameters if isinstance(parameter, Master)]
         if masters and not any(master.is_in_step for master in masters):
             raise ConfigError(
                 f"this {type(optimizer).__name__} was made over another engine's copies of the "
-                "weights, which get no "
-                "gradient in this step; make it again over optim_parameters() of the engine whose "
-                "step() was called"
+                "weights, which get no gradient in this step; make it again over "
+                "optim_parameters() of the engine whose step() was called"
             )
         return (step.stand_in(optimizer), *args[1:]), kwargs
     for parameter in parameters:
         if _masters.get(id(parameter)) is parameter:
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() was called outside step_fn, where there is no "
-                "gradient; "
-                "call RoundPipe.step(lambda: optimizer.step())"
+                "gradient; call RoundPipe.step(lambda: optimizer.step())"
             )
     return None
 

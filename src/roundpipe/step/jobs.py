@@ -39,9 +39,8 @@ class Jobs:
             try:
                 job()
             except BaseException as error:
-                failure = (
-                    error  # because an error that ended this thread would leave its waiters waiting
-                )
+                # Because an error that ended this thread would leave its waiters waiting.
+                failure = error
             with self._condition:
                 if failure is not None:
                     self._fail(failure)

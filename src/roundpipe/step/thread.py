@@ -316,32 +316,13 @@ class StepThread:
     ) -> None:
         """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
         began, result, error = time.perf_counter(), None, None
-        window, following = windows
+        window, _ = windows
         for begins in self.step_listeners:
             begins()
         updates = optimizers.updates = PendingUpdates()
-        ranks = self._masters.ranks
         try:
-            self._sums.send(number, window)
-            with ranks.agreeing(f"before step {number}"):
-                self._write_back.write_back_behind(number - 1)
-                if window.error is not None:
-                    raise window.error
-            # Because weights are sent of what has a master.
-            with ranks.agreeing(f"in step {number}", self._masters.outline):
-                window.show(self._masters, self._sums.take(number, window))
-                try:
-                    with (
-                        _noted(f"step_fn of step {number}"),
-                        spans.span("step_fn", step=number),
-                        context.running_step(optimizers),
-                    ):
-                        result = step_fn()
-                        optimizers.end(step_fn.func)
-                finally:
-                    # Before an update gives the window's memory back.
-                    following.begin_with_left(self._masters)
-            with ranks.exchanging():
+            result = self._decide(number, windows, optimizers, step_fn)
+            with self._masters.ranks.exchanging():
                 self._masters.mark_ahead()
                 if is_async:
                     with _noted(f"the update of step {number}"):
@@ -358,11 +339,50 @@ class StepThread:
             finally:
                 # Whatever happens, because somebody may be waiting for it.
                 handle._finish(result, error)
+        self._end_updates(number, updates, window, writes_back=error is None and not is_async)
+        if error is None:
+            for listener in self.update_listeners:
+                listener(1e3 * (time.perf_counter() - began))
+
+    def _decide(
+        self,
+        number: int,
+        windows: tuple[GradientWindow, GradientWindow],
+        optimizers: StepOptimizers,
+        step_fn: "partial[Any]",
+    ) -> Any:
+        """Runs ``step_fn`` on masters that show the window's gradients, and returns its result."""
+        window, following = windows
+        ranks = self._masters.ranks
+        self._sums.send(number, window)
+        with ranks.agreeing(f"before step {number}"):
+            self._write_back.write_back_behind(number - 1)
+            if window.error is not None:
+                raise window.error
+        # Because weights are sent of what has a master.
+        with ranks.agreeing(f"in step {number}", self._masters.outline):
+            window.show(self._masters, self._sums.take(number, window))
+            try:
+                with (
+                    _noted(f"step_fn of step {number}"),
+                    spans.span("step_fn", step=number),
+                    context.running_step(optimizers),
+                ):
+                    result = step_fn()
+                    optimizers.end(step_fn.func)
+            finally:
+                # Before an update gives the window's memory back.
+                following.begin_with_left(self._masters)
+        return result
+
+    def _end_updates(
+        self, number: int, updates: PendingUpdates, window: GradientWindow, *, writes_back: bool
+    ) -> None:
+        """Computes what was decided, behind the caller's back: the next call's uploads wait layer
+        by layer, and reads of weights flush."""
         try:
-            if error is None and not is_async:
-                # Behind the caller's back: the next call's uploads wait layer by layer, and reads
-                # of weights flush.
-                with ranks.exchanging():
+            if writes_back:
+                with self._masters.ranks.exchanging():
                     self._write_back.write_back(number, self._store.layers, updates, window)
                 self.user_writes.refuse_overwritten(
                     lambda: self._write_back.write_back(number, self._store.layers)
@@ -377,6 +397,3 @@ class StepThread:
             updates.compute_all()
         finally:
             window.release()
-        if error is None:
-            for listener in self.update_listeners:
-                listener(1e3 * (time.perf_counter() - began))

@@ -75,9 +75,8 @@ class Turns:
             own.raise_kept()
         except Exception as error:
             if own.is_closed:
-                self._is_over = (
-                    True  # because later it might overwrite what others have made of the weights
-                )
+                # Because later it might overwrite what others have made of the weights.
+                self._is_over = True
                 _log.warning(
                     "%s was closed before its weights were written back: the model is without some",
                     own.name,

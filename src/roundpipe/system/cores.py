@@ -51,7 +51,11 @@ def leave_cores_for(num_devices: int) -> Callable[[], None]:
     threads then wait for each other.
     """
     cores = usable_cores()
-    count = max(1, min(cores - num_devices - 1, cores * 3 // 4))
+    return limit_threads(max(1, min(cores - num_devices - 1, cores * 3 // 4)))
+
+
+def limit_threads(count: int) -> Callable[[], None]:
+    """A job that gives the thread it runs on ``count`` intra-op threads."""
 
     def limit() -> None:
         torch.set_num_threads(count)

@@ -39,7 +39,6 @@ def bytes_of(size: str | float, name: str) -> int:
     if not 0 < num_bytes < 2**60:
         raise ConfigError(
             f"{name} is {size!r}; give a size with a unit, such as '24GB' or '900MiB', or a "
-            "positive "
-            "number of GB"
+            "positive number of GB"
         )
     return max(int(num_bytes), 1)

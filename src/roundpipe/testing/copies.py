@@ -23,9 +23,8 @@ class Copy:
     ) -> None:
         self._lanes = lanes
         self.target = target.detach()
-        self._source = (
-            source.detach()
-        )  # another tensor object, so that it can be told whether others still hold it
+        # Another tensor object, so that it can be told whether others still hold it.
+        self._source = source.detach()
         self._spans = span(target), span(source)
         self._fault = fault
         self._begun: torch.Tensor | None = None
@@ -67,7 +66,6 @@ class Copy:
         """Whether memory that nobody holds any more may not be used again before this copy has
         ended."""
         if memory.home is None:
-            return (
-                name == "source"
-            )  # the host's: what a page-locked tensor is read for keeps torch from reusing it
+            # The host's: what a page-locked tensor is read for keeps torch from reusing it.
+            return name == "source"
         return any(lane.number in {memory.made_by, *memory.borrowed_by} for lane in self._lanes)

@@ -8,14 +8,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device.capacity import tensors_in
-from ..device.virtual import Moment
+from ..device.virtual import Moment, innermost
 from .copies import Copy
 from .ordering import Access, Known, Memory, Ticks, ledger, poison
 
@@ -122,18 +122,8 @@ class AdversarialLane:
             if event.lane is not self and not event.is_reached:
                 self._queue.append(event)
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        lanes = _here.lanes
-        lanes.append(self)
-        try:
-            if len(lanes) == 1:
-                with _Interception():
-                    yield
-            else:
-                yield
-        finally:
-            lanes.pop()
+    def work(self) -> AbstractContextManager[None]:
+        return innermost(_here.lanes, self, _Interception)
 
     def borrow(self, tensor: torch.Tensor) -> None:
         with _lock:

@@ -16,9 +16,8 @@ class WeakRegistry(Generic[T]):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # because two that add at once would lose one
-        self._references: tuple[
-            weakref.ref[T], ...
-        ] = ()  # never written, so that whoever looks needs no lock
+        # Never written, so that whoever looks needs no lock.
+        self._references: tuple[weakref.ref[T], ...] = ()
 
     def __iter__(self) -> Iterator[T]:
         for reference in self._references:

@@ -60,9 +60,8 @@ class Worker:
         _forget_ended()
         _threads[self._thread] = self._jobs
         if helper is not None:
-            _threads[helper._thread] = (
-                None  # because a helper that is stopped first would leave its worker waiting
-            )
+            # Because a helper that is stopped first would leave its worker waiting.
+            _threads[helper._thread] = None
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "stopped"

@@ -67,10 +67,6 @@ class Profile:
     def export(self, path: str | os.PathLike[str]) -> None:
         """Writes a trace to ``path`` that `python -m roundpipe timeline`, ``chrome://tracing`` and
         ui.perfetto.dev open, its times in microseconds."""
-        self.save(path)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """The name of `export` before there was one."""
         blocks = self.blocks
         rows = {row: number for number, row in enumerate(rows_of(blocks))}
         names = [
@@ -143,7 +139,7 @@ def profile(path: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
     with spans.listen(profiled._spans.append):
         yield profiled
     if path is not None:
-        profiled.save(path)
+        profiled.export(path)
 
 
 def _block(span: spans.Span) -> Block | None:

@@ -20,7 +20,8 @@ from ..memory.pinning import HostMemory
 from ..memory.ring import Piece, PinnedRing
 from ..params.working import LayerParameters, ParameterStore, ParameterUse, parts_of, view_of
 from ..quantized import QuantizedWeight
-from ..threads.worker import Job, Worker
+from ..system.cores import limit_threads
+from ..threads.worker import Worker
 from .read_ahead import ReadAhead
 
 _MOST_THREADS = 4
@@ -175,7 +176,8 @@ class RingSender:
         self._read_ahead = read_ahead
         self._ring = PinnedRing(device.up, memory, max(layer.image_bytes for layer in store.layers))
         self._sender = Worker(f"roundpipe-sender-{device.name}")
-        self._sender.submit(_limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
+        # Because copies need few threads, and those they take are taken from the optimizer.
+        self._sender.submit(limit_threads(min(torch.get_num_threads(), _MOST_THREADS)))
         self.helper: Worker | None = self._sender
 
     def send(
@@ -262,15 +264,3 @@ def _piece(offset: int, source: torch.Tensor) -> Piece:
     return Piece(
         offset, flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
     )
-
-
-def _limit_threads(count: int) -> Job:
-    """Copies need few threads, and those they take are taken from the optimizer."""
-
-    def limit() -> None:
-        torch.set_num_threads(count)
-        # Until a thread first asks, torch has it follow whatever number another thread has set
-        # since.
-        torch.get_num_threads()
-
-    return limit

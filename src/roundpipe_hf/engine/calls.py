@@ -36,9 +36,7 @@ def cuts_batches(engine: RoundPipe | AutoRoundPipe) -> bool:
 
 
 def run_config(
-    engine: RoundPipe | AutoRoundPipe,
-    footprint: Footprint,
-    device: torch.device | None = None,
+    engine: RoundPipe | AutoRoundPipe, footprint: Footprint, device: torch.device | None = None
 ) -> RoundPipeRunConfig:
     """How a call on a whole batch keeps to ``footprint``. Its outputs go to ``device``, else to
     the host."""

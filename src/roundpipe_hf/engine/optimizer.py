@@ -113,11 +113,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             self.engine.add_gradients(more)
         return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
 
-    def _update(
-        self,
-        max_grad_norm: float,
-        elsewhere: Sequence[torch.Tensor],
-    ) -> float:
+    def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
         """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
         model's own gradients."""
         self.has_begun = True
@@ -130,9 +126,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if norm == 0 and any(bool(gradient.any()) for gradient in elsewhere):
             raise ConfigError(
                 "this step's gradients are in the model's own .grad, but the pipeline trains "
-                "copies of the weights: "
-                "those got none. A training_step has to call the model it is given, not "
-                "self.model; a loop, the engine"
+                "copies of the weights: those got none. A training_step has to call the model it "
+                "is given, not self.model; a loop, the engine"
             )
         if self._scaler is not None:
             self._scaler.step(self.inner)
@@ -276,10 +271,8 @@ def adopted(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> torch.optim.
             return optimizer
     raise ConfigError(
         f"this {type(optimizer).__name__} is not over the pipeline's own copies of the weights and "
-        "would train "
-        "nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or override create_optimizer and "
-        "make it over "
-        "self.optim_named_parameters()"
+        "would train nothing. Pass optimizer_cls_and_kwargs=(cls, kwargs), or override "
+        "create_optimizer and make it over self.optim_named_parameters()"
     )
 
 

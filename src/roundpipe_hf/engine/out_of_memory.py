@@ -102,8 +102,7 @@ class OutOfMemoryBackoff:
                     self._reached[engine] = footprint
                     logger.warning(
                         "%s ran out of device memory with num_microbatch=%d; it goes on with %s, "
-                        "which changes neither "
-                        "the batch nor its loss",
+                        "which changes neither the batch nor its loss",
                         self._what,
                         first.num_microbatch,
                         footprint.changes_from(first),

@@ -139,9 +139,8 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
     ):
         yield (
             f"torch_compile_backend={args.torch_compile_backend!r}, "
-            f"torch_compile_mode={args.torch_compile_mode!r}: "
-            "the engine compiles its blocks with torch.compile's defaults; set only "
-            "torch_compile=True"
+            f"torch_compile_mode={args.torch_compile_mode!r}: the engine compiles its blocks with "
+            "torch.compile's defaults; set only torch_compile=True"
         )
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get(
         "fused_linear_cross_entropy", True

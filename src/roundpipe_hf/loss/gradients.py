@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from roundpipe.microbatch.sizes import tensor_leaves
-from roundpipe.runtime.autograd import leaves_beside
+from roundpipe.recompute.graph_leaves import leaves_beside
 
 from ..engine.calls import LossFn
 

@@ -131,10 +131,7 @@ def _identity(files: Sequence[Path], quantization: str) -> str:
 
 
 def _num_bytes(
-    folder: NewFolder,
-    files: Sequence[Path],
-    quantization: str,
-    is_quantized: Callable[[str], bool],
+    folder: NewFolder, files: Sequence[Path], quantization: str, is_quantized: Callable[[str], bool]
 ) -> float:
     """How much is to be written, by shapes, before a value is read; also raises if one does not
     divide into blocks."""

@@ -96,8 +96,7 @@ def load_masters(engine: RoundPipe, folder: str | Path) -> None:
     elif masters and (Path(folder) / OPTIMIZER_NAME).is_file():
         logger.warning(
             "%s has an optimizer state but no %s, as a plain Trainer leaves it: the optimizer goes "
-            "on from the saved "
-            "weights, which are coarser than its own copies were",
+            "on from the saved weights, which are coarser than its own copies were",
             folder,
             MASTERS_NAME,
         )
@@ -196,6 +195,5 @@ def _refuse_missing(masters: Mapping[str, nn.Parameter], saved: Iterable[str], p
     if missing:
         raise ConfigError(
             f"{path} lacks {len(missing)} of {len(masters)} parameters that train now "
-            f"({', '.join(missing[:3])}); "
-            "resume with the same trainable parameters"
+            f"({', '.join(missing[:3])}); resume with the same trainable parameters"
         )

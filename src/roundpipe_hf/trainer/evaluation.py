@@ -33,12 +33,16 @@ else:
 class EvaluationMixin(_Base):
     model: Any  # wider than Trainer's: never None once it is constructed
     answer: ModelAnswer = ModelAnswer()
-    # Whether the loss asks for that of the routers; None: as the model's config says.
-    router_loss: bool | None = None
     _slot: EngineSlot
     _window: AccumulationWindow
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
     is_in_loop: bool  # while `train()` runs
+
+    @property
+    def router_loss(self) -> bool | None:
+        """True where a loss of TRL's asks for that of the routers; None: as the model's config
+        says."""
+        return getattr(self, "aux_loss_enabled", False) or None
 
     def _engine(self, *, trains: bool = True) -> RoundPipe:
         engine = self._slot.engine_for(self.model, self.args, trains=trains)

@@ -173,9 +173,8 @@ class RoundPipeTrainerMixin(SavingMixin):
             if made is not None and made.inner is not self._made:
                 raise ConfigError(
                     f"the model has changed since its {type(made.inner).__name__} was made, which "
-                    "was not by this "
-                    "trainer: make it again over optim_named_parameters() and assign it to "
-                    "trainer.optimizer"
+                    "was not by this trainer: make it again over optim_named_parameters() and "
+                    "assign it to trainer.optimizer"
                 )
             self._made = self._make_inner_optimizer(engine)
             self.optimizer = self._stepped_by(engine, self._made)
@@ -184,13 +183,7 @@ class RoundPipeTrainerMixin(SavingMixin):
 
     def _stepped_by(self, engine: RoundPipe, inner: torch.optim.Optimizer) -> PipelineOptimizer:
         is_async = pipeline_of(self.args).async_optimizer
-        return PipelineOptimizer(
-            engine,
-            inner,
-            self._window,
-            is_async=is_async,
-            scaler=self.scaler,
-        )
+        return PipelineOptimizer(engine, inner, self._window, is_async=is_async, scaler=self.scaler)
 
     def _make_inner_optimizer(self, engine: RoundPipe) -> torch.optim.Optimizer:
         """The same groups in the same order as Trainer's, so that either can load the other's
@@ -329,9 +322,8 @@ class RoundPipeTrainerMixin(SavingMixin):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if len(
-            self._window
-        ):  # the epoch ended in the middle of a window: its losses count, as Trainer's do
+        # The epoch ended in the middle of a window: its losses count, as Trainer's do.
+        if len(self._window):
             for loss in self._run_window():
                 compat.book_loss(self, loss)
         self._traces.step_over()

@@ -73,10 +73,7 @@ class LogitsAnswer(ModelAnswer):
 
 
 def _read_out(
-    settings: Mapping[str, Any],
-    head: Any,
-    hidden_states: torch.Tensor,
-    labels: torch.Tensor | None,
+    settings: Mapping[str, Any], head: Any, hidden_states: torch.Tensor, labels: torch.Tensor | None
 ) -> Any:
     if labels is None:
         raise ConfigError("TRL's loss needs labels in every batch; the data collator made none")

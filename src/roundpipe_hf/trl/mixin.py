@@ -58,11 +58,6 @@ class TRLMixin(RoundPipeTrainerMixin):
         self._route_calls()
 
     @property
-    def router_loss(self) -> bool | None:  # type: ignore[override]  # known after TRL's constructor
-        """True where TRL's loss asks for the routers' auxiliary loss."""
-        return getattr(self, "aux_loss_enabled", False) or None
-
-    @property
     def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model
         """See [Note: fused head]."""
         return self._answer_of(self.model, self._engine(trains=False))

@@ -99,9 +99,7 @@ class _RolloutMixin(TRLMixin):
         return Head(fields=fields, temperature=self.temperature, cast_lm_head_to_fp32=to_fp32)
 
 
-_REFUSED = {
-    "use_transformers_continuous_batching": "it casts the model's weights where they are",
-}
+_REFUSED = {"use_transformers_continuous_batching": "it casts the model's weights where they are"}
 
 
 class RoundPipeGRPOTrainer(_RolloutMixin, GRPOTrainer):

@@ -88,11 +88,6 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
             )
 
     @property
-    def router_loss(self) -> bool | None:  # type: ignore[override]  # known after TRL's constructor
-        """True where TRL's loss asks for the routers' auxiliary loss."""
-        return getattr(self, "aux_loss_enabled", False) or None
-
-    @property
     def answer(self) -> ModelAnswer:  # type: ignore[override]  # chosen anew for every model
         """See [Note: fused head]."""
         smooths = self.label_smoother is not None and self.args.loss_type == "nll"
@@ -133,9 +128,8 @@ class RoundPipeSFTTrainer(RoundPipeTrainerMixin, SFTTrainer):
         self._stashed_tokens = 0
         with self._one_value_per_batch("train"):
             losses = super()._run_window()
-            self._total_train_tokens = (
-                total  # TRL counts in every microbatch, on several threads at once
-            )
+            # TRL counts in every microbatch, on several threads at once.
+            self._total_train_tokens = total
         return losses
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from ...device.virtual import Reached
 from ...params.gradients import OffloadedLayer, norms_of
 from ...params.working import LayerParameters, ParameterStore
 from ...runtime.autograd import when_pass_ends
@@ -47,7 +48,7 @@ class BackwardPass:
             offloaded = buffer.tensors[0].copy_(gradient)
             buffer.norms.copy_(norms_of(offloaded))
             self._on_host.append(
-                OffloadedLayer(layer, buffer, {0: offloaded}, {0: buffer.norms}, _Reached())
+                OffloadedLayer(layer, buffer, {0: offloaded}, {0: buffer.norms}, Reached())
             )
         self._sums.clear()
 
@@ -114,10 +115,3 @@ def _in_whole(offloaded: OffloadedLayer, store: ParameterStore) -> OffloadedLaye
     return offloaded._replace(
         layer=replace(offloaded.layer, layer=store.first + offloaded.layer.layer)
     )
-
-
-class _Reached:
-    """The event of work that the calling thread has done itself."""
-
-    def wait(self) -> None:
-        return

@@ -19,9 +19,8 @@ class LossFunction(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_owner"] = (
-            model  # not registered, because the model's parameters are not this layer's
-        )
+        # Not registered, because the model's parameters are not this layer's.
+        self.__dict__["_owner"] = model
 
     def is_usable(self) -> bool:
         """Whether the model still has the loss of its class."""

@@ -88,11 +88,7 @@ class Twin:
     """
 
     def __init__(
-        self,
-        own: dict[str, Any],
-        copy: dict[str, Any],
-        left_out: Set[str],
-        sides: Sides,
+        self, own: dict[str, Any], copy: dict[str, Any], left_out: Set[str], sides: Sides
     ) -> None:
         self._own, self._copy = own, copy
         self._left_out = left_out

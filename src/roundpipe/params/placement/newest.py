@@ -285,9 +285,7 @@ class PendingUpdates:
                 self._done.notify_all()
 
     def _compute_where(
-        self,
-        chosen: Sequence[tuple[Hold, torch.Tensor | None]],
-        device_state: "DeviceState | None",
+        self, chosen: Sequence[tuple[Hold, torch.Tensor | None]], device_state: "DeviceState | None"
     ) -> None:
         if device_state is not None:
             device_state.adopt([held for held, _ in chosen if held.device_state is None])
@@ -299,9 +297,7 @@ class PendingUpdates:
         )
 
     def _compute_on(
-        self,
-        device_state: "DeviceState | None",
-        some: Sequence[tuple[Hold, torch.Tensor | None]],
+        self, device_state: "DeviceState | None", some: Sequence[tuple[Hold, torch.Tensor | None]]
     ) -> None:
         # The device's work are also gradients that are brought there, because their memory is freed
         # again, and working copies there of which the update is computed on the host.

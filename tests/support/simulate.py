@@ -1,8 +1,8 @@
 """Runs schedules on devices with a fake clock: what would happen, action by action, if costs were
 exact.
 
-Slower than predict.py and knows more: every microbatch, uploads and landings on lanes of their own.
-Boundary transfers are left out. Says what a plan promises, in tests and to people.
+The oracle of `plan/predict.py`, slower and knowing more: every microbatch, copies up and down on
+lanes of their own. Boundary transfers are left out.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import NamedTuple
 
-from ..errors import InternalError
-from .actions import Action, Op, Pass, Passes, StageRun
-from .costs import LayerCosts, StageSums, Workload
-from .schedule import Schedule, round_robin
+from roundpipe.errors import InternalError
+from roundpipe.plan.actions import Action, Op, Pass, Passes, StageRun
+from roundpipe.plan.costs import LayerCosts, StageSums, Workload
+from roundpipe.plan.schedule import Schedule, round_robin
 
 # Rotations of the round-robin position until overlapping rounds follow each other in their rhythm.
 _WARM_UP = 4
