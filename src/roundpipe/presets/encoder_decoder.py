@@ -6,7 +6,6 @@ modules that each has. What comes before, between and after the blocks is the mo
 parts ([Note: the model's own forward]). See docs/internals/encoder-decoder.md.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypedDict
@@ -26,7 +25,6 @@ from . import trial
 from .calling import (
     by_name,
     honour_return_logits,
-    parameters_of,
     refuse_cache,
     refuse_unknown,
     refuse_unsupported,
@@ -36,12 +34,11 @@ from .decoder import Block
 from .loss import chunked, is_plain_linear, merge_outputs, weighted
 from .parts import BlockCall, Blocks, Part, Seen, by_kind, kinds_of
 from .preset import Cut, DoesNotFit, SplitForward
-from .routing import chooses
+from .routing import chooses, wants_auxiliary_loss
 
 # By the models' own losses, which take nothing but labels.
 UNREAD = ("num_items_in_batch", "shift_labels", "ignore_index")
 _WHOLE = ("num_items_in_batch", "loss_weight")
-_ROWS, _SOURCE, _TARGET = 2, 7, 5  # of a trial
 
 
 class State(TypedDict):
@@ -79,6 +76,8 @@ class Prefix(nn.Module):
         refuse_cache(named.pop("past_key_values", None), named.pop("use_cache", None))
         refuse_unsupported(self.config, named)
         refuse_encoder_outputs(named)
+        if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
+            raise ConfigError("output_router_logits: there is no preset that collects them")
         if self.training and _augments(self.config):
             raise ConfigError(
                 "apply_spec_augment was switched on after the model was wrapped, and masks drawn "
@@ -282,7 +281,9 @@ def cut(model: PreTrainedModel) -> Cut:
 def _cut_at(
     model: PreTrainedModel, paths: list[tuple[str, ...]], blocks: list[list[nn.Module]]
 ) -> Cut:
-    samples, returned = trial.run(model, [stack[0] for stack in blocks], _batches(model))
+    samples, returned = trial.run(
+        model, [stack[0] for stack in blocks], trial.batches_of_pairs(model)
+    )
     source, target = (
         Blocks(path, len(stack), number)
         for path, stack, number in zip(paths, blocks, returned, strict=True)
@@ -342,36 +343,6 @@ def _path_of_stack(model: PreTrainedModel, stack: Any) -> tuple[str, ...]:
             "blocks is needed"
         )
     return (*where.split("."), found[0])
-
-
-def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
-    """Of padded rows whose labels count unevenly, without the decoder's inputs and with them."""
-    generator = torch.Generator().manual_seed(0)
-    config: Any = model.config
-
-    def some(*shape: int) -> torch.Tensor:
-        vocabulary = config.vocab_size
-        return torch.randint(min(3, vocabulary - 1), vocabulary, shape, generator=generator)
-
-    labels = some(_ROWS, _TARGET)
-    # Because a loss may leave these out, unasked.
-    labels[0, 1] = getattr(config, "pad_token_id", None) or 0
-    labels[0, 2:] = -100
-    takes_more = any(
-        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters_of(type(model)).values()
-    )
-    more = {"num_items_in_batch": torch.tensor(3)} if takes_more else {}
-    if model.main_input_name == "input_features":
-        # Which is long, so one batch has to do. The length is that of the positions, which a
-        # convolution has halved.
-        shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
-        return [{"input_features": torch.randn(shape, generator=generator), "labels": labels, **more}]
-    mask, of_decoder = torch.ones(_ROWS, _SOURCE, dtype=torch.long), torch.ones_like(labels)
-    mask[0, 4:] = 0
-    of_decoder[1, 3:] = 0
-    one = {"input_ids": some(_ROWS, _SOURCE), "attention_mask": mask, "labels": labels, **more}
-    begun = {"decoder_input_ids": some(_ROWS, _TARGET), "decoder_attention_mask": of_decoder}
-    return [one, one | begun]
 
 
 def _augments(config: Any) -> bool:

@@ -4,6 +4,7 @@ whether it is right.
 Runs on the caller's thread when a model is wrapped; the model comes out as it went in.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from .parts import BlockCall, Blocks, Part, SkippedBlocks
 from .preset import Cut, DoesNotFit, unreached
 
 _ROWS, _TOKENS, _PADDING = 2, 7, 3
+_TARGET = 5  # tokens of a decoder that has an encoder
 _ON_ANY_DEVICE = {"eager", "sdpa"}
 
 
@@ -73,6 +75,9 @@ def run(
 
     Also how many values each of ``blocks`` returns as a tuple; None if it returns a tensor.
     """
+    if any(getattr(each, "attention_type", None) == "block_sparse" for each in model.modules()):
+        # BigBird: a short batch, such as a trial's, would change the model for good.
+        raise DoesNotFit("the length of its first batch decides how it attends (block_sparse)")
     returned: list[list[Any]] = [[] for _ in blocks]
     with ExitStack() as hooks:
         for block, noted in zip(blocks, returned, strict=True):
@@ -99,6 +104,39 @@ def batches_of_tokens(model: PreTrainedModel) -> list[dict[str, Any]]:
         return [padded, {"input_ids": ids, "labels": ids}]
     packed = torch.arange(_TOKENS).expand(_ROWS, -1) % torch.tensor([[_TOKENS - 2], [_TOKENS - 3]])
     return [padded, {"input_ids": ids, "position_ids": packed, "labels": ids}]
+
+
+def batches_of_pairs(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """For an encoder and a decoder: padded rows, whose labels count unevenly, without the decoder's
+    inputs and with them."""
+    generator = torch.Generator().manual_seed(0)
+    config: Any = model.config
+
+    def some(*shape: int) -> torch.Tensor:
+        vocabulary = config.vocab_size
+        return torch.randint(min(3, vocabulary - 1), vocabulary, shape, generator=generator)
+
+    labels = some(_ROWS, _TARGET)
+    # Because a loss may leave these out, unasked.
+    labels[0, 1] = getattr(config, "pad_token_id", None) or 0
+    labels[0, 2:] = -100
+    takes_more = any(
+        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters_of(type(model)).values()
+    )
+    more = {"num_items_in_batch": torch.tensor(3)} if takes_more else {}
+    if model.main_input_name == "input_features":
+        # Which is long, so one batch has to do. The length is that of the positions, which a
+        # convolution has halved.
+        shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
+        return [
+            {"input_features": torch.randn(shape, generator=generator), "labels": labels, **more}
+        ]
+    mask, of_decoder = torch.ones(_ROWS, _TOKENS, dtype=torch.long), torch.ones_like(labels)
+    mask[0, -_PADDING:] = 0
+    of_decoder[1, -_PADDING:] = 0
+    one = {"input_ids": some(_ROWS, _TOKENS), "attention_mask": mask, "labels": labels, **more}
+    begun = {"decoder_input_ids": some(_ROWS, _TARGET), "decoder_attention_mask": of_decoder}
+    return [one, one | begun]
 
 
 class Findings(NamedTuple):
