@@ -52,7 +52,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("settings", [{}, {"label_smoothing_factor": 0.1}], ids=["mean", "smooth"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"label_smoothing_factor": 0.1}, {"loss_reduction": "tokens"}],
+    ids=["mean", "smooth", "declared"],
+)
 def test_training(name: str, settings: dict[str, Any]) -> None:
     """Accumulation over two uneven batches, clipping, three devices."""
     make_model, data, layers = MODELS[name]
