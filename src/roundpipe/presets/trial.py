@@ -1,4 +1,4 @@
-"""Trying the generic preset out on a few tokens: what each part of the model's forward calls, and
+"""Trying the generic presets out on a few tokens: what each part of the model's forward calls, and
 whether it is right.
 
 Runs on the caller's thread when a model is wrapped; the model comes out as it went in.
