@@ -187,7 +187,8 @@ def _generic_for(model: nn.Module) -> Any:
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
-    from . import decoder, encoder_decoder
+    from . import decoder
+    from .architectures import encoder_decoder
 
     if decoder.is_causal_lm(model):
         return decoder

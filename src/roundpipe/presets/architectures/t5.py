@@ -19,9 +19,9 @@ from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from ..calling import refuse_cache, refuse_unsupported, run_block
 from ..causal_lm import wants_only_loss
-from ..encoder_decoder import UNREAD, assemble, refuse_encoder_outputs
 from ..loss import weighted
 from ..preset import Cut
+from .encoder_decoder import UNREAD, assemble, refuse_encoder_outputs
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
 

@@ -19,22 +19,22 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from ..errors import ConfigError
-from ..microbatch import split
-from . import trial
-from .calling import (
+from ...errors import ConfigError
+from ...microbatch import split
+from .. import trial
+from ..calling import (
     by_name,
     honour_return_logits,
     refuse_cache,
     refuse_unknown,
     refuse_unsupported,
 )
-from .causal_lm import refuse_unread, wants_only_loss
-from .decoder import Block
-from .loss import chunked, is_plain_linear, merge_outputs, weighted
-from .parts import BlockCall, Blocks, Part, Seen, by_kind, kinds_of
-from .preset import Cut, DoesNotFit, SplitForward
-from .routing import chooses, wants_auxiliary_loss
+from ..causal_lm import refuse_unread, wants_only_loss
+from ..decoder import Block
+from ..loss import chunked, is_plain_linear, merge_outputs, weighted
+from ..parts import BlockCall, Blocks, Part, Seen, by_kind, kinds_of
+from ..preset import Cut, DoesNotFit, SplitForward
+from ..routing import chooses, wants_auxiliary_loss
 
 # By the models' own losses, which take nothing but labels.
 UNREAD = ("num_items_in_batch", "shift_labels", "ignore_index")
