@@ -70,6 +70,7 @@ class SplitForward:
         joint: ``(model, args, kwargs)``, whether the losses of a call's microbatches do not add up:
             that of the batch is known once their outputs are merged. None: it never is so.
         split_rows: ``(model, named, n)``, cuts what has rows, and looks at no losses.
+        averages_labels: the model's own loss is a mean over its labels that are not -100.
     """
 
     model: Any
@@ -77,6 +78,7 @@ class SplitForward:
     check: Callable[..., None]
     joint: Callable[..., bool] | None = None
     split_rows: SplitRows = split_by_rule
+    averages_labels: bool = False
 
     def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
         """Cuts what the forward is given into at most ``n`` microbatches."""

@@ -238,7 +238,9 @@ def assemble(model: PreTrainedModel, *layers: nn.Module) -> Cut:
     """A model of these layers, whose loss is a mean over labels."""
     return Cut(
         sequential=nn.Sequential(*layers),
-        split_input=SplitForward(model=model, split=split_batch, check=refuse_unread),
+        split_input=SplitForward(
+            model=model, split=split_batch, check=refuse_unread, averages_labels=True
+        ),
         merge_output=merge_outputs,
     )
 
