@@ -180,6 +180,18 @@ def test_a_frozen_encoder(engines: Engines) -> None:
     assert_same_sums(found, gradients, terms=SUMMED)
 
 
+@pytest.mark.parametrize("name", OFTEN)
+def test_in_bfloat16(engines: Engines, name: str) -> None:
+    """Sounds are then given in it, too."""
+    model, kwargs = make(name).bfloat16(), labelled(name)
+    if name == "whisper":
+        kwargs["input_features"] = kwargs["input_features"].bfloat16()
+    theirs, _ = own_forward(copy.deepcopy(model), kwargs)
+    ours, _ = call(engines(model, THREE), kwargs, 1, THREE)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.logits, theirs.logits)
+
+
 def test_dropout_does_not_depend_on_how_the_call_is_cut_up(engines: Engines) -> None:
     """The loss is the same to the bit fused as one stage, recomputed layer by layer, on one device
     or three; and is not that without dropout."""

@@ -128,9 +128,8 @@ def batches_of_pairs(model: PreTrainedModel) -> list[dict[str, Any]]:
         # Which is long, so one batch has to do. The length is that of the positions, which a
         # convolution has halved.
         shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
-        return [
-            {"input_features": torch.randn(shape, generator=generator), "labels": labels, **more}
-        ]
+        sounds = torch.randn(shape, generator=generator).to(model.dtype)
+        return [{"input_features": sounds, "labels": labels, **more}]
     mask, of_decoder = torch.ones(_ROWS, _TOKENS, dtype=torch.long), torch.ones_like(labels)
     mask[0, -_PADDING:] = 0
     of_decoder[1, -_PADDING:] = 0
