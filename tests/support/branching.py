@@ -117,26 +117,6 @@ def make_t5() -> nn.Module:
     return T5ForConditionalGeneration(config).train()
 
 
-def make_bart() -> nn.Module:
-    """Takes T5's batches; has no preset."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = BartConfig(
-        vocab_size=50,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_position_embeddings=32,
-        dropout=0.0,
-    )
-    return BartForConditionalGeneration(config).train()
-
-
 def _output_error(rows: int) -> Any:
     return lambda output, target: (output - target).square().sum() / rows
 

@@ -332,6 +332,12 @@ class RoundPipe(Engine):
             return how.split_rows(how.model, dict(inputs), num_microbatch)
         return split_by_rule(None, dict(inputs), num_microbatch)
 
+    @property
+    def averages_labels(self) -> bool:
+        """True if the model's own loss is known to be a mean over its labels that are not -100."""
+        how = self._config.split_input
+        return isinstance(how, SplitForward) and how.averages_labels
+
     # What is going on.
 
     @property

@@ -29,8 +29,8 @@ from .calling import (
 )
 from .causal_lm import LossState, wants_only_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
-from .parts import BlockCall, Blocks, by_kind, kinds_of, path_of_blocks
-from .preset import Cut, DoesNotFit, unreached
+from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
+from .preset import Cut, DoesNotFit
 from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
@@ -247,11 +247,7 @@ def cut(
             if balance is None or asks:
                 raise
             made = _tried(model, path, blocks, None, make)
-    left_out = unreached(model, made.sequential)
-    if left_out:
-        raise DoesNotFit(
-            f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them"
-        )
+    trial.refuse_unreached(model, made)
     return made
 
 
@@ -262,15 +258,8 @@ def _tried(
     balance: Balance | None,
     make: MakeCut | None,
 ) -> Cut:
-    try:
+    with trial.of_unknown_code():
         return _cut_at(model, path, blocks, balance, make or partial(_make, balance))
-    except DoesNotFit:
-        raise
-    # Because an unknown forward may raise anything when called in another way.
-    except Exception as error:
-        raise DoesNotFit(
-            f"run in parts, its forward raises {type(error).__name__}: {error}"
-        ) from error
 
 
 def _cut_at(
@@ -280,12 +269,13 @@ def _cut_at(
     balance: Balance | None,
     make: MakeCut,
 ) -> Cut:
-    samples, num_returned = trial.run(
-        model, blocks[0], {} if balance is None else {"output_router_logits": True}
-    )
-    where = Blocks(path, len(blocks), num_returned)
-    trial.refuse_skipping(model, where, samples[0].inputs)
-    found = trial.find(model, where, samples[0].inputs)
+    more = {} if balance is None else {"output_router_logits": True}
+    batches = [inputs | more for inputs in trial.batches_of_tokens(model)]
+    samples, (num_returned,) = trial.run(model, blocks[:1], batches)
+    where, inputs = Blocks(path, len(blocks), num_returned), samples[0].inputs
+    everything = Part(model, where, lambda _: True)
+    trial.refuse_skipping(model, partial(everything.first, **inputs, use_cache=False))
+    found = trial.find(model, where, inputs)
     layer_types = getattr(model.config.get_text_config(), "layer_types", None)
     kinds = kinds_of(found.calls, layer_types or [])
     made = make(model, found, blocks, kinds)

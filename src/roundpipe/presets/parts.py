@@ -120,14 +120,21 @@ class Part(nn.Module):
             return notes.hidden_states, notes.calls
         raise SkippedBlocks(len(notes.calls), self.blocks.number)
 
-    def last(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    def last(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs from the last block on, ``hidden_states`` being what that returned."""
         passing = self._passing(hidden_states)
-        output = self._run(passing, **kwargs)
+        output = self._run(passing, *args, **kwargs)
         self._refuse_skipped(passing)
         return output
 
-    def into(self, name: str, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def into(
+        self,
+        name: str,
+        hidden_states: torch.Tensor,
+        *,
+        instead: Mapping[str, nn.Module] = {},
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Runs from the last block up to the model's own module ``name``, and returns what that
         would be called with.
 
@@ -137,8 +144,8 @@ class Part(nn.Module):
         notes = _Notes(self.blocks._replace(number=1))
         passing = self._passing(hidden_states)
         try:
-            instead = {name: _Noting(notes, self.owned[0].get_submodule(name))}
-            self._run(passing, instead=instead, **kwargs)
+            noting = _Noting(notes, self.owned[0].get_submodule(name))
+            self._run(passing, instead={**instead, name: noting}, **kwargs)
         except _Reached:
             self._refuse_skipped(passing)
             return notes.hidden_states
@@ -260,6 +267,21 @@ class _Passing(nn.Module):
         self.was_called = True
         given = args[0] if args else kwargs["hidden_states"]
         return self._blocks.returned(given if self._value is None else self._value)
+
+
+class Seen(nn.Module):
+    """Stands in the model's forward for an encoder, ``of``, and returns what that has made."""
+
+    def __init__(self, seen: Any, of: nn.Module) -> None:
+        super().__init__()
+        self._seen = seen
+        self._of = (of,)  # in a tuple, because it must not be registered
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of[0], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._seen
 
 
 def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:

@@ -70,6 +70,7 @@ class SplitForward:
         joint: ``(model, args, kwargs)``, whether the losses of a call's microbatches do not add up:
             that of the batch is known once their outputs are merged. None: it never is so.
         split_rows: ``(model, named, n)``, cuts what has rows, and looks at no losses.
+        averages_labels: the model's own loss is a mean over its labels that are not -100.
     """
 
     model: Any
@@ -77,6 +78,7 @@ class SplitForward:
     check: Callable[..., None]
     joint: Callable[..., bool] | None = None
     split_rows: SplitRows = split_by_rule
+    averages_labels: bool = False
 
     def __call__(self, args: Any, kwargs: Any, n: int) -> Any:
         """Cuts what the forward is given into at most ``n`` microbatches."""
@@ -147,7 +149,7 @@ def cut(model: nn.Module) -> Cut | None:
     """Cuts ``model`` (or what an adapter wrapper holds) with the preset of its architecture, else
     the generic one.
 
-    None if neither fits; the log says why where the model is a causal language model.
+    None if neither fits; the log says why where there is a generic one for such models.
     """
     base = base_of(model)
     preset = _preset_of(type(base))
@@ -182,14 +184,17 @@ def has_images(model: nn.Module) -> bool:
 
 
 def _generic_for(model: nn.Module) -> Any:
-    """The generic preset's module for a causal language model of transformers, which is not
-    imported for others."""
+    """The module of the generic preset for such models of transformers, which is not imported for
+    others."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return None
     from . import decoder
+    from .architectures import encoder_decoder
 
-    return decoder if decoder.is_causal_lm(model) else None
+    if decoder.is_causal_lm(model):
+        return decoder
+    return encoder_decoder if encoder_decoder.is_encoder_decoder(model) else None
 
 
 def _preset_of(cls: type) -> str | CutModel | None:

@@ -1,10 +1,11 @@
-"""Trying the generic preset out on a few tokens: what each part of the model's forward calls, and
+"""Trying the generic presets out on a few tokens: what each part of the model's forward calls, and
 whether it is right.
 
 Runs on the caller's thread when a model is wrapped; the model comes out as it went in.
 """
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,9 +16,10 @@ from transformers import PreTrainedModel
 
 from .calling import parameters_of
 from .parts import BlockCall, Blocks, Part, SkippedBlocks
-from .preset import Cut, DoesNotFit
+from .preset import Cut, DoesNotFit, unreached
 
 _ROWS, _TOKENS, _PADDING = 2, 7, 3
+_TARGET = 5  # tokens of a decoder that has an encoder
 _ON_ANY_DEVICE = {"eager", "sdpa"}
 
 
@@ -52,24 +54,44 @@ def in_evaluation(model: PreTrainedModel) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def of_unknown_code() -> Iterator[None]:
+    """Whatever is raised within becomes `DoesNotFit`, because an unknown forward may raise anything
+    when it is called in another way."""
+    try:
+        yield
+    except DoesNotFit:
+        raise
+    except Exception as error:
+        raise DoesNotFit(
+            f"run in parts, its forward raises {type(error).__name__}: {error}"
+        ) from error
+
+
 def run(
-    model: PreTrainedModel, block: nn.Module, more: dict[str, Any]
-) -> tuple[list[Sample], int | None]:
-    """A batch padded on the left and, where the model takes positions, one of packed rows, each
-    with ``more``.
+    model: PreTrainedModel, blocks: Sequence[nn.Module], batches: Sequence[dict[str, Any]]
+) -> tuple[list[Sample], list[int | None]]:
+    """The model's own forward of each batch.
 
-    Also how many values ``block`` returns as a tuple; None if it returns a tensor.
+    Also how many values each of ``blocks`` returns as a tuple; None if it returns a tensor.
     """
-    returned: list[Any] = []
-    with block.register_forward_hook(lambda _, __, output: returned.append(output)):
-        batches = [inputs | more for inputs in _batches(model)]
+    if any(getattr(each, "attention_type", None) == "block_sparse" for each in model.modules()):
+        # BigBird: a short batch, such as a trial's, would change the model for good.
+        raise DoesNotFit("the length of its first batch decides how it attends (block_sparse)")
+    returned: list[list[Any]] = [[] for _ in blocks]
+    with ExitStack() as hooks:
+        for block, noted in zip(blocks, returned, strict=True):
+            hooks.enter_context(
+                block.register_forward_hook(lambda _, __, output, noted=noted: noted.append(output))
+            )
         made = [Sample(inputs, model(**inputs, use_cache=False)) for inputs in batches]
-    if not returned:
+    if not all(returned):
         raise DoesNotFit("its forward does not call its blocks")
-    return made, len(returned[0]) if isinstance(returned[0], tuple) else None
+    return made, [len(each[0]) if isinstance(each[0], tuple) else None for each in returned]
 
 
-def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
+def batches_of_tokens(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """One padded on the left and, where the model takes positions, one of packed rows."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, _TOKENS), generator=generator)
@@ -82,6 +104,38 @@ def _batches(model: PreTrainedModel) -> list[dict[str, Any]]:
         return [padded, {"input_ids": ids, "labels": ids}]
     packed = torch.arange(_TOKENS).expand(_ROWS, -1) % torch.tensor([[_TOKENS - 2], [_TOKENS - 3]])
     return [padded, {"input_ids": ids, "position_ids": packed, "labels": ids}]
+
+
+def batches_of_pairs(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """For an encoder and a decoder: padded rows, whose labels count unevenly, without the decoder's
+    inputs and with them."""
+    generator = torch.Generator().manual_seed(0)
+    config: Any = model.config
+
+    def some(*shape: int) -> torch.Tensor:
+        vocabulary = config.vocab_size
+        return torch.randint(min(3, vocabulary - 1), vocabulary, shape, generator=generator)
+
+    labels = some(_ROWS, _TARGET)
+    # Because a loss may leave these out, unasked.
+    labels[0, 1] = getattr(config, "pad_token_id", None) or 0
+    labels[0, 2:] = -100
+    takes_more = any(
+        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters_of(type(model)).values()
+    )
+    more = {"num_items_in_batch": torch.tensor(3)} if takes_more else {}
+    if model.main_input_name == "input_features":
+        # Which is long, so one batch has to do. The length is that of the positions, which a
+        # convolution has halved.
+        shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
+        sounds = torch.randn(shape, generator=generator).to(model.dtype)
+        return [{"input_features": sounds, "labels": labels, **more}]
+    mask, of_decoder = torch.ones(_ROWS, _TOKENS, dtype=torch.long), torch.ones_like(labels)
+    mask[0, -_PADDING:] = 0
+    of_decoder[1, -_PADDING:] = 0
+    one = {"input_ids": some(_ROWS, _TOKENS), "attention_mask": mask, "labels": labels, **more}
+    begun = {"decoder_input_ids": some(_ROWS, _TARGET), "decoder_attention_mask": of_decoder}
+    return [one, one | begun]
 
 
 class Findings(NamedTuple):
@@ -102,17 +156,12 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
     """Runs the model's forward in parts that have all of its modules, to see which of them each
     needs."""
     everything = Part(model, blocks, lambda _: True)
-    with _called_in(everything) as by_first:
+    with called_in(everything) as by_first:
         hidden_states, calls = everything.first(**inputs, use_cache=False)
     embeds = hidden_states.new_zeros(*hidden_states.shape[:2], width_of(model))
     # Its stand-ins have no routers, so it could make no auxiliary loss.
     silent = {"output_router_logits": False} if "output_router_logits" in inputs else {}
-    head = model.get_output_embeddings()
-    returned: list[Any] = []
-    with (
-        _called_in(everything) as by_last,
-        head.register_forward_hook(lambda _, __, output: returned.append(output)),
-    ):
+    with called_in(everything) as by_last, outputs_of_head(model) as returned:
         output = everything.last(
             hidden_states,
             inputs_embeds=embeds,
@@ -120,28 +169,46 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
             use_cache=False,
             **silent,
         )
-    names = (name for name, child in model.named_children() if child is head)
     return Findings(
         first=Part(model, blocks, by_first.__contains__),
         last=Part(model, blocks, by_last.__contains__),
         calls=calls,
-        head=next(names, None) if len(returned) == 1 and output.logits is returned[0] else None,
+        head=name_of_head(model, returned, output.logits),
         output_class=type(output),
     )
 
 
-def refuse_skipping(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> None:
+@contextmanager
+def outputs_of_head(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """What the model's head returns while the context lasts."""
+    returned: list[torch.Tensor] = []
+    head: Any = model.get_output_embeddings()
+    with head.register_forward_hook(lambda _, __, output: returned.append(output)):
+        yield returned
+
+
+def name_of_head(
+    model: PreTrainedModel, returned: Sequence[torch.Tensor], logits: torch.Tensor
+) -> str | None:
+    """None unless what the head has returned once are the ``logits``."""
+    head = model.get_output_embeddings()
+    names = (name for name, child in model.named_children() if child is head)
+    return next(names, None) if len(returned) == 1 and logits is returned[0] else None
+
+
+def refuse_skipping(model: PreTrainedModel, note_calls: Callable[[], Any]) -> None:
     """Whether the model's forward calls all blocks in training too, whatever it draws.
+
+    ``note_calls``: runs it with `Part.first`.
 
     Raises:
         DoesNotFit: by layer drop or the like it may skip some, each time others.
     """
-    everything = Part(model, blocks, lambda _: True)
     model.train()
     try:
         for drawn in (0.0, 1.0 - torch.finfo(torch.float32).eps):
             with _Drawing(drawn):
-                everything.first(**inputs, use_cache=False)
+                note_calls()
     except SkippedBlocks as error:
         raise DoesNotFit("in training its forward may skip blocks (layer drop)") from error
     finally:
@@ -169,7 +236,7 @@ def width_of(model: PreTrainedModel) -> int:
 
 
 @contextmanager
-def _called_in(part: Part) -> Iterator[set[str]]:
+def called_in(part: Part) -> Iterator[set[str]]:
     """Names, from the model on, of the modules in containers that are called while the context
     lasts."""
     called: set[str] = set()
@@ -192,8 +259,8 @@ def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> Non
     """
     for inputs, theirs in batches:
         ours = _run(made, inputs, 1)
-        names = ("logits", "loss", *(name for name in ("aux_loss",) if name in theirs))
-        for name in names:
+        optional = (name for name in ("aux_loss", "encoder_last_hidden_state") if name in theirs)
+        for name in ("logits", "loss", *optional):
             difference = _difference(ours[name], theirs[name])
             if difference:
                 raise DoesNotFit(
@@ -214,10 +281,19 @@ def compare(model: PreTrainedModel, made: Cut, batches: Sequence[Sample]) -> Non
                     raise DoesNotFit(f"{what}, but for {difference:.3g}")
 
 
+def refuse_unreached(model: PreTrainedModel, made: Cut) -> None:
+    """Raises DoesNotFit if parameters of the model are in no layer."""
+    left_out = unreached(model, made.sequential)
+    if left_out:
+        raise DoesNotFit(
+            f"its forward does not reach {len(left_out)} parameters, {left_out[0]} among them"
+        )
+
+
 def _run(made: Cut, inputs: dict[str, Any], num_microbatch: int) -> Any:
     _, parts = made.split_input((), inputs, num_microbatch)
     outputs = [made.sequential[1:](made.sequential[0](**part)) for part in parts]
-    return made.merge_output(outputs, [len(part["input_ids"]) for part in parts])
+    return made.merge_output(outputs, [len(part["labels"]) for part in parts])
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

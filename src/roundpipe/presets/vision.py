@@ -18,7 +18,7 @@ from . import causal_lm, decoder
 from .calling import by_name, run_block
 from .causal_lm import assemble
 from .images import Measure, Positions, images_of_rows, split_rows
-from .parts import BlockCall, Blocks, Part, by_kind, path_of_blocks
+from .parts import BlockCall, Blocks, Part, Seen, by_kind, path_of_blocks
 from .preset import Cut, DoesNotFit
 from .trial import Findings
 
@@ -149,7 +149,7 @@ class Join(decoder.Prefix):
         stand_ins: dict[str, Any] = {}
         if hidden_states is not None:
             seen = family.seen(self.after, hidden_states, state["kept"], named)
-            stand_ins["instead"] = {f"model.{family.tower}": _Seen(seen, *self.original)}
+            stand_ins["instead"] = {f"model.{family.tower}": Seen(seen, *self.original)}
             named["pixel_values"] = hidden_states.detach()  # of which only the type is read
         if family.between is not None:
 
@@ -177,21 +177,6 @@ class ChangedBlock(nn.Module):
         (others, *later), hidden_states = made["changes"], made["hidden_states"]
         changed = self.change(None, hidden_states, *others)
         return {**made, "hidden_states": changed, "changes": tuple(later)}
-
-
-class _Seen(nn.Module):
-    """Stands for the tower in the model's forward, and returns what it has seen."""
-
-    def __init__(self, seen: Any, tower: nn.Module) -> None:
-        super().__init__()
-        self._seen = seen
-        self._tower = (tower,)  # in a tuple, because it must not be registered
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tower[0], name)
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._seen
 
 
 def cut(model: PreTrainedModel, family: Family) -> Cut:

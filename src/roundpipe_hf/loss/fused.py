@@ -55,8 +55,8 @@ class FusedLoss:
         """
         self._forget_another_loss()
         trainer = self._trainer
-        reduction = reduction_of(trainer, batches)
-        if reduction is None or is_known(trainer, batches):
+        reduction = reduction_of(trainer, batches, engine)
+        if reduction is None or is_known(trainer, batches, engine):
             return reduction
         if self._fits is None:
             self._check(engine, batches, reduction)
@@ -126,8 +126,8 @@ class FusedLoss:
             not is_users(trainer)
             and trainer.label_smoother is None
             and type(trainer.answer) is ModelAnswer
-            and makes_causal_loss(base_model(trainer.model))
-            and all(_counts_something(trainer, batch) for batch in batches)
+            and (engine.averages_labels or makes_causal_loss(base_model(trainer.model)))
+            and all(_counts_something(trainer, batch, engine) for batch in batches)
             and runs_by_preset(engine)
         )
 
@@ -197,10 +197,11 @@ class FusedLoss:
         return _TOLERANCE if is_exact else _TOLERANCE_BELOW_FP32
 
 
-def _counts_something(trainer: Any, batch: StashedBatch) -> bool:
+def _counts_something(trainer: Any, batch: StashedBatch, engine: RoundPipe) -> bool:
     """Whether no microbatch's loss is divided by nothing: its items, where Trainer has counted them
-    (which it does not for models that would not be told), else its targets."""
-    if batch.num_items is not None:
+    (which it does not for models that would not be told) and the model heeds them, else its
+    targets."""
+    if batch.num_items is not None and not engine.averages_labels:
         return bool(batch.num_items > 0)
     valid = valid_targets(trainer, batch.inputs)
     return valid is not None and bool(valid.flatten(1).any(dim=1).all())

@@ -2,11 +2,12 @@
 
 [Note: two paths] A loss whose reduction is known runs *fused*: a worker computes it for each
 microbatch where the outputs are, and goes backward at once. Known are transformers' causal loss and
-label smoothing; a ``compute_loss_func`` that reads ``num_items_in_batch``, which Trainer hands it
-to divide a sum by; and what is declared, with `loss_reduction` or as an argument of the training
-arguments. Every other loss runs on *whole batches*, as the plain Trainer runs it (see whole.py).
-That is always right. Rejected: to call a ``compute_loss`` fused because it takes
-``num_items_in_batch``. Most do and never look at it, and many add a mean to what they divide by it.
+label smoothing; that of an encoder with a decoder, where its preset knows it for a mean; a
+``compute_loss_func`` that reads ``num_items_in_batch``, which Trainer hands it to divide a sum by;
+and what is declared, with `loss_reduction` or as an argument of the training arguments. Every other
+loss runs on *whole batches*, as the plain Trainer runs it (see whole.py). That is always right.
+Rejected: to call a ``compute_loss`` fused because it takes ``num_items_in_batch``. Most do and
+never look at it, and many add a mean to what they divide by it.
 """
 
 import dis
@@ -17,6 +18,7 @@ from typing import Any, TypeVar, get_args
 
 from torch import nn
 
+from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
 
 from ..arguments import LossReduction, check_choice, pipeline_of
@@ -59,7 +61,9 @@ def is_users(trainer: Any) -> bool:
     return not trainer.has_stock_loss() or trainer.compute_loss_func is not None
 
 
-def reduction_of(trainer: Any, batches: Sequence[StashedBatch]) -> LossReduction | None:
+def reduction_of(
+    trainer: Any, batches: Sequence[StashedBatch], engine: RoundPipe
+) -> LossReduction | None:
     """See [Note: two paths]. None for a loss that runs on whole batches.
 
     Raises:
@@ -76,17 +80,18 @@ def reduction_of(trainer: Any, batches: Sequence[StashedBatch]) -> LossReduction
             )
         return None
     if not is_users(trainer):
-        return _stock_reduction(trainer, batches) or pipeline_of(trainer.args).loss_reduction
+        known = _stock_reduction(trainer, batches, engine)
+        return known or pipeline_of(trainer.args).loss_reduction
     declared = declared_reduction(trainer)
     if declared is not None or not trainer.has_stock_loss():
         return declared
     return "sum" if _has_items(batches) and reads_num_items(trainer.compute_loss_func) else None
 
 
-def is_known(trainer: Any, batches: Sequence[StashedBatch]) -> bool:
+def is_known(trainer: Any, batches: Sequence[StashedBatch], engine: RoundPipe) -> bool:
     """Whether the reduction comes from what is known of the libraries' losses, and not from a
     declaration or from the user's code."""
-    return not is_users(trainer) and _stock_reduction(trainer, batches) is not None
+    return not is_users(trainer) and _stock_reduction(trainer, batches, engine) is not None
 
 
 def _has_router_loss(trainer: Any) -> bool:
@@ -104,12 +109,16 @@ def declared_reduction(trainer: Any) -> LossReduction | None:
     return declared or pipeline_of(trainer.args).loss_reduction
 
 
-def _stock_reduction(trainer: Any, batches: Sequence[StashedBatch]) -> LossReduction | None:
-    if not loss_adds_up(trainer):
+def _stock_reduction(
+    trainer: Any, batches: Sequence[StashedBatch], engine: RoundPipe
+) -> LossReduction | None:
+    averages = trainer.label_smoother is None and engine.averages_labels
+    if not (averages or loss_adds_up(trainer)):
         return None
-    if _has_items(batches):
+    if _has_items(batches) and not averages:
         return "sum"
-    is_mean = trainer.label_smoother is None and makes_causal_loss(base_model(trainer.model))
+    makes_mean = averages or makes_causal_loss(base_model(trainer.model))
+    is_mean = trainer.label_smoother is None and makes_mean
     has_labels = all(valid_targets(trainer, batch.inputs) is not None for batch in batches)
     return "tokens" if is_mean and has_labels else None
 

@@ -27,6 +27,8 @@ from roundpipe_hf import (
     RoundPipeTrainer,
 )
 from tests.support.branching import make_t5, t5_batch
+from tests.support.encoder_decoder_models import make as make_pair
+from tests.support.encoder_decoder_models import rows_of
 from tests.support.models import make_llama, make_lora_llama
 from tests.support.trainers import (
     Pair,
@@ -278,6 +280,8 @@ def seq2seq(is_ours: bool, make: Callable[[], Any], rows: Any, **settings: Any) 
 
 KINDS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "t5": (of_t5, t5_rows),
+    "bart": (lambda: make_pair("bart"), lambda: rows_of("bart", 7)),
+    "whisper": (lambda: make_pair("whisper"), lambda: rows_of("whisper", 7)),
     "decoder": (decoder, lambda: [{k: v[:8] for k, v in row.items()} for row in ROWS]),
     "lora": (adapted, lambda: [{k: v[:8] for k, v in row.items()} for row in ROWS]),
 }

@@ -17,24 +17,13 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from ...errors import ConfigError
-from ...microbatch import split
-from ..calling import (
-    by_name,
-    honour_return_logits,
-    refuse_cache,
-    refuse_unknown,
-    refuse_unsupported,
-    run_block,
-)
-from ..causal_lm import refuse_unread, wants_only_loss
-from ..loss import merge_outputs, weighted
-from ..preset import Cut, SplitForward
+from ..calling import refuse_cache, refuse_unsupported, run_block
+from ..causal_lm import wants_only_loss
+from ..loss import weighted
+from ..preset import Cut
+from .encoder_decoder import UNREAD, assemble, refuse_encoder_outputs
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
-_WHOLE = ("num_items_in_batch", "loss_weight")
-# By the model's own loss, which takes nothing but labels.
-_UNREAD = ("num_items_in_batch", "shift_labels", "ignore_index")
 
 
 class State(TypedDict):
@@ -73,14 +62,10 @@ class Prefix(nn.Module):
     ) -> State:
         refuse_cache(kwargs.pop("past_key_values", None), kwargs.pop("use_cache", None))
         refuse_unsupported(self.config, kwargs)
-        if kwargs.pop("encoder_outputs", None) is not None:
-            raise ConfigError(
-                "encoder_outputs: the pipeline runs the encoder itself; leave it out, or wrap the "
-                "model with use_sequential_preset=False"
-            )
+        refuse_encoder_outputs(kwargs)
         embeds = _embedded(self.embed_tokens, input_ids, inputs_embeds)
         of_decoder = {name: kwargs.pop(name, None) for name in _OF_DECODER}
-        for name in _UNREAD:
+        for name in UNREAD:
             kwargs.pop(name, None)
         return State(
             hidden_states=self.dropout(embeds),
@@ -218,24 +203,6 @@ def _embedded(
     return made
 
 
-def split_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
-) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Cuts the arguments of the model's forward into microbatches whose losses add up to that of
-    the batch: a mean over its labels, whatever ``num_items_in_batch`` says, as the model's own."""
-    named = by_name(type(model), args, kwargs)
-    honour_return_logits(named)
-    refuse_unknown(model, named, also=("skip_logits", "return_logits"))
-    whole = {name: named.pop(name) for name in _WHOLE if name in named}
-    parts = [part | whole for _, part in split((), named, None, n).inputs]
-    if len(parts) > 1 and named.get("labels") is not None:
-        counts = [part["labels"].ne(-100).sum() for part in parts]
-        total = sum(counts)
-        for part, count in zip(parts, counts, strict=True):
-            part["loss_weight"] = float(count / total)
-    return [()] * len(parts), parts
-
-
 def cut(model: PreTrainedModel) -> Cut:
     """Embeddings, one layer per block of the encoder, what is between, one per block of the
     decoder, head."""
@@ -244,10 +211,6 @@ def cut(model: PreTrainedModel) -> Cut:
         [Block(block, stack.block[0]) for block in stack.block]
         for stack in (stacks.encoder, stacks.decoder)
     )
-    return Cut(
-        sequential=nn.Sequential(
-            Prefix(stacks.encoder), *encoder, Bridge(stacks), *decoder, Suffix(stacks)
-        ),
-        split_input=SplitForward(model=model, split=split_batch, check=refuse_unread),
-        merge_output=merge_outputs,
+    return assemble(
+        model, Prefix(stacks.encoder), *encoder, Bridge(stacks), *decoder, Suffix(stacks)
     )
