@@ -71,7 +71,7 @@ class Prefix(nn.Module):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> State:
-        refuse_cache(kwargs.pop("past_key_values", None), kwargs.pop("use_cache", None))
+        refuse_cache(kwargs)
         refuse_unsupported(self.config, kwargs)
         if kwargs.pop("encoder_outputs", None) is not None:
             raise ConfigError(
@@ -122,7 +122,6 @@ class Block(nn.Module):
             self._bias(state["hidden_states"]),
             state["encoded"],
             state["cross_mask"],
-            past_key_values=None,
             **state["block_kwargs"],
         )
         return {**state, "hidden_states": hidden_states}
@@ -159,9 +158,7 @@ class Bridge(nn.Module):
         return {
             **state,
             "hidden_states": self.dropout(embeds),
-            "mask": create_causal_mask(
-                config=self.config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None
-            ),
+            "mask": create_causal_mask(self.config, embeds, mask, None),
             "encoded": encoded,
             "cross_mask": create_bidirectional_mask(
                 config=self.config,
