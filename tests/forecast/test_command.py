@@ -154,11 +154,16 @@ CONFIGS = {
     "without sizes": '{"model_type": "llama"}',
     "unknown": '{"model_type": "nobody knows"}',
     "absurd": '{"model_type": "llama", "hidden_size": null, "num_hidden_layers": 2}',
+    "no layers": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 0}',
+    "no words": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,'
+    ' "vocab_size": 0}',
     "another kind": '{"model_type": "t5", "d_model": 8, "num_layers": 2}',
 }
 SAID = {
     "none": "has no config.json",
     "without sizes": "does not say hidden_size and num_hidden_layers, which would be guessed",
+    "no layers": "says num_hidden_layers is 0; it must be at least 1",
+    "no words": "says vocab_size is 0; it must be at least 1",
     "another kind": "no causal language model can be made of a T5Config",
 }
 
@@ -212,6 +217,11 @@ def test_flags_that_are_none_are_one_line(
         ("", "is no trace that"),
         ("[]", "is no trace that"),
         ('{"traceEvents": [{"ph": "X"}]}', "is no trace that"),
+        (
+            '{"traceEvents": [{"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "x"}},'
+            ' {"ph": "X", "name": "y", "tid": 1, "ts": 5, "dur": -3, "args": {}}]}',
+            "is no trace that",
+        ),
         ('{"traceEvents": []}', "shows no lane of a device"),
     ],
 )
