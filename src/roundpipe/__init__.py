@@ -1,6 +1,10 @@
 """Train models far larger than the GPU: their state lives in host memory, the GPUs are stateless
 workers."""
 
+# First, because what comes after it loads torch.
+from .system import loading  # noqa: F401
+
+# isort: split
 from . import errors, optim
 from .config import RoundPipeRunConfig
 from .device.choose import virtual

@@ -55,3 +55,16 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)", README.read_text())
     assert links
     assert not [link for link in links if not (ROOT / link).is_file()]
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[a-z]*/README.md")]),
+    ids=lambda page: page.stem,
+)
+def test_files_that_pages_name_are_there(page: Path) -> None:
+    """CONTRIBUTING sent its readers to a folder of tests that had another name by then."""
+    named = re.findall(
+        r"\b((?:benchmarks|docs|examples|notebooks|src|tests|tools)/[\w./*-]*\w)", page.read_text()
+    )
+    assert not [name for name in named if not any(ROOT.glob(name))]

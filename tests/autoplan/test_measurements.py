@@ -45,16 +45,6 @@ def measurements(*sizes: int) -> ShapeMeasurements:
     return ShapeMeasurements(estimate_costs([size(num_bytes) for num_bytes in sizes], 0), Rates())
 
 
-def test_the_least_of_a_layers_forwards_is_kept_beside_their_mean() -> None:
-    """Whoever asks whether a layer waits for its kernels wants a time that nothing held up."""
-    measured = measurements(MIB, MIB)
-    for ms in (3.0, 2.0, 9.0):
-        measured.record_time("forward", 1, ms)
-        measured.record_time("backward", 1, 1.0)
-    assert measured.least_forward_ms(1) == 2.0
-    assert measured.least_forward_ms(0) is None
-
-
 # The estimate.
 
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import roundpipe
 from roundpipe.memory.slots import SlotPool
-from roundpipe.runtime.capture.layers import CapturedLayers, waits_for_queue
+from roundpipe.runtime.capture.layers import CapturedLayers
 from tests.support.device_sets import ONE, DeviceSet
 from tests.support.engines import Engines, engine_weights, reference_steps, train_steps
 from tests.support.models import Batch
@@ -263,17 +263,3 @@ def test_which_layers_of_transformers_may_be_captured(*, is_wanted: bool | None)
         blocks = list(model.model.layers)
         found.append(len(CapturedLayers(device, blocks, SlotPool(device), is_wanted)._layers))
     assert found == {None: [3, 0], True: [3, 3], False: [0, 0]}[is_wanted]
-
-
-@pytest.mark.parametrize(
-    ("computed_ms", "queued_ms", "waits"),
-    [
-        (None, 2.5, True),  # nothing is known
-        (2.6, 2.5, True),  # kernels end as they are queued
-        (2.1, 0.4, False),  # a compiled block of 8,192 tokens
-    ],
-)
-def test_layers_that_keep_the_device_busy_gain_nothing(
-    computed_ms: float | None, queued_ms: float, *, waits: bool
-) -> None:
-    assert waits_for_queue(computed_ms, queued_ms) == waits

@@ -1,11 +1,15 @@
 """What is printed by `python -m roundpipe`, as users type it, and the exit status that scripts
 see."""
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +26,9 @@ from .runs import measure_little, small_config
 
 def typed(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     """In a process of its own, whose output is no terminal."""
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [environment.pop("PYTHONPATH", ""), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
         [sys.executable, "-m", "roundpipe", *arguments],
         capture_output=True,
@@ -148,11 +154,16 @@ CONFIGS = {
     "without sizes": '{"model_type": "llama"}',
     "unknown": '{"model_type": "nobody knows"}',
     "absurd": '{"model_type": "llama", "hidden_size": null, "num_hidden_layers": 2}',
+    "no layers": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 0}',
+    "no words": '{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,'
+    ' "vocab_size": 0}',
     "another kind": '{"model_type": "t5", "d_model": 8, "num_layers": 2}',
 }
 SAID = {
     "none": "has no config.json",
     "without sizes": "does not say hidden_size and num_hidden_layers, which would be guessed",
+    "no layers": "says num_hidden_layers is 0; it must be at least 1",
+    "no words": "says vocab_size is 0; it must be at least 1",
     "another kind": "no causal language model can be made of a T5Config",
 }
 
@@ -182,6 +193,7 @@ def test_contradictory_options_are_one_line(
         (["plan", "a", "--full", "--lora", "4"], "--lora: not allowed with argument --full"),
         (["plan", "a", "--rows", "many"], "--rows: invalid int value: 'many'"),
         (["plan", "a", "--ram", "-3GB"], "--ram: expected one argument"),
+        (["plan", "a", "--async", "--no-async"], "--no-async: not allowed with argument --async"),
         (["plan"], "required: model"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "required: command"),
@@ -205,6 +217,11 @@ def test_flags_that_are_none_are_one_line(
         ("", "is no trace that"),
         ("[]", "is no trace that"),
         ('{"traceEvents": [{"ph": "X"}]}', "is no trace that"),
+        (
+            '{"traceEvents": [{"ph": "M", "name": "thread_name", "tid": 1, "args": {"name": "x"}},'
+            ' {"ph": "X", "name": "y", "tid": 1, "ts": 5, "dur": -3, "args": {}}]}',
+            "is no trace that",
+        ),
         ('{"traceEvents": []}', "shows no lane of a device"),
     ],
 )
@@ -236,6 +253,74 @@ def test_an_error_of_our_own_is_one_line_too(
     assert "ArithmeticError: ours, in two lines" in capsys.readouterr().out
     monkeypatch.setattr(table, "show", show)
     check_one_line(["doctor"], "ArithmeticError: ours, in two lines; please report it", capsys)
+
+
+def test_a_full_disk_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement that was cut off stayed, and the doctor said that the machine was measured."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    measure_little(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        check_one_line(["bench"], "No space left on device", capsys)
+    assert list((tmp_path / "roundpipe").iterdir()) == []
+    with monkeypatch.context() as patched:
+        patched.setattr("roundpipe.kernels.native.tempfile.TemporaryFile", full)
+        check_one_line(["bench"], "has no room, so plans would not find", capsys)
+        (cache,) = doctor._cache()
+    assert cache.slow
+    assert cache.found == f"{tmp_path}/roundpipe has no room"
+    (cache,) = doctor._cache()
+    assert cache.found.endswith("not measured")
+    measure.measured_file().write_text("{")
+    (cache,) = doctor._cache()
+    assert cache.found.endswith("not measured")
+
+
+@pytest.mark.parametrize("arguments", [["explain", "slow"], ["--help"], ["plan", "--help"]])
+def test_output_that_cannot_be_written_is_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", open(full, "w", closefd=False))  # noqa: SIM115
+        assert run(arguments) == 2
+        with pytest.raises(OSError, match="No space"):
+            sys.stdout.close()
+    os.close(full)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "No space left on device" in err
+
+
+def test_nobody_needs_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`>&-` was an AttributeError."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["explain", "slow"]) == 0
+
+
+def test_warnings_about_libraries_are_for_nobody_who_types_a_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warn() -> list[Finding]:
+        warnings.warn("`old` is deprecated", FutureWarning, stacklevel=1)
+        return []
+
+    monkeypatch.setattr("roundpipe.forecast.command.examine", warn)
+    assert run(["doctor"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_while_libraries_load_prints_nothing(tmp_path: Path) -> None:
+    """The imports of the first seconds showed their traceback."""
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    made = typed("explain", PYTHONPATH=str(tmp_path))
+    assert (made.returncode, made.stdout, made.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_the_doctor_names_what_is_slow_and_why(tmp_path: Path) -> None:

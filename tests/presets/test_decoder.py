@@ -265,7 +265,7 @@ def test_a_forward_that_depends_on_more_is_refused_with_the_difference(
             return SimpleOutput(self.norm(hidden))
 
     class SimpleOutput:
-        past_key_values = hidden_states = attentions = None
+        past_key_values = cache = hidden_states = attentions = None
 
         def __init__(self, last_hidden_state: Any) -> None:
             self.last_hidden_state = last_hidden_state

@@ -339,6 +339,7 @@ def test_parameters_out_of_reach_are_refused() -> None:
     [
         ({"use_cache": True}, "cache"),
         ({"past_key_values": object()}, "cache"),
+        ({"cache": object()}, "cache"),  # its name in later releases
         ({"output_hidden_states": True}, "output_hidden_states.*use_sequential_preset=False"),
         ({"output_attentions": True}, "output_attentions"),
         ({"return_dict": False}, "return_dict"),

@@ -35,7 +35,6 @@ class ShapeMeasurements:
         self._ms: dict[Computation, dict[int, float]] = {
             computation: {} for computation in COMPUTATIONS
         }
-        self._least_forward: dict[int, float] = {}
         self._saved: dict[int, int] = {}
         self._passing: dict[int, int] = {}
         self._inputs: dict[int, int] = {}
@@ -64,15 +63,8 @@ class ShapeMeasurements:
     def record_time(self, computation: Computation, layer: int, ms: float) -> None:
         """One microbatch took so long in ``layer``. Smoothed; the first one stands as it is."""
         with self._lock:
-            if computation == "forward":
-                self._least_forward[layer] = min(ms, self._least_forward.get(layer, ms))
             self._ms[computation][layer] = now = smoothed(self._ms[computation].get(layer), ms)
             self._changes.note((computation, layer), now)
-
-    def least_forward_ms(self, layer: int) -> float | None:
-        """The least that a microbatch took in ``layer``'s forward; None if none was measured."""
-        with self._lock:
-            return self._least_forward.get(layer)
 
     def record_saved_bytes(self, layer: int, num_bytes: int, largest_bytes: int = 0) -> None:
         """What autograd keeps of one microbatch in ``layer``; one past the last layer stands for

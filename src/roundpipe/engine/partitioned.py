@@ -305,7 +305,9 @@ def without_cache(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     to one cache."""
     if not takes_use_cache(base_of(model)):
         return kwargs
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or any(
+        kwargs.get(name) is not None for name in ("past_key_values", "cache")
+    ):
         raise ConfigError(
             "engines keep no key-value cache; leave out past_key_values and use_cache=True"
         )

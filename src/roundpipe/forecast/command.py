@@ -1,9 +1,9 @@
 """``python -m roundpipe plan``, ``doctor``, ``bench``, ``timeline`` and ``explain``."""
 
 import argparse
-import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from .doctor import COLUMNS, examine
 from .estimate import estimate
 from .explain import explain
 from .machine import Machine
-from .measure import cells, check_writable, measure, measured_machine
+from .measure import cells, check_writable, keep, measure, measured_machine
 from .table import as_json as table_as_json
 from .table import show_estimates
 from .ways import MADE_FROM_DENSE, OPTIMIZERS
@@ -49,19 +49,19 @@ _BROKEN_PIPE = 128 + 13
 def run(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 after an error, which is said on stderr in one line; 1 where the
     doctor has found something; a shell's of a broken pipe where nobody reads on."""
-    options = vars(_parser().parse_args(arguments))
-    name = options.pop("command")
-    commands: dict[str, Callable[..., int]] = {
-        "plan": _plan,
-        "doctor": _doctor,
-        "bench": _bench,
-        "timeline": _timeline,
-        "explain": _explain,
-    }
+    if sys.stdout is None:  # closed by who has started this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    name = "--help"  # ends the process, else there is a command
     try:
-        status = commands[name](**options)
-        sys.stdout.flush()
-        return status
+        with warnings.catch_warnings():
+            # Libraries call each other by old names, and who types a command cannot change that.
+            warnings.simplefilter("ignore", FutureWarning)
+            try:
+                options = vars(_parser().parse_args(arguments))
+                name = options.pop("command")
+                return _COMMANDS[name](**options)
+            finally:
+                sys.stdout.flush()
     except BrokenPipeError:  # `head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, at exit
         return _BROKEN_PIPE
@@ -113,7 +113,7 @@ def _doctor() -> int:
 def _bench() -> int:
     path = check_writable()
     found = measure()
-    path.write_text(json.dumps(found, indent=2))
+    keep(found, path)
     table.show("This machine", ("what", "measured"), cells(found))
     print(f"Plans use this by default; it is in {path}")
     return 0
@@ -132,6 +132,15 @@ def _timeline(*, trace: str, plot: str | None) -> int:
 def _explain(*, text: list[str]) -> int:
     print(explain(" ".join(text)))
     return 0
+
+
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "plan": _plan,
+    "doctor": _doctor,
+    "bench": _bench,
+    "timeline": _timeline,
+    "explain": _explain,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -217,12 +226,14 @@ def _add_ways(ways: Any) -> None:
         choices=tuple(OPTIMIZERS),
         help="adamw, and where all weights train its states in bf16 and 8 bits",
     )
-    ways.add_argument(
-        "--async",
-        dest="async_optimizer",
-        action=argparse.BooleanOptionalAction,
-        help="whether updates run behind the next step",
-    )
+    when = ways.add_mutually_exclusive_group()
+    for flag, is_async, about in (
+        ("--async", True, "updates run behind the next step"),
+        ("--no-async", False, "updates run before the next step"),
+    ):
+        when.add_argument(
+            flag, dest="async_optimizer", action="store_const", const=is_async, help=about
+        )
     ways.add_argument(
         "--pin-model", choices=("alloc", "off"), help="'off': frozen weights stay in their files"
     )

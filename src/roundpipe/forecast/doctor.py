@@ -16,7 +16,7 @@ from ..device.facts import driver, facts_of, has_accelerators
 from ..kernels import native
 from ..system.cores import usable_cores
 from ..system.host_memory import all_host_bytes, free_host_bytes, system_bytes
-from .measure import link_of, measured_file
+from .measure import link_of, measured_machine
 
 COLUMNS = ("what", "found", "what follows")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -184,11 +184,12 @@ def _host() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     folder = native.cache_folder()
-    if folder is None:
+    if folder is None or not native.has_room(folder):
+        why = "cannot be written to" if folder is None else "has no room"
         slow = "every process compiles the kernel again: set XDG_CACHE_HOME"
-        yield Finding("cache", f"{native.wanted_folder()} cannot be written to", slow)
+        yield Finding("cache", f"{native.wanted_folder()} {why}", slow)
         return
-    is_measured = measured_file().is_file()
+    is_measured = bool(measured_machine())
     note = "" if is_measured else "plans assume rates: python -m roundpipe bench measures yours"
     said = "this machine is measured" if is_measured else "this machine is not measured"
     yield Finding("cache", f"{folder}, {said}", note=note)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -242,12 +243,22 @@ def check_writable() -> Path:
     Raises:
         ConfigError: nobody would find it again.
     """
-    if native.cache_folder() is None:
+    folder = native.cache_folder()
+    if folder is None or not native.has_room(folder):
+        why = "cannot be written to" if folder is None else "has no room"
         raise ConfigError(
-            f"{native.wanted_folder()} cannot be written to, so plans would not find what is "
-            "measured; set XDG_CACHE_HOME to a folder that can"
+            f"{native.wanted_folder()} {why}, so plans would not find what is measured; set "
+            "XDG_CACHE_HOME to another folder"
         )
     return measured_file()
+
+
+def keep(found: dict[str, Any], file: Path) -> None:
+    """Puts what `measure` has returned in place as a whole: another process may be planning."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as writing:
+        made = Path(writing) / file.name
+        made.write_text(json.dumps(found, indent=2))
+        made.replace(file)
 
 
 def measured_machine(*, is_virtual: bool = False) -> dict[str, Any]:

@@ -172,6 +172,10 @@ def _config_of(folder: str | Path) -> Any:
             f"{path} does not say {' and '.join(missing)}, which would be guessed; name the folder "
             "of a whole checkpoint"
         )
+    for name in (*names, "vocab_size"):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ConfigError(f"{path} says {name} is {size}; it must be at least 1")
     return config
 
 
@@ -199,7 +203,9 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
         raise ConfigError(f"lora is {rank!r}; give a rank, at least 1")
     from peft import LoraConfig, get_peft_model
 
-    made: nn.Module = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+    config = LoraConfig(r=rank, target_modules="all-linear")
+    # On the meta device like the model: else each matrix is made, and filled, in memory first.
+    made: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=True)
     return made
 
 

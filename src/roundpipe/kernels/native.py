@@ -22,6 +22,7 @@ _SOURCES = (_SOURCE, *(_SOURCE.with_name(name) for name in ("lean.h", "numbers.h
 # Made by tools/package.py, and in wheels only.
 _PREBUILT = _SOURCE.with_name(f"update-{platform.machine()}.so")
 _OF_THE_THIRD_LEVEL = ("abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")
+_ROOM_BYTES = 1 << 18  # that a kernel and all measurements take at most
 # No contraction and no reassociation, because results are to be the same on every machine.
 _FLAGS = (
     "-O3",
@@ -112,6 +113,17 @@ def cache_folder() -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) else None
+
+
+def has_room(folder: Path) -> bool:
+    """Says whether what is made for this machine can be kept there: its disk may be full."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
+    except OSError:
+        return False
+    return True
 
 
 def processor() -> str:

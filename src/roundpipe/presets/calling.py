@@ -17,6 +17,8 @@ from ..errors import ConfigError
 
 # What first layers take besides, see causal_lm.py and loss.py.
 _OURS = ("skip_logits", "return_logits", "loss_weight")
+# A key-value cache is called the second by later releases of transformers.
+CACHES = ("past_key_values", "cache")
 _ONE_ADAPTER_EACH = ("adapter_names", "alora_offsets", "task_ids")
 # Read by what `refuse_unsupported` and loss.py do with the rest.
 _ALWAYS_KNOWN = {
@@ -25,6 +27,7 @@ _ALWAYS_KNOWN = {
     "ignore_index",
     "readout",
     "loss_weight",
+    *CACHES,
     *_ONE_ADAPTER_EACH,
     *TransformersKwargs.__annotations__,
 }
@@ -192,10 +195,11 @@ def refuse_unsupported(config: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def refuse_cache(past_key_values: Any, use_cache: bool | None) -> None:
+def refuse_cache(kwargs: dict[str, Any]) -> None:
     """A cache is never built, whatever ``config.use_cache`` says; asking for one in the call is an
-    error."""
-    if past_key_values is not None or use_cache:
+    error. Takes out what could ask."""
+    caches, asked = [kwargs.pop(name, None) for name in CACHES], kwargs.pop("use_cache", None)
+    if asked or caches != [None, None]:
         raise ConfigError(
             "the pipeline keeps no key-value cache; leave out past_key_values and use_cache=True"
         )

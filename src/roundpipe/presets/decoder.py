@@ -40,7 +40,6 @@ _OF_TOKENS = (
     "attention_mask",
     "position_ids",
     "token_type_ids",
-    "past_key_values",
     # of models with images
     "pixel_values",
     "image_grid_thw",
@@ -105,7 +104,7 @@ class Prefix(nn.Module):
         **stand_ins: Any,
     ) -> State:
         """The state that the first block gets. ``stand_ins``: see `Part.first`."""
-        refuse_cache(named.get("past_key_values"), named.pop("use_cache", None))
+        refuse_cache(named)
         refuse_unsupported(self.config, named)
         wanted = wants_auxiliary_loss(self.config, named.get("output_router_logits"))
         if wanted and not self.collects:

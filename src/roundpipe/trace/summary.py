@@ -133,6 +133,8 @@ def read(path: str | os.PathLike[str]) -> list[Block]:
             for e in events
             if e["ph"] == "X"
         ]
+        if any(not block.end >= block.start for block in found):
+            raise ValueError("a block ends before it begins")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError) as error:

@@ -39,7 +39,6 @@ _OF_THE_LAST = (
     "labels",
     "logits_to_keep",
     "output_router_logits",
-    "past_key_values",
     "num_items_in_batch",
     "shift_labels",
     "ignore_index",
@@ -82,7 +81,7 @@ class Opening(nn.Module):
                     config,
                     embeds,
                     attention_mask,
-                    past_key_values=None,
+                    None,  # no cache, which releases of transformers call differently
                     position_ids=position_ids if self.knows_documents else None,
                 )
                 for kind in set(self.kinds)
@@ -103,7 +102,6 @@ class Opening(nn.Module):
             **others,
             "position_embeddings": self.rotary_emb(embeds, position_ids=position_ids),
             "position_ids": position_ids,
-            "past_key_values": None,
         }
         return embeds, lambda mask: BlockCall((), {**more, "attention_mask": mask})
 

@@ -60,7 +60,7 @@ class Prefix(nn.Module):
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> State:
-        refuse_cache(kwargs.pop("past_key_values", None), kwargs.pop("use_cache", None))
+        refuse_cache(kwargs)
         refuse_unsupported(self.config, kwargs)
         refuse_encoder_outputs(kwargs)
         embeds = _embedded(self.embed_tokens, input_ids, inputs_embeds)
@@ -107,7 +107,6 @@ class Block(nn.Module):
             self._bias(state["hidden_states"]),
             state["encoded"],
             state["cross_mask"],
-            past_key_values=None,
             **state["block_kwargs"],
         )
         return {**state, "hidden_states": hidden_states}
@@ -144,9 +143,7 @@ class Bridge(nn.Module):
         return {
             **state,
             "hidden_states": self.dropout(embeds),
-            "mask": create_causal_mask(
-                config=self.config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None
-            ),
+            "mask": create_causal_mask(self.config, embeds, mask, None),
             "encoded": encoded,
             "cross_mask": create_bidirectional_mask(
                 config=self.config,

@@ -7,8 +7,6 @@ docs/internals/device-graphs.md for what may be recorded, and who owns which mem
 """
 
 import logging
-import math
-import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -28,8 +26,6 @@ _log = logging.getLogger("roundpipe")
 _SEEN_BEFORE = 3  # stage runs alike before one is recorded
 _KEPT_UNUSED = 20  # calls
 _OF_SPARE = 0.5  # of the memory that a call leaves, what recorded work may keep
-# A layer that computes longer than this many times what it takes to queue gains nothing.
-_BUSY = 1.5
 # A layer that changes often, in its modules or the form of its inputs, is recorded so many times,
 # and once more after so many replays for each time.
 _RECORDED_FREELY, _WORTH_RECORDING = 8, 20
@@ -85,7 +81,6 @@ class _Seen:
         self._module = weakref.ref(module)
         self._slot = weakref.ref(slot)
         self.num_stages = 0
-        self.queued_ms = math.inf  # the least that a microbatch's forward took to queue
         self.last_call = 0
         self.stage: weakref.ref[Stage] | None = None  # the last one
         self.is_refused = False
@@ -158,9 +153,8 @@ class CapturedLayers:
         if seen.captured is not None and not seen.captured.suits(leaves, turn):
             self._drop(seen)  # to be recorded again, with inputs of its own
         if seen.captured is None:
-            versions, began = _versions(leaves), time.perf_counter()
+            versions = _versions(leaves)
             output = called(module, value, is_first=layer == 0)
-            seen.queued_ms = min(seen.queued_ms, 1e3 * (time.perf_counter() - began))
             seen.is_refused |= _versions(leaves) != versions  # others read what it writes to
             return output
         self._replayed[layer] += 1
@@ -196,10 +190,6 @@ class CapturedLayers:
             and (self._is_told or _are_known(owner for owner, _ in replica.pairs))
             and not memory.is_timed
             and memory.measured.knows_graph(layer)
-            and (
-                self._is_told
-                or waits_for_queue(memory.measured.least_forward_ms(layer), seen.queued_ms)
-            )
         )
 
     def _capture(
@@ -271,12 +261,6 @@ class CapturedLayers:
         """The device's memory did not suffice: nothing is recorded any more."""
         self.forget()
         self._layers = frozenset()
-
-
-def waits_for_queue(computed_ms: float | None, queued_ms: float) -> bool:
-    """Whether a device may wait for a layer's kernels, by the least that microbatches took: where
-    it does, computing takes as long as queueing."""
-    return computed_ms is None or computed_ms < _BUSY * queued_ms
 
 
 def _trained(stage: Stage, layer: int) -> list[nn.Parameter]:
