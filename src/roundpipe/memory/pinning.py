@@ -20,7 +20,9 @@ PinMode = Literal["alloc", "register", "off"]
 _PAGE = mmap.PAGESIZE
 # CUDA sends what is smaller along with the command, so locking it gains nothing.
 _LEAST_BYTES = 64 << 10
-_PIECE = 64 << 20  # that a thread makes the pages of
+# That a thread makes the pages of: few large ones, and small enough that a layer's gradients, which
+# the first backward waits for, are made by all cores.
+_PIECE = 8 << 20
 _log = logging.getLogger("roundpipe")
 
 
