@@ -2,7 +2,6 @@
 like fp32."""
 
 import copy
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ COUNT = 5 * BLOCK + 3
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK", BLOCK)
-    monkeypatch.setattr(chunks, "_local", threading.local())  # whose buffer is as large as a chunk
 
 
 def values_like_moments(is_signed: bool) -> Tensor:

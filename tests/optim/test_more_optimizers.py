@@ -7,7 +7,6 @@ algorithm in six lines.
 
 import copy
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ BATCHES = [mlp_batch(rows=4, seed=seed) for seed in range(STEPS)]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_CHUNK", 100)
-    monkeypatch.setattr(chunks, "_local", threading.local())  # whose buffer is as large as a chunk
 
 
 class WrittenLion(torch.optim.Optimizer):

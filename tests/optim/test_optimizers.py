@@ -253,7 +253,6 @@ def test_without_a_compiler_they_still_do(kind: str, monkeypatch: pytest.MonkeyP
     """Chunks are so small that tiny weights take several, the last one short."""
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(chunks, "_CHUNK", 256)
-    monkeypatch.setattr(chunks, "_local", threading.local())  # whose buffer is as large as a chunk
     test_optimizers_equal_torchs(kind, OPTIONS[kind][-1])
 
 
@@ -357,7 +356,6 @@ def test_state_dict_is_torchs() -> None:
 def test_the_callers_zero_grad_does_not_reach_into_a_step_under_way() -> None:
     """A habit from plain loops: the step is still running on the optimizer thread when the caller
     zeroes gradients."""
-    import threading
 
     entered, go_on = threading.Event(), threading.Event()
 

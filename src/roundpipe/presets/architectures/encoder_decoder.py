@@ -73,7 +73,7 @@ class Prefix(nn.Module):
         **kwargs: Any,
     ) -> State:
         named = by_name(self.model_class, args, kwargs)
-        refuse_cache(named.pop("past_key_values", None), named.pop("use_cache", None))
+        refuse_cache(named)
         refuse_unsupported(self.config, named)
         refuse_encoder_outputs(named)
         if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
