@@ -72,6 +72,35 @@ def test_however_a_batch_is_cut_it_has_one_token_mean() -> None:
         assert_same_weights(result, weights(plain))
 
 
+class OwnLoss:
+    share = 1.0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return self.share * model(**inputs).loss
+
+
+@pytest.mark.parametrize("is_scaled", [None, True, False])
+def test_a_loss_may_say_whether_it_is_scaled(
+    monkeypatch: pytest.MonkeyPatch, is_scaled: bool | None
+) -> None:
+    """transformers asks since 5.19, and TRL's trainers answer. Of two batches in a window plain
+    Trainer does not divide a loss that was given the number of items, on any version."""
+    monkeypatch.setattr(Trainer, "loss_is_scaled_for_ga", None, raising=False)
+    plain = type("Plain", (OwnLoss, Trainer), {"share": 0.5 if is_scaled is False else 1.0})
+    ours = type("Ours", (OwnLoss, RoundPipeTrainer), {"loss_is_scaled_for_ga": is_scaled})
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2, "learning_rate": 0.05}
+    of_plain, of_ours = (
+        trained(kind, MODELS["full"](), token_rows(12), **settings) for kind in (plain, ours)
+    )
+    assert_same_weights(weights(of_ours), weights(of_plain))
+    ours_logged, plain_logged = (
+        [one["loss"] for one in logged(each) if "loss" in one] for each in (of_ours, of_plain)
+    )
+    assert ours_logged == pytest.approx(plain_logged, abs=1e-6)
+
+
 @pytest.mark.parametrize("count", [6, 3])
 def test_a_short_window_has_its_own_token_mean(count: int) -> None:
     """Batches of 1, accumulation 4. 6 rows are windows of 4 and 2 in each epoch; 3 rows one
