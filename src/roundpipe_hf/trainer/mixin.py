@@ -296,7 +296,7 @@ class RoundPipeTrainerMixin(SavingMixin):
         """What Trainer divides a batch's loss by. Not one that is scaled: since transformers 5.19
         its class may say that; where it does not, one that was given the number of items."""
         is_asked = hasattr(Trainer, "loss_is_scaled_for_ga")
-        is_scaled = self.loss_is_scaled_for_ga if is_asked else None
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None) if is_asked else None
         if is_scaled is None:
             is_divided = self.model_accepts_loss_kwargs and num_items is not None
             is_scaled = is_divided or self.compute_loss_func is not None
