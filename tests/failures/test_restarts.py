@@ -54,8 +54,8 @@ trainer.model_wrapped.close()
 def test_a_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     for how in ("killed", "undisturbed"):
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        # More than one, because processes that are started again may meet torch's address of those
-        # before, and then fail as they join the group.
+        # More than one, because processes that are started again may fail as they join torch's
+        # group: gloo then finds nobody at the other's address.
         launch += ["--max-restarts", "3" if how == "killed" else "0", "program.py"]
         (tmp_path / "program.py").write_text(PROGRAM)
         done = subprocess.run(

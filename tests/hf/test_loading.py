@@ -223,8 +223,10 @@ def test_what_is_wrong_with_a_checkpoint_is_named(damage: str, mmap: bool, tmp_p
 def test_another_size_may_be_asked_for(saved: Path) -> None:
     """It is made anew then, as transformers does."""
     key = widen(saved / "model.safetensors")
-    for settings in ({}, {"quantization": "int8", "quantized_dir": saved.parent / "int8"}):
-        model = load_pretrained(saved, ignore_mismatched_sizes=True, **settings)  # type: ignore[arg-type]
+    packed = {"quantization": "int8", "quantized_dir": saved.parent / "int8"}
+    ways: list[dict[str, Any]] = [{}, packed]
+    for settings in ways:
+        model = load_pretrained(saved, ignore_mismatched_sizes=True, **settings)
         assert key in dict(model.named_parameters())
 
 

@@ -74,7 +74,7 @@ def own_nccl(process_group: Any, rank: int, count: int, timeout: timedelta | Non
 
 
 def _own_store(process_group: Any, rank: int, what: str) -> Any:
-    """Where those processes meet for a backend that is the engine's own.
+    """Those processes meet there for a backend that is the engine's own.
 
     Not by torch's `new_group`: that names groups of some processes by how many groups the process
     is in, in which they may differ, and then they wait for each other under different names.

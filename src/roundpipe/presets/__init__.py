@@ -1,5 +1,5 @@
-"""How known architectures become a sequence of layers, found by `preset.cut`; generic presets are
-`decoder` and `architectures.encoder_decoder`.
+"""Presets make a sequence of layers of architectures that are known. `preset.cut` finds the one for
+a model; generic ones are `decoder` and `architectures.encoder_decoder`.
 
 Imports `layers`, `kernels`, `microbatch`, `errors`, and the Hugging Face libraries.
 """

@@ -169,7 +169,7 @@ class Suffix(nn.Module):
         self.head = head
 
     def forward(self, state: State) -> Any:
-        """What the model's forward returns."""
+        """Returns what the model's forward returns."""
         hidden_states, weight = state["hidden_states"], state["loss_weight"]
         at: Any = state["encoded_at"]
         output: Any = self.encoder_class(pytree.tree_leaves(state["calls"])[at])
@@ -199,7 +199,8 @@ class Suffix(nn.Module):
 
 
 def _named(state: State) -> dict[str, Any]:
-    """What the model's forward was given. Zeros stand for what only the encoder's blocks needed."""
+    """Returns what the model's forward was given, with zeros for what only the encoder's blocks
+    needed."""
     hidden_states = state["hidden_states"]
     zeros = {
         name: hidden_states.new_zeros(()).expand(shape) for name, shape in state["shapes"].items()
@@ -246,8 +247,8 @@ def assemble(model: PreTrainedModel, *layers: nn.Module) -> Cut:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether transformers counts the class, or one it is made from, among the models that make
-    text of text or sound by an encoder and a decoder."""
+    """Says whether transformers counts the class, or one it is made from, among the models that
+    make text of text or sound by an encoder and a decoder."""
     names = {
         *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
         *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.values(),
@@ -336,7 +337,7 @@ def _parts(
 
 
 def _path_of_stack(model: PreTrainedModel, stack: Any) -> tuple[str, ...]:
-    """Where the one list of modules is that ``stack`` has."""
+    """Returns the path of the one list of modules that ``stack`` has."""
     where = next((name for name, module in model.named_modules() if module is stack), "")
     found = [name for name, child in stack.named_children() if isinstance(child, nn.ModuleList)]
     if not where or len(found) != 1 or not len(stack.get_submodule(found[0])):
