@@ -10,6 +10,7 @@ imports ours.
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -38,14 +39,16 @@ def loss_of(outputs: Any, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(shifted, labels[:, 1:].flatten())
 
 
-def rename_argument() -> None:
-    """transformers has renamed an argument since that version."""
+def adapt_arguments() -> None:
+    """transformers has renamed an argument and dropped others since that version."""
     made = masking_utils.create_causal_mask
+    known = inspect.signature(made).parameters
 
     def create_causal_mask(*args: Any, input_embeds: Tensor | None = None, **kwargs: Any) -> Any:
         if input_embeds is not None:
             kwargs["inputs_embeds"] = input_embeds
-        return made(*args, **kwargs)
+        kept = {name: value for name, value in kwargs.items() if name in known}
+        return made(*args, **kept)
 
     masking_utils.create_causal_mask = create_causal_mask  # type: ignore[assignment]
     modeling_qwen3.create_causal_mask = create_causal_mask  # type: ignore[assignment]
@@ -70,7 +73,7 @@ def main() -> int:
     measure.cap_gpu_memory(options.cap_gb)
     model = make_model(workload, measure.compute_device()).cpu()
     about = describe(workload, model)
-    rename_argument()
+    adapt_arguments()
     sys.path.insert(0, str(options.folder.resolve()))
     public: Any = importlib.import_module("roundpipe")
     engine = public.wrap_model_to_roundpipe(
