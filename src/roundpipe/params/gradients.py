@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -55,8 +55,7 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """Reuses gradient memory from step to step, because fresh host memory costs a page fault per 4
-    KiB."""
+    """Reuses gradient memory from step to step, because fresh pages cost a fault each."""
 
     def __init__(self, memory: HostMemory, rules: GradientRules) -> None:
         self._memory = memory
@@ -207,6 +206,16 @@ class OffloadedLayer(NamedTuple):
     norms: dict[int, torch.Tensor]
     ready: Event
     first_microbatch: int = 0
+
+
+class Backward(Protocol):
+    """A call, or a backward pass over several, that has made gradients."""
+
+    @property
+    def offloaded(self) -> Sequence[OffloadedLayer]: ...
+
+    def wait_finished(self) -> None:
+        """Blocks until all of it is on the host; raises what keeps it away."""
 
 
 def norms_of(gradient: torch.Tensor) -> torch.Tensor:
