@@ -141,12 +141,11 @@ MORE: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "starcoder2": lambda: Starcoder2Config(**TINY, residual_dropout=0.0, embedding_dropout=0.0),
 }
-ONLY_EAGER = {"bloom", "mamba"}
 
 
 def make(name: str) -> Any:
     config = (ARCHITECTURES | MORE)[name]()
-    return make_model(config=config, attention="eager" if name in ONLY_EAGER else "sdpa")
+    return make_model(config=config)
 
 
 def inputs_for(model: Any) -> list[dict[str, Any]]:
