@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
 from ..quantized import QuantizedWeight, stored_bytes
+from ..system.host_memory import return_freed
 from ..system.progress import progress
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
@@ -145,6 +146,7 @@ class ParameterStore:
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
+            return_freed()
         only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
         self.writes = Writes(self.parameters, set(only_on_host))
         memory.lock_in_place(

@@ -27,11 +27,13 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
-from roundpipe_hf import load_pretrained, merge_and_save
+from roundpipe_hf import RoundPipeTrainer, load_pretrained, merge_and_save
+from tests.support.trainers import make_trainer, token_rows
 
 SIZES = {
     "vocab_size": 64,
