@@ -35,6 +35,7 @@ from tests.support.vision_models import (
     NUM_IMAGES,
     SEEING,
     TOWER,
+    filmed_batch,
     make_seeing,
     seen_batch,
 )
@@ -157,6 +158,38 @@ def test_tower_and_language_model_keep_their_own_attention() -> None:
     assert [each._attn_implementation for each in kept] == list(own.values())
 
 
+FILMED = [("iv", "", "v", "i"), ("", "v", "v", ""), ("", "", "", "iv")]
+
+
+@pytest.mark.parametrize(("count", "devices"), [(ROWS, ONE), (2, THREE), (3, THREE)], ids=str)
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_with_videos_and_images(
+    engines: Engines, name: str, count: int, devices: DeviceSet
+) -> None:
+    """Both in one row, in rows of one microbatch, and videos alone; whole images and videos go
+    with their rows. Their positions count seconds (Qwen2.5-VL) or frames (Qwen3-VL)."""
+    model = make_seeing(name)
+    batches = [filmed_batch(model, rows) for rows in FILMED]
+    assert_is_model(engines, model, batches, count, devices)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_videos_alone_are_seen_to_the_bit(engines: Engines, name: str) -> None:
+    """Beside images, the tower has other numbers of patches than it would have of each."""
+    model = make_seeing(name)
+    assert_is_model(engines, model, [filmed_batch(model, FILMED[1])], 1, ONE)
+
+
+def test_frames_change_what_is_learnt() -> None:
+    """The oracle would not notice a batch whose videos nobody reads."""
+    model = make_seeing("qwen2.5-vl")
+    batch = filmed_batch(model, FILMED[1])
+    loss = own_forward(copy.deepcopy(model), batch)[0].loss
+    for name in ("pixel_values_videos", "second_per_grid_ts"):
+        other = own_forward(copy.deepcopy(model), batch | {name: batch[name].flip(0)})[0].loss
+        assert not torch.equal(other, loss)
+
+
 # --- bad input ---
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -189,8 +222,32 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "image 1 has 3 x 4 patches, of which squares of 2 x 2 make a token",
     ),
     "videos": (
-        "qwen3-vl", {"pixel_values_videos": torch.zeros(4, 96)},
-        "pixel_values_videos: the preset knows images only",
+        "llava", {"pixel_values_videos": torch.zeros(4, 96)},
+        "called with pixel_values_videos=\.\.\., which nothing in it reads",
+    ),
+    "videos without sizes": (
+        "qwen3-vl", {"pixel_values_videos": torch.zeros(8, 96)},
+        "pixel_values_videos has 8 patches, but there is no video_grid_thw, .* each video has",
+    ),
+    "sizes of other videos": (
+        "qwen2.5-vl",
+        {
+            "pixel_values_videos": torch.zeros(8, 96),
+            "video_grid_thw": torch.tensor([[2, 2, 4]]),
+        },
+        "pixel_values_videos has 8 patches, but the 1 videos of video_grid_thw have 16",
+    ),
+    "more videos than rows have": (
+        "qwen3-vl",
+        {
+            "pixel_values_videos": torch.zeros(16, 96),
+            "video_grid_thw": torch.tensor([[2, 2, 4]]),
+        },
+        "there are 1 videos, but all rows up to the last, 3, have placeholders of 0",
+    ),
+    "placeholders of no video": (
+        "qwen3-vl", {"input_ids": torch.full((ROWS, TOKENS), IMAGE - 1), "pixel_values": None},
+        "row 0 has 12 placeholders of videos, but the 0 videos from number 0 on.* make 0 tokens",
     ),
     "embeddings": (
         "llava", {"input_ids": None, "inputs_embeds": torch.zeros(ROWS, TOKENS, 32)},

@@ -179,6 +179,65 @@ def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str
     return batch
 
 
+_LINED_UP = (
+    *("pixel_values", "image_grid_thw"),
+    *("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+)
+FRAME = (2, 2, 4)  # a video's (time, height, width) in patches: two tokens in each of two frames
+
+
+def filmed_batch(model: Any, rows: tuple[str, ...] = ("iv", "", "v", "i")) -> dict[str, Any]:
+    """Each row has an image of four tokens ("i"), a video ("v"), both or none. Qwen3-VL has text
+    between the frames of a video, Qwen2.5-VL the seconds that one takes."""
+    marks_time = model.config.model_type == "qwen3_vl"
+    ids = tokens(len(rows)) % (IMAGE - 2) + 1
+    for row, kinds in enumerate(rows):
+        if "i" in kinds:
+            ids[row, 1:5] = IMAGE
+        if "v" in kinds:
+            ids[row, 6:11] = IMAGE - 1
+            ids[row, 8 if marks_time else 10] = 1
+    mask = torch.ones_like(ids)
+    mask[-1, 0] = 0
+    is_seen = ids >= IMAGE - 1
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | is_seen, -100),
+        "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == IMAGE - 1).long(),
+    }
+    generator = torch.Generator().manual_seed(4)
+    for kind, grid, pixels, sizes in (
+        ("i", _GRIDS[0], "pixel_values", "image_grid_thw"),
+        ("v", FRAME, "pixel_values_videos", "video_grid_thw"),
+    ):
+        number = "".join(rows).count(kind)
+        if number:
+            lines = number * grid[0] * grid[1] * grid[2]
+            batch[pixels] = torch.randn(lines, 3 * 2 * 4 * 4, generator=generator)
+            batch[sizes] = torch.tensor([grid] * number)
+    if "video_grid_thw" in batch and not marks_time:
+        batch["second_per_grid_ts"] = torch.arange(1.0, 1.0 + len(batch["video_grid_thw"]))
+    return batch
+
+
+def filmed_rows(model: Any, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of such a batch, each with its image and its video, for `collated`."""
+    batch, rows = filmed_batch(model, kinds), []
+    for row, seen in enumerate(kinds):
+        made = {}
+        for name, value in batch.items():
+            if name not in _LINED_UP:
+                made[name] = value[row]
+                continue
+            kind = "i" if name in ("pixel_values", "image_grid_thw") else "v"
+            size = len(value) // "".join(kinds).count(kind)
+            start = size * "".join(kinds[:row]).count(kind)
+            made[name] = value[start : start + size * (kind in seen)]
+        rows.append(made)
+    return rows
+
+
 def seen_rows(model: Any, num_images: tuple[int, ...]) -> list[dict[str, Any]]:
     """The rows of such a batch, each with its images, for `collated`."""
     return [_row(seen_batch(model, num_images), num_images, row) for row in range(len(num_images))]
@@ -202,7 +261,7 @@ def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """As a processor has it: images of all rows in a line, and no key for them without any."""
     batch: dict[str, Any] = {}
     for name in rows[0]:
-        join = torch.cat if name in ("pixel_values", "image_grid_thw") else torch.stack
+        join = torch.cat if name in _LINED_UP else torch.stack
         value = join([row[name] for row in rows])
         if len(value):
             batch[name] = value

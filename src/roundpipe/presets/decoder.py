@@ -40,10 +40,13 @@ _OF_TOKENS = (
     "attention_mask",
     "position_ids",
     "token_type_ids",
-    # of models with images
+    # of models that see
     "pixel_values",
     "image_grid_thw",
     "image_sizes",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
     "mm_token_type_ids",
     "vision_feature_layer",
     "vision_feature_select_strategy",
