@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    DeepseekV3Config,
     Ernie4_5_MoeConfig,
-    Glm4MoeConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeForCausalLM,
@@ -24,6 +22,7 @@ from transformers.models.olmoe import modeling_olmoe
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
 from roundpipe.presets.decoder import RoutedBlock
+from tests.support import mixtures
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines
 from tests.support.preset_models import (
@@ -320,11 +319,7 @@ def test_routers_that_are_not_understood(change: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_mixtures_that_record_no_routers_keep_their_choice(engines: Engines, name: str) -> None:
     """Only blocks with a recorded router kept it: these have no auxiliary loss."""
-    configs = {
-        "deepseek-v3": lambda: DeepseekV3Config(**TINY | {"num_key_value_heads": 4}, **LATENT),
-        "glm4-moe": lambda: Glm4MoeConfig(**TINY, head_dim=8, **GROUPED),
-    }
-    model = make_model(config=configs[name]())
+    model = make_model(config=mixtures.CONFIGS[name](TINY))
     theirs, expected = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
     engine = engines(model, THREE)
     assert any(isinstance(layer, RoutedBlock) for layer in engine._sequence)
@@ -334,21 +329,3 @@ def test_mixtures_that_record_no_routers_keep_their_choice(engines: Engines, nam
     engine.synchronize()
     assert_same_loss(loss, theirs.loss)
     assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
-
-
-GROUPED = {
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-}
-LATENT = GROUPED | {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}

@@ -223,7 +223,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "videos": (
         "llava", {"pixel_values_videos": torch.zeros(4, 96)},
-        "called with pixel_values_videos=\.\.\., which nothing in it reads",
+        r"called with pixel_values_videos=\.\.\., which nothing in it reads",
     ),
     "videos without sizes": (
         "qwen3-vl", {"pixel_values_videos": torch.zeros(8, 96)},
