@@ -190,6 +190,50 @@ def test_frames_change_what_is_learnt() -> None:
         assert not torch.equal(other, loss)
 
 
+def make_counting(module: Any) -> None:
+    """Its forward writes to buffers of its own, in place and by assignment."""
+    kind = type(module)
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        self.times.add_(1)
+        self.largest = torch.maximum(self.largest, hidden_states.detach().abs().max())
+        return kind.forward(self, hidden_states, *args, **kwargs)
+
+    # transformers knows a block by the name of its class.
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    module.register_buffer("times", torch.zeros(()))
+    module.register_buffer("largest", torch.zeros(()))
+
+
+@pytest.mark.parametrize("num_images", [NUM_IMAGES, (0, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("where", ["patch_embed", "blocks.1", "merger"])
+def test_buffers_that_a_towers_forward_writes(
+    engines: Engines, where: str, num_images: tuple[int, ...]
+) -> None:
+    """Once for each microbatch that has images, in order, as in a loop over microbatches, and not
+    again in a recompute."""
+    model = make_seeing("qwen3-vl")
+    make_counting(model.model.visual.get_submodule(where))
+    plain, batch = copy.deepcopy(model), seen_batch(model, num_images)
+    engine = engines(model, THREE)
+    for part in engine.split_rows(batch, 2):
+        own_forward(plain, {**part, "use_cache": False})
+    engine.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=2))
+    engine.synchronize()
+    written, expected = (
+        {
+            name: buffer
+            for name, buffer in one.named_buffers()
+            if "times" in name or "largest" in name
+        }
+        for one in (engine.model, plain)
+    )
+    assert written.keys() == expected.keys()
+    assert expected[f"model.visual.{where}.times"] == 1 + bool(sum(num_images[:2]))
+    for name, buffer in expected.items():
+        torch.testing.assert_close(written[name], buffer)
+
+
 # --- bad input ---
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
