@@ -296,24 +296,39 @@ def test_experts_stay_stacked(engines: Engines) -> None:
     assert masters["model.layers.0.mlp.experts.down_proj"].shape == (4, 32, 16)
 
 
-@pytest.mark.parametrize("change", ["function", "name"])
-def test_routers_that_are_not_understood(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("function", "the losses of two microbatches add up to that of their batch, but for"),
+        ("name", "has no attribute 'num_experts_per_tok'"),
+        ("two routers", "block 1 has 2 routers, where one is needed"),
+    ],
+)
+def test_routers_that_are_not_understood(
+    change: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The generic preset tries out whether the loss of a batch can be made of sums; it is refused
-    where not, and where what it is made of has other names."""
+    where not, where what it is made of has other names, and where a block has more than one."""
     model = made_to_listen("olmoe")
     if change == "name":
         del model.num_experts_per_tok
         model.config.router_aux_loss_coef = 0.0
+    elif change == "two routers":
+        mlp = model.model.layers[1].mlp
+        mlp.other = mlp.gate
+        mlp.gate = copy.deepcopy(mlp.other)
+        mlp.register_forward_pre_hook(lambda module, args: module.other(args[0]) and None)
     else:
         monkeypatch.setattr(
             modeling_olmoe, "load_balancing_loss_func", lambda said, *_: said[0].max()
         )
     made = presets.cut(model)
     assert made is not None
-    with pytest.raises(ConfigError, match="output_router_logits"):
+    with pytest.raises(ConfigError, match="output_router_logits: what routers of Olmoe.* say is"):
         made.sequential[0](input_ids=tokens(), output_router_logits=True)
     model.config.output_router_logits = True
     assert presets.cut(model) is None
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
