@@ -30,13 +30,24 @@ def make(name: str, *, lora: bool) -> nn.Module:
     )
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=SLOW), 3])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
-def test_training_and_evaluation(name: str, lora: bool) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5-moe"),
+        *(pytest.param(name, marks=SLOW) for name in ("llava-two-depths", "qwen3.5")),
+    ],
+)
+def test_training_and_evaluation(name: str, lora: bool, devices: int) -> None:
     rows = seen_rows(make_seeing(name), NUM_IMAGES)
     pair = train_both(
         lambda: make(name, lora=lora),
         rows,
+        devices=devices,
         data_collator=collated,
         eval_dataset=rows[:5],
         eval_strategy="epoch",
@@ -51,8 +62,10 @@ def test_training_and_evaluation(name: str, lora: bool) -> None:
     assert_same(pair)
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param("qwen2.5-vl", marks=pytest.mark.slow), "qwen3-vl"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-vl", *(pytest.param(name, marks=SLOW) for name in ("qwen2.5-vl", "qwen3.5"))]
+)
 def test_videos(name: str, lora: bool) -> None:
     """Beside images, alone and in none of a batch's rows."""
     rows = filmed_rows(make_seeing(name), ("iv", "", "", "v", "v", "i", "", "", "iv", "v"))

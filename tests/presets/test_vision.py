@@ -82,7 +82,10 @@ def assert_is_model(
 
 
 @pytest.mark.parametrize(("count", "devices"), CUTS, ids=str)
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3.5" else name for name in SEEING],
+)
 def test_with_images_in_some_rows_and_none(
     engines: Engines, name: str, count: int, devices: DeviceSet
 ) -> None:
@@ -162,12 +165,14 @@ FILMED = [("iv", "", "v", "i"), ("", "v", "v", ""), ("", "", "", "iv")]
 
 
 @pytest.mark.parametrize(("count", "devices"), [(ROWS, ONE), (2, THREE), (3, THREE)], ids=str)
-@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-vl", "qwen3-vl", pytest.param("qwen3.5", marks=pytest.mark.slow)]
+)
 def test_with_videos_and_images(
     engines: Engines, name: str, count: int, devices: DeviceSet
 ) -> None:
     """Both in one row, in rows of one microbatch, and videos alone; whole images and videos go
-    with their rows. Their positions count seconds (Qwen2.5-VL) or frames (Qwen3-VL)."""
+    with their rows. Their positions count seconds (Qwen2.5-VL) or frames (the others)."""
     model = make_seeing(name)
     batches = [filmed_batch(model, rows) for rows in FILMED]
     assert_is_model(engines, model, batches, count, devices)

@@ -18,6 +18,10 @@ from transformers import (
     MistralConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -25,6 +29,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from tests.support import mixtures
 from tests.support.preset_models import ROWS, TINY, TOKENS, tokens
 
 IMAGE = 60  # the placeholder's id
@@ -115,6 +120,25 @@ def qwen3_vl_moe() -> Any:
     )
 
 
+def qwen3_5() -> Any:
+    """Two of the language model's blocks attend in linear time."""
+    return Qwen3_5ForConditionalGeneration(_of_linear_attention(Qwen3_5Config, "qwen3.5"))
+
+
+def qwen3_5_moe() -> Any:
+    return Qwen3_5MoeForConditionalGeneration(_of_linear_attention(Qwen3_5MoeConfig, "qwen3.5-moe"))
+
+
+def _of_linear_attention(kind: Any, name: str) -> Any:
+    sections = {**_SECTIONS, "partial_rotary_factor": 1.0}
+    return kind(
+        vision_config={**_PATCHES, "num_position_embeddings": 16},
+        text_config=mixtures.CONFIGS[name]({**TINY, "rope_parameters": sections}).to_dict(),
+        image_token_id=IMAGE,
+        video_token_id=IMAGE - 1,
+    )
+
+
 def _deepstack(**of_text: Any) -> dict[str, Any]:
     return {
         "vision_config": {
@@ -135,6 +159,8 @@ SEEING: dict[str, Callable[[], Any]] = {
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
     "qwen3-vl-moe": qwen3_vl_moe,
+    "qwen3.5": qwen3_5,
+    "qwen3.5-moe": qwen3_5_moe,
 }
 # (time, height, width) in patches: images of 4, 2 and 6 tokens, in turn.
 _GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))
@@ -187,9 +213,9 @@ FRAME = (2, 2, 4)  # a video's (time, height, width) in patches: two tokens in e
 
 
 def filmed_batch(model: Any, rows: tuple[str, ...] = ("iv", "", "v", "i")) -> dict[str, Any]:
-    """Each row has an image of four tokens ("i"), a video ("v"), both or none. Qwen3-VL has text
-    between the frames of a video, Qwen2.5-VL the seconds that one takes."""
-    marks_time = model.config.model_type == "qwen3_vl"
+    """Each row has an image of four tokens ("i"), a video ("v"), both or none. Qwen3-VL and
+    Qwen3.5 have text between the frames of a video, Qwen2.5-VL the seconds that one takes."""
+    marks_time = model.config.model_type != "qwen2_5_vl"
     ids = tokens(len(rows)) % (IMAGE - 2) + 1
     for row, kinds in enumerate(rows):
         if "i" in kinds:
