@@ -21,7 +21,7 @@ def takes_grid(sizes: torch.Tensor | None) -> dict[str, Any]:
 
 
 def _seen(
-    config: Any, tower: Any, hidden_states: torch.Tensor, _: Any, sizes: torch.Tensor | None
+    config: Any, tower: Any, hidden_states: torch.Tensor, _: Any, sizes: Any
 ) -> BaseModelOutputWithPooling:
     window_index, _ = get_vision_window_index(
         sizes,
