@@ -17,7 +17,8 @@ from ..errors import ConfigError
 from ..memory import huge_pages
 from ..memory.state_file import Memory
 from .dtypes import GradientRules
-from .gradients import GradientBuffer, GradientBuffers, OffloadedLayer
+from .gradient_buffers import GradientBuffer, GradientBuffers
+from .gradients import OffloadedLayer
 from .placement.held import Held, hold_as
 from .working import LayerParameters, ParameterStore
 
