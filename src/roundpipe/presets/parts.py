@@ -279,9 +279,10 @@ class _Passing(nn.Module):
 
 
 class Seen(nn.Module):
-    """Stands in the model's forward for an encoder, ``of``, and returns what that has made."""
+    """Stands in the model's forward for an encoder, ``of``, and returns what that has made, which
+    ``seen`` says in each call."""
 
-    def __init__(self, seen: Any, of: nn.Module) -> None:
+    def __init__(self, seen: Callable[[], Any], of: nn.Module) -> None:
         super().__init__()
         self._seen = seen
         self._of = (of,)  # in a tuple, because it must not be registered
@@ -290,7 +291,7 @@ class Seen(nn.Module):
         return getattr(self._of[0], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self._seen
+        return self._seen()
 
 
 def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:
