@@ -15,7 +15,7 @@ from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms, within_host
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from .cutting import TOKENS_AT_ONCE, Cutting
-from .measurements import ShapeMeasurements
+from .measurements import ShapeMeasurements, Shortages
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems
 
@@ -95,7 +95,7 @@ class Planner:
             self._problems.measured(self._latest).record_output_bytes(num_bytes)
 
     @property
-    def shortages(self) -> int:
+    def shortages(self) -> Shortages:
         """How often calls have found a device's memory full."""
         return self._problems.measurements.shortages
 
@@ -328,6 +328,7 @@ class Planner:
             room = self._input_room()
             if plan_peak(plan, run_type, costs, workload).waiting > room:
                 # What is known of the host goes before what is guessed of a device.
+                costs = self._problems.guessed(plan_key, known, measured, has_room=False)
                 most = self._problems.most_allowed(plan_key, measured)
                 workload = replace(workload, limit_bytes=max(most, workload.limit_bytes))
                 plan = within_host(plan, run_type, costs, workload, room)
