@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from roundpipe import RoundPipe, virtual
-from roundpipe.kernels.updates import RuleUpdate  # internal, as the next: may change
-from roundpipe.optim.optimizers import OnePass, update_of
+from roundpipe.kernels.updates import Decision  # internal, as the next: may change
+from roundpipe.optim.optimizers import OnePass
 
 
 class SignMomentum(torch.optim.Optimizer):
@@ -66,9 +66,9 @@ class SignRule:
 class OnePassSignMomentum(OnePass, SignMomentum):
     """`SignMomentum` over masters, by its rule."""
 
-    def updates(self, masters: Sequence[Any], group: dict[str, Any]) -> list[RuleUpdate]:
+    def decisions(self, masters: Sequence[Any], group: dict[str, Any]) -> list[Decision]:
         rule = _rule_of(group)
-        return [update_of(master, (self.velocity(master),), rule) for master in masters]
+        return [Decision(master, (self.velocity(master),), rule) for master in masters]
 
 
 def _rule_of(group: dict[str, Any]) -> SignRule:

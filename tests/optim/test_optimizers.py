@@ -13,7 +13,8 @@ from torch import nn
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.kernels import chunks, native
-from roundpipe.optim import SGD, AdamW
+from roundpipe.optim import SGD, AdamW, LeanAdamW, Lion
+from roundpipe.params.window import Master
 
 STEPS = 50
 # What torch tests its own optimizers with (the slow test below looks), and more.
@@ -268,6 +269,31 @@ def test_the_grid_has_every_option_that_torch_tests() -> None:
             entry.optim_inputs_func(device="cpu") if entry.optim_cls.__name__ in ours else ()
         ):
             assert inputs.kwargs in ours[entry.optim_cls.__name__], (entry.optim_cls, inputs.desc)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [AdamW, partial(SGD, lr=0.1, momentum=0.9), Lion, LeanAdamW],
+    ids=["AdamW", "SGD", "Lion", "LeanAdamW"],
+)
+def test_deciding_takes_no_gradient_in_hand(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An optimizer says by which rule; the gradient goes from its master to where the update is
+    computed. Each has one all the same."""
+    optimizer = make([Master(torch.ones(3)) for _ in range(2)])
+    [group] = optimizer.param_groups
+    for master in group["params"]:
+        master.grad = torch.ones(3)
+
+    def refuse(_: Master) -> Any:
+        raise AssertionError("a gradient was read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Master, "offloaded", refuse)
+        patched.setattr(Master, "grad", property(refuse))
+        decisions = optimizer.decisions(group["params"], group)
+    assert [decision.weight for decision in decisions] == group["params"]
+    optimizer.step()
+    assert all(bool((master < 1).all()) for master in group["params"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

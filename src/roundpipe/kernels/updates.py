@@ -66,6 +66,15 @@ class Rule(Protocol):
         CPU only."""
 
 
+class Decision(NamedTuple):
+    """What an optimizer says of a master: the rule of this step, and the state that the rule
+    updates along with it. The gradient is for others to find."""
+
+    weight: Any
+    moments: tuple[torch.Tensor, ...]
+    rule: Rule
+
+
 class RuleUpdate(NamedTuple):
     """An update by a rule. ``parts`` add up to the gradient, which is multiplied by ``scale``
     first.

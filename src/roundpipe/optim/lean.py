@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import BLOCK, Formula, Rule, RuleUpdate, Tensors
+from ..kernels.updates import BLOCK, Decision, Formula, Rule, Tensors
 from ..memory.scratch import scratch
 from ..params.window import Master
 from .moments import PIECE, BFloat16, Blocks8, Float32, Format, Noise, root_, round_to_bf16
-from .optimizers import AdamFamily, AdamRule, update_of, whole_update_of
+from .optimizers import AdamFamily, AdamRule, decision_of_whole
 from .state import of_owned
 
 MomentFormat = torch.dtype | Literal["8bit"]
@@ -175,14 +175,14 @@ class LeanAdamW(AdamFamily, torch.optim.AdamW):
         for form, names in zip(FORMATS[group["moments"]], _NAMES, strict=True):
             yield from zip(names, form.zeros(master), strict=False)
 
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
-        formats, updates = FORMATS[group["moments"]], []
+    def decisions(self, masters: Sequence[Master], group: dict[str, Any]) -> list[Decision]:
+        formats, decisions = FORMATS[group["moments"]], []
         for master, state, rule in self.decided(masters, group, amsgrad=False, is_decoupled=True):
             moments = tuple(state[name] for names in _NAMES for name in names if name in state)
             chosen = self._rule(master, rule, formats)
-            made = whole_update_of if chosen is rule else update_of
-            updates.append(made(master, moments, chosen))
-        return updates
+            made = decision_of_whole if chosen is rule else Decision
+            decisions.append(made(master, moments, chosen))
+        return decisions
 
     def _rule(self, master: Master, rule: AdamRule, formats: tuple[Format, Format]) -> Rule:
         if {master.dtype, *formats[0].dtypes} == {torch.float32}:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import RuleUpdate, Tensors
+from ..kernels.updates import Decision, Tensors
 from ..memory.scratch import scratch
 from ..params.window import Master
-from .optimizers import OnePass, whole_update_of
+from .optimizers import OnePass, decision_of_whole
 from .state import has_complex
 
 
@@ -120,9 +120,9 @@ class Lion(OnePass, _PlainLion):
         >>> optimizer = roundpipe.optim.Lion(engine.optim_parameters(), lr=3e-5, weight_decay=0.1)
     """
 
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+    def decisions(self, masters: Sequence[Master], group: dict[str, Any]) -> list[Decision]:
         rule = _rule_of(group)
-        return [whole_update_of(master, (self._momentum(master),), rule) for master in masters]
+        return [decision_of_whole(master, (self._momentum(master),), rule) for master in masters]
 
 
 def _rule_of(group: dict[str, Any]) -> LionRule:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..kernels.updates import Formula, Rule, RuleUpdate, Tensors, UpdateInto, compute
+from ..kernels.updates import Decision, Formula, Rule, Tensors
+from ..params.placement.newest import record
 from ..params.window import Master
 from ..step import context
 from .state import SteadyState, has_complex, listed
@@ -32,7 +33,7 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         given = kwargs if has_complex(params) else _fused_by_default(kwargs)
         super().__init__(params, *args, **given)
 
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+    def decisions(self, masters: Sequence[Master], group: dict[str, Any]) -> list[Decision]:
         """Decides what this step does to those ``masters`` of a param ``group`` that have a
         gradient. Makes their state on first use."""
         raise NotImplementedError
@@ -58,9 +59,10 @@ class OnePass(SteadyState, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            masters = [master for master in group["params"] if master.offloaded()]
+            masters = [master for master in group["params"] if master.has_gradient]
             if masters:
-                _record(self.updates(masters, group))
+                step = context.current_step()
+                record(self.decisions(masters, group), None if step is None else step.updates)
         return loss
 
     def _has_rules(self) -> bool:
@@ -73,8 +75,8 @@ class OnePass(SteadyState, torch.optim.Optimizer):
         )
 
 
-def whole_update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
-    """`update_of` with state as large as the master.
+def decision_of_whole(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> Decision:
+    """A decision with state as large as the master.
 
     Raises:
         ConfigError: it is not, and the kernel would read beyond its end.
@@ -86,23 +88,7 @@ def whole_update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> 
                 f"a parameter of shape {tuple(master.shape)} has optimizer state of shape "
                 f"{tuple(moment.shape)}; load the state dict of an optimizer over this model"
             )
-    return update_of(master, moments, rule)
-
-
-def update_of(master: Master, moments: tuple[Tensor, ...], rule: Rule) -> RuleUpdate:
-    """The update of a master by the gradient that it has now."""
-    return RuleUpdate(
-        master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule
-    )
-
-
-def _record(updates: Sequence[RuleUpdate]) -> None:
-    """Leaves the updates to the optimizer thread's one pass."""
-    step = context.current_step()
-    if step is None:
-        compute([UpdateInto(update, None) for update in updates])
-    else:
-        step.updates.add(updates)
+    return Decision(master, moments, rule)
 
 
 @dataclass(frozen=True)
@@ -203,13 +189,15 @@ class AdamFamily(OnePass):
         }
         return zip(masters, states, map(rules.__getitem__, steps), strict=True)
 
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+    def decisions(self, masters: Sequence[Master], group: dict[str, Any]) -> list[Decision]:
         amsgrad = group["amsgrad"]
         decided = self.decided(
             masters, group, amsgrad=amsgrad, is_decoupled=group["decoupled_weight_decay"]
         )
         moments_of = operator.itemgetter(*_moment_names(amsgrad=amsgrad))
-        return [whole_update_of(master, moments_of(state), rule) for master, state, rule in decided]
+        return [
+            decision_of_whole(master, moments_of(state), rule) for master, state, rule in decided
+        ]
 
 
 def _moment_names(*, amsgrad: bool) -> tuple[str, ...]:
@@ -269,7 +257,7 @@ class SGD(OnePass, torch.optim.SGD):
         >>> engine.step(optimizer.step)
     """
 
-    def updates(self, masters: Sequence[Master], group: dict[str, Any]) -> list[RuleUpdate]:
+    def decisions(self, masters: Sequence[Master], group: dict[str, Any]) -> list[Decision]:
         momentum = float(group["momentum"])
         rules = [
             SGDRule(
@@ -283,18 +271,15 @@ class SGD(OnePass, torch.optim.SGD):
             )
             for is_first in (False, True)
         ]
-        updates = []
+        decisions = []
         for master in masters:
             state = self.state[master] if momentum else {}
             is_first = momentum != 0 and state.get("momentum_buffer") is None
             if is_first:
                 state["momentum_buffer"] = master.memory.empty(master.shape, master.dtype)
-            updates.append(
-                whole_update_of(
-                    master, (state["momentum_buffer"],) if momentum else (), rules[is_first]
-                )
-            )
-        return updates
+            moments = (state["momentum_buffer"],) if momentum else ()
+            decisions.append(decision_of_whole(master, moments, rules[is_first]))
+        return decisions
 
 
 class Adam(AdamFamily, torch.optim.Adam):

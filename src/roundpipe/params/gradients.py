@@ -1,8 +1,8 @@
 """Gradients on their way to the optimizer: summed on the device, and offloaded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -101,6 +101,16 @@ class OffloadedLayer(NamedTuple):
     norms: dict[int, torch.Tensor]
     ready: Event
     first_microbatch: int = 0
+
+
+class Backward(Protocol):
+    """A call, or a backward pass over several, that has made gradients."""
+
+    @property
+    def offloaded(self) -> Sequence[OffloadedLayer]: ...
+
+    def wait_finished(self) -> None:
+        """Blocks until all of it is on the host; raises what keeps it away."""
 
 
 def norms_of(gradient: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from ..memory.state_file import Memory
 from .dtypes import GradientRules
 from .ranks import Ranks
 from .window import Master
-from .working import ParameterStore
+from .working import LayerParameters, ParameterStore
 
 
 class Masters:
@@ -39,6 +39,8 @@ class Masters:
         self._rules = rules
         self.by_parameter: dict[int, Master] = {}  # by the id of the working copy
         self._ids: set[int] = set()  # of the masters themselves
+        self._spread_in: object = None  # the step whose masters were spread last
+        self._spread_keys = set[int]()
         # Marks of parameters when masters last followed; see [Note: writes].
         self._marks: dict[int, tuple[int, int]] = {}
 
@@ -77,6 +79,22 @@ class Masters:
         """The step is over."""
         for _, master in self.existing():
             master.close()
+
+    def spread(self, layers: Iterable[LayerParameters], step: object) -> None:
+        """Sends what this rank owns to the others, each master once in a ``step`` and layer by
+        layer, because ranks may differ in where they write it and when."""
+        if self.ranks.count == 1:
+            return
+        if self._spread_in is not step:
+            self._spread_in, self._spread_keys = step, set[int]()
+        for layer in layers:
+            keys = {id(use.parameter): use.parameter for use in layer.uses}
+            self.ranks.spread(
+                (parameter, self.by_parameter[key])
+                for key, parameter in keys.items()
+                if key in self.by_parameter and key not in self._spread_keys
+            )
+            self._spread_keys |= keys.keys()
 
     def mark_ahead(self) -> None:
         """Masters were (or may have been) updated: working copies are behind until written back."""

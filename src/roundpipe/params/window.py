@@ -16,9 +16,10 @@ from torch import nn
 from ..errors import ConfigError
 from ..memory import huge_pages
 from ..memory.state_file import Memory
+from ..trace import spans
 from .dtypes import GradientRules
 from .gradient_buffers import GradientBuffer, GradientBuffers
-from .gradients import OffloadedLayer
+from .gradients import Backward, OffloadedLayer
 from .placement.held import Held, hold_as
 from .working import LayerParameters, ParameterStore
 
@@ -67,20 +68,25 @@ class GradientWindow:
         self.error: BaseException | None = None
         self.num_changes = 0  # tells apart what it has held
 
-    def commit(self, offloaded: Iterable[OffloadedLayer]) -> None:
-        """Adds one call's gradients. Sums over calls are fp32 (or wider).
+    def commit(self, call: Backward) -> None:
+        """Waits until the call is finished, and adds its gradients. Sums over calls are fp32 (or
+        wider).
 
         What different shares of the microbatches made stays apart until somebody reads it, because
         adding it up here would take memory and a pass of its own.
         """
-        self.num_changes += 1
-        shares_seen: Counter[int] = Counter()
-        for one in sorted(offloaded, key=_first_microbatch):
-            layer, shares = one.layer.layer, self._layers.setdefault(one.layer.layer, [])
-            if shares_seen[layer] == len(shares):
-                shares.append(_LayerSums(one.layer, self._buffers))
-            shares[shares_seen[layer]].add(one)
-            shares_seen[layer] += 1
+        with spans.span("wait_offloaded"):
+            call.wait_finished()
+        offloaded = sorted(call.offloaded, key=_first_microbatch)
+        with spans.span("commit", layers=len(offloaded)):
+            self.num_changes += 1
+            shares_seen: Counter[int] = Counter()
+            for one in offloaded:
+                layer, shares = one.layer.layer, self._layers.setdefault(one.layer.layer, [])
+                if shares_seen[layer] == len(shares):
+                    shares.append(_LayerSums(one.layer, self._buffers))
+                shares[shares_seen[layer]].add(one)
+                shares_seen[layer] += 1
 
     @torch.no_grad()
     def begin_with_left(self, masters: "Masters") -> None:
@@ -185,11 +191,8 @@ class _LayerSums:
 
     def add(self, offloaded: OffloadedLayer) -> None:
         if self._offloaded is None:
-            self._offloaded, self.gradients, self.norms = (
-                offloaded.buffer,
-                dict(offloaded.gradients),
-                dict(offloaded.norms),
-            )
+            self._offloaded = offloaded.buffer
+            self.gradients, self.norms = dict(offloaded.gradients), dict(offloaded.norms)
             return
         if self._summed is None:
             # Not only those that train now, because the caller may have frozen some since the
@@ -239,12 +242,14 @@ class Master(nn.Parameter):
     of the caller's must not reach into a step under way.
 
     ``memory``: where it lies, and where its moments are to be made. ``is_owned``: False if another
-    rank has it; then this is its weight, and has no gradient ([Note: ranks]).
+    rank has it; then this is its weight, and has no gradient ([Note: ranks]). ``is_set_outside``:
+    somebody has set a gradient where no step would see it.
     """
 
     memory: Memory = huge_pages
     is_owned: bool = True
     is_shared_out: bool = False
+    is_set_outside: bool = False
 
     _offloaded: Offloaded | None = None
     _made: torch.Tensor | None = None
@@ -253,12 +258,8 @@ class Master(nn.Parameter):
 
     def open(self, offloaded: Offloaded | None) -> None:
         """The calling thread's step owns the gradient, if there is one, from here on."""
-        self._offloaded, self._made, self.scale, self._thread = (
-            offloaded,
-            None,
-            1.0,
-            threading.get_ident(),
-        )
+        self._offloaded, self._made, self.scale = offloaded, None, 1.0
+        self._thread = threading.get_ident()
 
     def close(self) -> None:
         self._offloaded = self._made = self._thread = None
@@ -296,6 +297,10 @@ class Master(nn.Parameter):
         return () if self._made is None else (self._made,)
 
     @property
+    def has_gradient(self) -> bool:
+        return self._offloaded is not None or self._made is not None
+
+    @property
     def is_gradient_seen(self) -> bool:
         """Whether ``.grad`` was made or set, so that somebody else may write to it."""
         return self._made is not None
@@ -327,7 +332,10 @@ class Master(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if not self._is_elsewhere and self.is_owned:
+        if self._is_elsewhere:
+            self.is_set_outside = gradient is not None
+        elif self.is_owned:
+            self.is_set_outside = self._thread is None and gradient is not None
             self._offloaded, self._made, self.scale = None, gradient, 1.0
 
 

@@ -1,24 +1,10 @@
 """The jobs of an optimizer thread, of which the caller knows how many are left, and what failed
 behind his back and has not reached him yet."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
-from ..params.gradients import OffloadedLayer
 from ..threads.interrupts import SteadyCondition, deferred
 from ..threads.worker import Worker
-
-
-class Backward(Protocol):
-    """A call, or a backward pass over several, that has made gradients."""
-
-    @property
-    def offloaded(self) -> Sequence[OffloadedLayer]: ...
-
-    def wait_finished(self) -> None:
-        """Blocks until all that offloaded is known and on the host; raises what kept it from
-        offloading."""
-        ...
 
 
 class Jobs:

@@ -1,5 +1,5 @@
-"""The optimizer thread: adds up offloaded gradients, runs ``step_fn`` on masters, has the new
-weights written back.
+"""The optimizer thread, as the caller has it: queues commits and steps, waits, flushes, hears of
+what failed. What its jobs do is in `work.py`.
 
 [Note: versions] W_t are the weights after step t. A call made after t steps computes at version
 ``max(t - 1, s)``, s being the last step before a flush. Step t's job first writes back W_(t-1),
@@ -10,9 +10,7 @@ their own step; see [Note: newest values].
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from typing import Any
@@ -20,34 +18,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..params.gradients import Backward
 from ..params.masters import Masters
 from ..params.placement.device_states import DeviceStates
-from ..params.placement.newest import PendingUpdates
 from ..params.rank_sums import Arriving, RankSums
 from ..params.window import GradientWindow
 from ..params.working import ParameterStore
 from ..threads.interrupts import SteadyCondition, deferred
 from ..threads.worker import Worker
-from ..trace import spans
 from . import context
 from .handle import StepHandle
 from .hyperparameters import LearntOptimizers, StepOptimizers, hook_optimizers
-from .jobs import Backward, Jobs, LateError
+from .jobs import Jobs, LateError
 from .state_pages import StatePages
 from .turns import Turns
 from .user_writes import UserWrites
+from .work import StepWork
 from .write_back import WriteBack
 
 _log = logging.getLogger("roundpipe")
-
-
-@contextmanager
-def _noted(what: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        error.add_note(f"RoundPipe: {what}, on the optimizer thread")
-        raise
 
 
 class StepThread:
@@ -69,7 +58,6 @@ class StepThread:
         self._condition = condition
         self._store = store
         self._masters = masters
-        self._sums = sums
         self._new_window = new_window
         self._window = new_window()
         self._learnt = LearntOptimizers(pages)
@@ -80,10 +68,6 @@ class StepThread:
         self.is_written_back = self._write_back.is_written_back
         self._jobs = Jobs(worker, condition, self._write_back.note_failure)
         self._flushed = self.num_steps = self.num_loads = 0
-        # Told that a step begins, when the calls before it are over.
-        self.step_listeners: list[Callable[[], None]] = []
-        # Told what a step took, in milliseconds.
-        self.update_listeners: list[Callable[[float], None]] = []
         self.load_listeners: list[Callable[[], None]] = []
         self.name = ""  # its engine's, for others that have to do with this
         self.is_closed = False
@@ -92,6 +76,9 @@ class StepThread:
         self._bringing_home = threading.Lock()
         self.turns = Turns(self, store.uses.keys())
         self.user_writes = UserWrites(self, store, masters)
+        self._work = StepWork(store, masters, sums, self._write_back, self.user_writes)
+        self.step_listeners = self._work.step_listeners
+        self.update_listeners = self._work.update_listeners
         hook_optimizers()
         context.register(self)
 
@@ -215,7 +202,7 @@ class StepThread:
         backward stage runs. ``early``: the call, if it is said to be the last before the step, so
         that ranks add up its gradients as they come."""
         window, step = self._window, self.num_steps + 1
-        self._jobs.submit(lambda: self._commit(call, window, step, early))
+        self._jobs.submit(lambda: self._work.commit(call, window, step, early))
 
     @deferred()  # because a step that is counted must be queued, or others would wait forever
     def step(
@@ -238,7 +225,7 @@ class StepThread:
         context.tell_called(optimizers, handle, is_async)
         windows = window, self._window
         self._jobs.submit(
-            lambda: self._step(
+            lambda: self._work.step(
                 handle, number, is_async, windows, optimizers, partial(step_fn, *args, **kwargs)
             )
         )
@@ -287,113 +274,3 @@ class StepThread:
     def wait_idle(self) -> None:
         """Blocks until all jobs are done. Errors stay for ``raise_late_error``."""
         self._jobs.wait_idle()
-
-    # Jobs, on the optimizer thread.
-
-    def _commit(
-        self, call: Backward, window: GradientWindow, step: int, early: Arriving | None
-    ) -> None:
-        try:
-            is_sent = early is not None and self._sums.send_early(step, window, early)
-            with spans.span("wait_offloaded"):
-                call.wait_finished()
-            with spans.span("commit", layers=len(call.offloaded)):
-                window.commit(call.offloaded)
-            if is_sent:
-                self._sums.confirm(window)
-        except BaseException as error:
-            window.error = error
-            self._write_back.note_failure(error)
-
-    def _step(
-        self,
-        handle: StepHandle,
-        number: int,
-        is_async: bool,
-        windows: tuple[GradientWindow, GradientWindow],
-        optimizers: StepOptimizers,
-        step_fn: "partial[Any]",
-    ) -> None:
-        """``windows``: this step's, and the next one's, to which what ``step_fn`` leaves goes."""
-        began, result, error = time.perf_counter(), None, None
-        window, _ = windows
-        for begins in self.step_listeners:
-            begins()
-        updates = optimizers.updates = PendingUpdates()
-        try:
-            result = self._decide(number, windows, optimizers, step_fn)
-            with self._masters.ranks.exchanging():
-                self._masters.mark_ahead()
-                if is_async:
-                    with _noted(f"the update of step {number}"):
-                        self._write_back.update_aside(number, updates, window)
-        except BaseException as raised:
-            error = raised
-            if error is not self._write_back.error:
-                self._write_back.advance(number - 1 if is_async else number)
-            if error is not window.error:
-                self._write_back.note_failure(error)
-        finally:
-            try:
-                self._masters.take_gradients()
-            finally:
-                # Whatever happens, because somebody may be waiting for it.
-                handle._finish(result, error)
-        self._end_updates(number, updates, window, writes_back=error is None and not is_async)
-        if error is None:
-            for listener in self.update_listeners:
-                listener(1e3 * (time.perf_counter() - began))
-
-    def _decide(
-        self,
-        number: int,
-        windows: tuple[GradientWindow, GradientWindow],
-        optimizers: StepOptimizers,
-        step_fn: "partial[Any]",
-    ) -> Any:
-        """Runs ``step_fn`` on masters that show the window's gradients, and returns its result."""
-        window, following = windows
-        ranks = self._masters.ranks
-        self._sums.send(number, window)
-        with ranks.agreeing(f"before step {number}"):
-            self._write_back.write_back_behind(number - 1)
-            if window.error is not None:
-                raise window.error
-        # Because weights are sent of what has a master.
-        with ranks.agreeing(f"in step {number}", self._masters.outline):
-            window.show(self._masters, self._sums.take(number, window))
-            try:
-                with (
-                    _noted(f"step_fn of step {number}"),
-                    spans.span("step_fn", step=number),
-                    context.running_step(optimizers),
-                ):
-                    result = step_fn()
-                    optimizers.end(step_fn.func)
-            finally:
-                # Before an update gives the window's memory back.
-                following.begin_with_left(self._masters)
-        return result
-
-    def _end_updates(
-        self, number: int, updates: PendingUpdates, window: GradientWindow, *, writes_back: bool
-    ) -> None:
-        """Computes what was decided, behind the caller's back: the next call's uploads wait layer
-        by layer, and reads of weights flush."""
-        try:
-            if writes_back:
-                with self._masters.ranks.exchanging():
-                    self._write_back.write_back(number, self._store.layers, updates, window)
-                self.user_writes.refuse_overwritten(
-                    lambda: self._write_back.write_back(number, self._store.layers)
-                )
-        except BaseException:
-            # What fails now is no second error: a caller who waited was told of the first already.
-            with suppress(Exception):
-                updates.compute_all()
-            raise
-        else:
-            # After a failure: masters are to be as the optimizers' steps left them.
-            updates.compute_all()
-        finally:
-            window.release()

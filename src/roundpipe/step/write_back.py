@@ -51,8 +51,6 @@ class WriteBack:
         self._device_states = device_states
         self._late = late
         self.error: BaseException | None = None  # of the newest attempt, if that failed
-        self._spread_in: PendingUpdates | None = None  # the step whose masters were spread last
-        self._spread_keys = set[int]()
 
     # Which version there is.
 
@@ -289,30 +287,13 @@ class WriteBack:
         if updates is not None:
             for some in [updated] if self._pages is None else self._pages.in_calls(updated):
                 updates.compute(some)
-            self._spread(layers, updates)
+            self._masters.spread(layers, updates)
         for master, target in received:
             if target is not None:
                 target.data.copy_(master.data)
         # Only now, as an interrupt may come before.
         written = (key for key, target in targets.items() if target is not None)
         self._store.ahead.difference_update(written)
-
-    def _spread(self, layers: Sequence[LayerParameters], updates: PendingUpdates) -> None:
-        """Sends what this rank owns to the others, each master once in a step and layer by layer,
-        because ranks may differ in where they write it and when."""
-        if self._masters.ranks.count == 1:
-            return
-        if self._spread_in is not updates:
-            self._spread_in, self._spread_keys = updates, set[int]()
-        for layer in layers:
-            keys = {id(use.parameter): use.parameter for use in layer.uses}
-            masters = self._masters.by_parameter
-            self._masters.ranks.spread(
-                (parameter, masters[key])
-                for key, parameter in keys.items()
-                if key in masters and key not in self._spread_keys
-            )
-            self._spread_keys |= keys.keys()
 
     def _write_there(
         self,

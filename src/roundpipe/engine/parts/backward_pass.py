@@ -18,7 +18,7 @@ from ..state import Host
 
 
 class BackwardPass:
-    """Holds what one pass has made so far; `step.jobs.Backward`.
+    """Holds what one pass has made so far; `params.gradients.Backward`.
 
     Filled on the caller's thread, which runs the backward of everything that is on the CPU.
     """

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...errors import do_all
-from ...kernels.updates import RuleUpdate, UpdateInto, compute
+from ...kernels.updates import Decision, RuleUpdate, UpdateInto, compute
 from .held import Held, free, hold, holder_of, reachable_otherwise, settle
 
 if TYPE_CHECKING:
@@ -209,6 +209,19 @@ def value_of(master: torch.Tensor) -> torch.Tensor | None:
     """A master's newest value, if that is on a device."""
     holder = holder_of(master)
     return holder.there[0] if isinstance(holder, Hold) and holder.there else None
+
+
+def record(decisions: Sequence[Decision], pending: "PendingUpdates | None") -> None:
+    """Each is for the gradient that its master has now. Outside of a ``step_fn``, with nothing
+    ``pending``, they are computed at once."""
+    updates = [
+        RuleUpdate(master, moments, master.offloaded(), master.scale, master.is_gradient_seen, rule)
+        for master, moments, rule in decisions
+    ]
+    if pending is None:
+        compute([UpdateInto(update, None) for update in updates])
+    else:
+        pending.add(updates)
 
 
 class PendingUpdates:
