@@ -54,6 +54,12 @@ def adapt_arguments() -> None:
     modeling_qwen3.create_causal_mask = create_causal_mask  # type: ignore[assignment]
 
 
+def name_attention(model: Any) -> None:
+    """Layers that say themselves which mask they take, as they did then."""
+    for layer, kind in zip(model.model.layers, model.config.layer_types, strict=True):
+        layer.attention_type = kind
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     measure.add_common_options(parser)
@@ -74,6 +80,7 @@ def main() -> int:
     model = make_model(workload, measure.compute_device()).cpu()
     about = describe(workload, model)
     adapt_arguments()
+    name_attention(model)
     sys.path.insert(0, str(options.folder.resolve()))
     public: Any = importlib.import_module("roundpipe")
     engine = public.wrap_model_to_roundpipe(

@@ -247,6 +247,40 @@ def test_a_failed_call_lets_go_of_what_was_recorded(engines: Engines, replays: l
     assert replays
 
 
+def test_what_runs_out_of_memory_beside_recordings_keeps_its_plan(
+    engines: Engines, replays: list[int]
+) -> None:
+    """The recordings go and the call is made again as it was planned; without them, it is the plan
+    that was wrong."""
+    full_at: list[int] = []
+    replayed: list[int] = []
+
+    def loss_or_full(outputs: Tensor, labels: Tensor) -> Tensor:
+        if full_at and full_at[0] == len(losses):
+            full_at.pop(0)
+            raise torch.OutOfMemoryError("as asked for")
+        return loss_fn(outputs, labels)
+
+    reference = Reference(make(), lambda own: torch.optim.SGD(own, lr=0.1))
+    expected = reference_steps(reference, batches(), MICROBATCHES)
+    engine = engines(make(), ONE, cuda_graphs=True, **SETTINGS)
+    optimizer = roundpipe.optim.SGD(engine.optim_parameters(), lr=0.1)
+    losses: list[Tensor] = []
+    full_at += [10, 12]
+    plans, shortages = [], []
+    for batch in batches():
+        one = [batch._replace(loss_fn=loss_or_full)]
+        losses += train_steps(engine, optimizer, one, MICROBATCHES, is_async=False)
+        plans.append(engine.execute_plan)
+        shortages.append(engine.planner.shortages)
+        replayed.append(len(replays))
+    assert replayed[9] > 0, "nothing was recorded"
+    assert plans[10] == plans[9]
+    assert shortages[9:13] == [(0, 0), (0, 1), (0, 1), (1, 1)]
+    assert replayed[13] == replayed[10], "recorded again"
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
+
+
 @pytest.mark.parametrize("is_wanted", [None, True, False])
 def test_which_layers_of_transformers_may_be_captured(*, is_wanted: bool | None) -> None:
     """On a GPU, where nothing is said: blocks without experts. Nothing runs here."""

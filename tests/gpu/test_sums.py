@@ -1,7 +1,14 @@
 """Sums of gradients by the kernel: torch's to the bit, and norms of what is rounded."""
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import roundpipe
+from tests.support.device_sets import ACCELERATORS
+from tests.support.engines import Engines
 
 sum_kernel = pytest.importorskip("roundpipe.kernels.gradient_sums")
 pytestmark = pytest.mark.gpu
@@ -68,3 +75,30 @@ def test_sums_do_not_depend_on_how_tensors_are_aligned(places: tuple[int, int]) 
         other = make((1 << 18 | 8,), torch.bfloat16)[second:][: 1 << 18].view(512, 512)
         expected = one + other.float()
         assert torch.equal(sum_kernel.add(one, other), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_no_kernel_is_compiled_while_a_device_waits(
+    dtype: torch.dtype, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first step finds those of the loss and of sums as they were made with the engine."""
+    from triton import knobs
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4096}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype)
+    engine = engines(model, ACCELERATORS[0], optim_dtype=torch.float32)
+    optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-4)
+    engine.step(lambda: None, is_async=False)  # the thread that does this has compiled before
+    compiled: list[str] = []
+
+    def note(**known: Any) -> None:
+        compiled.append(str(known.get("fn")))
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    tokens = torch.randint(0, 4096, (4, 64))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
+    engine.forward_backward(input_kwargs=inputs, run_config=config)
+    engine.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=False)
+    assert not compiled

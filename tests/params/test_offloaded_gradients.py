@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from roundpipe.device.virtual import VirtualDevice, VirtualLane
 from roundpipe.optim import clip_grad_norm_
-from roundpipe.params import gradients
+from roundpipe.params import gradient_buffers, gradients
 from tests.support.device_sets import ONE, TWO, DeviceSet
 from tests.support.engines import Engines, engine_gradients, run_batch
 from tests.support.models import MLP_WIDTH, mlp_batch
@@ -41,7 +41,7 @@ def make_choices() -> nn.Sequential:
 def test_gradients_are_plain_whatever_goes_together(
     least: int, on: DeviceSet, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "_LEAST_ALONE", least)
+    monkeypatch.setattr(gradient_buffers, "_LEAST_ALONE", least)
     model, batch = make_choices(), mlp_batch(rows=6)
     engine = engines(model, on)
     for chosen in ([0, 0, 0], [0, 1, 0], [1, 1, 1]):
@@ -96,7 +96,7 @@ class Wave(nn.Module):
 def test_complex_gradients_offload_too(
     least: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "_LEAST_ALONE", least)
+    monkeypatch.setattr(gradient_buffers, "_LEAST_ALONE", least)
     torch.manual_seed(0)
     model, batch = nn.Sequential(Wave(), nn.Linear(MLP_WIDTH, MLP_WIDTH)), mlp_batch(rows=6)
     engine = engines(model)

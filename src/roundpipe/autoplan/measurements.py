@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..device import MemoryInUse
 from ..plan.costs import LayerCosts
@@ -13,6 +13,13 @@ from .rates import NOTABLE, Changes, Rates, smoothed
 # more, its backward.
 Computation = Literal["forward", "recompute", "backward"]
 COMPUTATIONS: tuple[Computation, ...] = ("forward", "recompute", "backward")
+
+
+class Shortages(NamedTuple):
+    """How often a device's memory did not suffice; see `ShapeMeasurements`."""
+
+    of_plans: int
+    beside_recordings: int
 
 
 class ShapeMeasurements:
@@ -25,7 +32,8 @@ class ShapeMeasurements:
     ``elements``: of the largest microbatch, which bytes are measured of or scaled to.
     ``caller_bytes``: the most that all inputs of a call, or their gradients, took on devices;
     ``output_bytes``: that all its outputs took. ``shortages``: how often a device's memory did not
-    suffice.
+    suffice for a plan alone; ``shortages_beside_recordings``: how often not beside recordings of
+    layers, which fill what plans leave and were let go of then.
     """
 
     def __init__(self, estimate: LayerCosts, rates: Rates) -> None:
@@ -43,6 +51,7 @@ class ShapeMeasurements:
         self.caller_bytes = 0
         self.output_bytes = 0
         self.shortages = 0
+        self.shortages_beside_recordings = 0
         self._between: tuple[bool, int] | None = None
 
     def __repr__(self) -> str:
@@ -95,10 +104,13 @@ class ShapeMeasurements:
                     known[layer] = num_bytes * elements // before
                     self._changes.note((kind, layer), known[layer])
 
-    def record_shortage(self) -> None:
+    def record_shortage(self, *, beside_recordings: bool = False) -> None:
         """A device's memory did not suffice."""
         with self._lock:
-            self.shortages += 1
+            if beside_recordings:
+                self.shortages_beside_recordings += 1
+            else:
+                self.shortages += 1
 
     def record_caller_bytes(self, num_bytes: int) -> None:
         """Inputs of a call, all microbatches together, that somebody else holds on a device while
@@ -213,10 +225,14 @@ class Measurements:
         self.rates = Rates()
 
     @property
-    def shortages(self) -> int:
+    def shortages(self) -> Shortages:
         """On microbatches of any shapes."""
         with self._lock:
-            return sum(known.shortages for known in self._by_shapes.values())
+            known = list(self._by_shapes.values())
+        return Shortages(
+            of_plans=sum(each.shortages for each in known),
+            beside_recordings=sum(each.shortages_beside_recordings for each in known),
+        )
 
     def of(self, shapes: Hashable, estimate: LayerCosts) -> ShapeMeasurements:
         """The measurements of ``shapes``; ``estimate`` is used if they are the first."""

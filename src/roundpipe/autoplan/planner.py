@@ -15,7 +15,7 @@ from ..plan.best import better_plan, plan_for, plan_peak, smallest_plan, step_ms
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from .cutting import TOKENS_AT_ONCE, Cutting
-from .measurements import ShapeMeasurements
+from .measurements import ShapeMeasurements, Shortages
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems
 
@@ -92,7 +92,7 @@ class Planner:
             self._problems.measured(self._latest).record_output_bytes(num_bytes)
 
     @property
-    def shortages(self) -> int:
+    def shortages(self) -> Shortages:
         """How often calls have found a device's memory full."""
         return self._problems.measurements.shortages
 

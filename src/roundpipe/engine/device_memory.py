@@ -3,13 +3,14 @@ itself and where the parts of a model share them; and what is tried where a devi
 so that a call is made all the same.
 
 [Note: out of memory] A call that fails has no effect, so it can be made again. In this order:
-[1] The planner has learnt from it (see `ShapeMeasurements.shortages`): it has another plan, or
+[1] Recordings of layers, which fill what a plan leaves, are gone: the plan stays.
+[2] The planner has learnt from it (see `ShapeMeasurements.shortages`): it has another plan, or
     keeps more inputs on the host.
-[2] The last such try recomputes one layer at a time, unless the caller has said otherwise.
-[3] A batch that the engine may cut is cut into twice as many microbatches, and all begins anew.
+[3] The last such try recomputes one layer at a time, unless the caller has said otherwise.
+[4] A batch that the engine may cut is cut into twice as many microbatches, and all begins anew.
     Only the caller knows whether losses of other microbatches add up to the same, so he says so by
     handing in a function that cuts.
-What [2] and [3] came to is kept for later calls. Backward stage runs that run on after their call
+What [3] and [4] came to is kept for later calls. Backward stage runs that run on after their call
 has returned, and backward passes of the caller's own graph, cannot be made again, nor can calls
 that have gone beyond the engine: whose layers have written to their input where the caller has it,
 or whose loss has given parameters of the caller's own their gradients. What fails there is raised.
@@ -150,16 +151,19 @@ class OutOfMemoryBackoff:
         if what in self._by_layer:
             batch.recompute_by_layer()
         while True:
-            shortages = self._planner.shortages
+            before = self._planner.shortages
             try:
                 return attempt(batch)
             except (torch.OutOfMemoryError, PlanError) as error:
                 is_full = isinstance(error, torch.OutOfMemoryError)
-                if is_full and self._planner.shortages == shortages:
+                after = self._planner.shortages
+                if is_full and after == before:
                     raise  # because it is not a device of this engine's that is full
                 if not batch.can_run_again(self._devices):
                     raise
-                if is_full and left:
+                if is_full and after.of_plans == before.of_plans:
+                    pass  # because each device lets recordings go once, and never makes them again
+                elif is_full and left:
                     left -= 1
                 else:
                     finer = batch.in_at_least(2 * batch.num_microbatches)

@@ -30,7 +30,7 @@ from ..config import RoundPipeRunConfig
 from ..errors import ConfigError
 from ..microbatch import batch_size_of
 from ..microbatch.packed import RoundPipePackedData
-from ..params.gradients import GradientBuffers
+from ..params.gradient_buffers import GradientBuffers
 from ..presets.adapters import base_of
 from ..trace.table import Statistics
 from .base import Engine

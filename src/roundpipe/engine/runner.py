@@ -17,7 +17,7 @@ from ..layers.modes import Modes
 from ..layers.saved import Kept
 from ..layers.structure import Structure
 from ..microbatch.sizes import elements_of, size_class, tokens_of
-from ..params.gradients import GradientBuffers
+from ..params.gradient_buffers import GradientBuffers
 from ..params.working import ParameterStore
 from ..plan.actions import Passes
 from ..plan.execute_plan import RunType

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -16,13 +17,14 @@ from ..device import Device
 from ..device.choose import DeviceSpec, choose_devices
 from ..device.facts import refuse_without_fp8
 from ..errors import ClosedError, ConfigError
+from ..kernels.compile_ahead import compile_ahead
 from ..layers.compiler import BlockCompiler
 from ..layers.scaled import use_fp8
 from ..layers.structure import Structure
 from ..memory.pinning import HostMemory, PinMode
 from ..memory.state_file import StateFile
 from ..params.dtypes import GradientRules
-from ..params.gradients import GradientBuffers
+from ..params.gradient_buffers import GradientBuffers
 from ..params.masters import Masters
 from ..params.placement.device_states import DeviceStates
 from ..params.rank_sums import RankSums
@@ -151,7 +153,6 @@ class Host:
         self.store = store = ParameterStore(layers, self.memory, on_host)
         # Before threads are started, because it refuses files that were cut.
         read_ahead = make_read_ahead(store, self.memory)
-        self.buffers = buffers = GradientBuffers(self.memory, rules)
         self.device_states = DeviceStates(
             store, devices[0] if len(devices) == 1 and is_alone else None, self.memory
         )
@@ -159,11 +160,15 @@ class Host:
         self.masters = Masters(store, rules, state_file or Master.memory, ranks)
         pages = None if state_file is None else StatePages(state_file)
         self._worker = Worker("roundpipe-optimizer", None if pages is None else pages.writer)
+        self.buffers = buffers = GradientBuffers(self.memory, rules, self._worker.submit)
         # On the CPU layers run in the interpreter themselves, so there is nothing to keep it free
         # for.
         self._interpreter = QuietInterpreter() if is_accelerated else None
         if is_accelerated:
             self._worker.submit(leave_cores_for(len(devices)))
+            found = [device.torch_device for device in devices]
+            trained = {own.dtype for own in store.parameters if own.requires_grad}
+            self._worker.submit(partial(compile_ahead, found, trained))
         self.steps = StepThread(
             self._worker,
             self.condition,

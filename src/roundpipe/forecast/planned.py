@@ -16,7 +16,7 @@ from ..autoplan.planned import Planned
 from ..autoplan.planner import Planner
 from ..memory.pinning import HostMemory
 from ..params.dtypes import GradientRules
-from ..params.gradients import is_small
+from ..params.gradient_buffers import is_small
 from ..params.placement.device_state import state_bytes
 from ..params.placement.device_states import DeviceStates
 from ..params.working import LayerParameters, ParameterStore

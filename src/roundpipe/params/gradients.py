@@ -1,10 +1,7 @@
-"""Gradients on their way to the optimizer: summed on the device, offloaded to host memory that
-goes round from step to step."""
+"""Gradients on their way to the optimizer: summed on the device, and offloaded."""
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,111 +9,9 @@ from torch import nn
 
 from ..device import Device, Event
 from ..kernels import triton_kernels
-from ..memory.pinning import HostMemory
-from ..memory.slot_sizes import ALIGNMENT
 from .dtypes import GradientRules
+from .gradient_buffers import GradientBuffer, GradientBuffers, is_small, num_norms, unpacked
 from .working import LayerParameters, ParameterUse
-
-Layout = tuple[tuple[int, torch.Size, torch.dtype], ...]
-# Elements. Smaller gradients go down together, because queueing a copy of each takes longer than
-# copying: adapters, norms and biases.
-_LEAST_ALONE = 1 << 20
-
-
-class GradientBuffer:
-    """Host memory for gradients of one layer: one tensor for each use in ``layout``, and
-    ``num_norms`` of their norms.
-
-    ``blocks`` are by places: small gradients of one dtype lie one behind the other in one. ``home``
-    is the list of free buffers that it goes back to.
-    """
-
-    def __init__(
-        self, layout: Layout, num_norms: int, memory: HostMemory, home: "list[GradientBuffer]"
-    ) -> None:
-        self.layout = layout
-        self.num_norms = num_norms
-        self.home = home
-        together: dict[object, list[tuple[int, torch.Size, torch.dtype]]] = {}
-        for place, shape, dtype in layout:
-            key = dtype if is_small(shape) else place
-            together.setdefault(key, []).append((place, shape, dtype))
-        sizes = [sum(s.numel() * d.itemsize for _, s, d in uses) for uses in together.values()]
-        *offsets, end = accumulate((-(-n // ALIGNMENT) * ALIGNMENT for n in sizes), initial=0)
-        arena = memory.buffer(end + num_norms * torch.float64.itemsize)
-        self.norms = arena.tensor(end, (num_norms,), torch.float64)
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.blocks: dict[tuple[int, ...], torch.Tensor] = {}
-        for offset, size, uses in zip(offsets, sizes, together.values(), strict=True):
-            places, shapes, (dtype, *_) = zip(*uses, strict=True)
-            block = arena.tensor(offset, (size // dtype.itemsize,), dtype)
-            self.blocks[places] = block
-            self.tensors |= zip(places, _unpacked(block, shapes), strict=True)
-
-
-class GradientBuffers:
-    """Reuses gradient memory from step to step, because fresh pages cost a fault each."""
-
-    def __init__(self, memory: HostMemory, rules: GradientRules) -> None:
-        self._memory = memory
-        self._rules = rules
-        # Because workers take buffers and the optimizer thread gives them back.
-        self._lock = threading.Lock()
-        # By layer, and whether they are for sums over calls.
-        self._free: dict[tuple[int, bool], list[GradientBuffer]] = {}
-
-    def take(
-        self, layer: LayerParameters, uses: Sequence[ParameterUse], *, stays: bool = False
-    ) -> GradientBuffer:
-        """For gradients as they offload, and their norms; for these alone if the layer ``stays`` on
-        its device."""
-        layout = [(use, self._rules.dtypes(use.parameter).offloaded) for use in uses]
-        num_norms = sum(_num_norms(use.parameter.shape) for use in uses)
-        return self._take((layer.layer, False), () if stays else layout, num_norms)
-
-    def take_sums(self, layer: LayerParameters, uses: Sequence[ParameterUse]) -> GradientBuffer:
-        """For sums over calls that are too wide for the memory that gradients offload in."""
-        dtypes = [(use, self._rules.dtypes(use.parameter)) for use in uses]
-        wide = [(use, to.summed) for use, to in dtypes if to.summed != to.offloaded]
-        return self._take((layer.layer, True), wide, 0)
-
-    def _take(
-        self,
-        key: tuple[int, bool],
-        uses: Iterable[tuple[ParameterUse, torch.dtype]],
-        num_norms: int,
-    ) -> GradientBuffer:
-        layout = tuple((use.place, use.parameter.shape, dtype) for use, dtype in uses)
-        with self._lock:
-            free = self._free.setdefault(key, [])
-            while free:
-                buffer = free.pop()
-                if buffer.layout == layout and buffer.num_norms == num_norms:
-                    return buffer
-        return GradientBuffer(layout, num_norms, self._memory, free)
-
-    def give_back(self, buffer: GradientBuffer) -> None:
-        with self._lock:
-            buffer.home.append(buffer)
-
-    def clear(self) -> None:
-        with self._lock:
-            self._free.clear()
-
-
-def is_small(shape: torch.Size) -> bool:
-    """Whether gradients of that shape go down together with others, in a copy of their own."""
-    return shape.numel() < _LEAST_ALONE
-
-
-def _unpacked(flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    pieces = flat.split([shape.numel() for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _num_norms(shape: torch.Size) -> int:
-    """How many norms are taken of a gradient."""
-    return 1 if is_small(shape) or len(shape) < 2 else shape[0]
 
 
 class Accumulator:
@@ -221,7 +116,7 @@ class Backward(Protocol):
 def norms_of(gradient: torch.Tensor) -> torch.Tensor:
     """2-norms whose own 2-norm is the gradient's: of a large one each row's, of a small one its
     own."""
-    return row_norms(gradient) if _num_norms(gradient.shape) > 1 else _norms_of_all([gradient])
+    return row_norms(gradient) if num_norms(gradient.shape) > 1 else _norms_of_all([gradient])
 
 
 def row_norms(gradient: torch.Tensor) -> torch.Tensor:
@@ -286,7 +181,7 @@ def _all_rounded(
 def _together(sums: dict[int, torch.Tensor], dtype: torch.dtype) -> _Rounded:
     totals = list(sums.values())
     whole = torch.empty(sum(map(torch.Tensor.numel, totals)), dtype=dtype, device=totals[0].device)
-    gradients = _unpacked(whole, [total.shape for total in totals])
+    gradients = unpacked(whole, [total.shape for total in totals])
     # Not one behind the other first, which in fp32 takes twice that memory.
     torch._foreach_copy_(gradients, totals)
     return _Rounded(dict(zip(sums, gradients, strict=True)), _norms_of_all(gradients), whole)
@@ -334,7 +229,7 @@ class Offloader(NamedTuple):
         sent_norms = buffer.norms[: len(all_norms)]
         lane.copy_(sent_norms, all_norms)
         lane.borrow(all_norms)
-        counts = [_num_norms(gradient.shape) for gradient in made.values()]
+        counts = [num_norms(gradient.shape) for gradient in made.values()]
         norms = dict(zip(made, sent_norms.split(counts), strict=True))
         gradients = made if stays else {place: buffer.tensors[place] for place in made}
         return OffloadedLayer(layer, buffer, gradients, norms, lane.record(), self.first_microbatch)

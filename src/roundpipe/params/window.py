@@ -18,7 +18,8 @@ from ..memory import huge_pages
 from ..memory.state_file import Memory
 from ..trace import spans
 from .dtypes import GradientRules
-from .gradients import Backward, GradientBuffer, GradientBuffers, OffloadedLayer
+from .gradient_buffers import GradientBuffer, GradientBuffers
+from .gradients import Backward, OffloadedLayer
 from .placement.held import Held, hold_as
 from .working import LayerParameters, ParameterStore
 
@@ -68,8 +69,7 @@ class GradientWindow:
         self.num_changes = 0  # tells apart what it has held
 
     def commit(self, call: Backward) -> None:
-        """Waits until the call is finished, and adds its gradients. Sums over calls are fp32 (or
-        wider).
+        """Adds a call's gradients once it is finished. Sums over calls are fp32 (or wider).
 
         What different shares of the microbatches made stays apart until somebody reads it, because
         adding it up here would take memory and a pass of its own.

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from ..device import Device, Event
 from ..errors import ConfigError, clear_frames
 from ..layers.saved import Graph
-from ..params.gradients import GradientBuffers, OffloadedLayer, Offloader
+from ..params.gradient_buffers import GradientBuffers
+from ..params.gradients import OffloadedLayer, Offloader
 from ..plan.actions import Action, Op, Pass, StageRun
 from ..recompute.graph_leaves import leaves_beside
 from ..trace import spans
@@ -127,8 +128,8 @@ class Executor:
                     if isinstance(error, torch.OutOfMemoryError):
                         # Because a notebook keeps it, and the next call needs the memory.
                         clear_frames(error)
-                        call.memory.measured.record_shortage()
-                        self._captured.give_up()
+                        were_any = self._captured.give_up()
+                        call.memory.measured.record_shortage(beside_recordings=were_any)
                     call.fail(error)
                     break
         except Cancelled:
@@ -194,6 +195,7 @@ class Executor:
         if pass_ is not Pass.FORWARD:
             if run.is_first:
                 self._wait_offloaded()
+                self._buffers.expect(self._loader.offloading(stage.stage_run.layers))
             if run.is_last:
                 stage.offload_when_complete(self._offloader(stage))
         with self.device.compute.work():

@@ -184,6 +184,12 @@ class StageLoader:
         leave it."""
         return layer.layer in self._store.device_states
 
+    def offloading(self, layers: range) -> Iterator[LayerParameters]:
+        """Those of ``layers`` whose gradients leave the device, in the order in which a backward
+        makes them."""
+        found = (self._store.layers[index] for index in reversed(layers))
+        return (layer for layer in found if not self.is_on_device(layer))
+
     def forget(self) -> None:
         """Nothing is known of what slots hold any more. No stage run may be under way."""
         self.residency.clear()

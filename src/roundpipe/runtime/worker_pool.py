@@ -15,7 +15,7 @@ from ..memory.blocks import HostBlocks
 from ..memory.pinning import HostMemory
 from ..memory.slots import SlotPool
 from ..params.dtypes import GradientRules
-from ..params.gradients import GradientBuffers
+from ..params.gradient_buffers import GradientBuffers
 from ..params.working import ParameterStore
 from ..threads.worker import Worker
 from ..transfer.read_ahead import ReadAhead

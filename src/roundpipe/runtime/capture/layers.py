@@ -257,10 +257,13 @@ class CapturedLayers:
         self._statics.clear()
         self._num_bytes = 0
 
-    def give_up(self) -> None:
-        """The device's memory did not suffice: nothing is recorded any more."""
+    def give_up(self) -> bool:
+        """The device's memory did not suffice: nothing is recorded any more. Returns whether there
+        were recordings, which held some of it."""
+        were_any = any(seen.captured is not None for seen in self._seen.values())
         self.forget()
         self._layers = frozenset()
+        return were_any
 
 
 def _trained(stage: Stage, layer: int) -> list[nn.Parameter]:
