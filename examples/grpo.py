@@ -18,11 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
-
 from fetch_assets import smollm2_folder
-from roundpipe_hf.trl import RoundPipeGRPOConfig, RoundPipeGRPOTrainer  # was: GRPOConfig, ...
+from needed import needed, told_in_a_line
+
+with needed("trl"):
+    from datasets import Dataset, DatasetDict, load_dataset
+    from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+    from roundpipe_hf.trl import RoundPipeGRPOConfig, RoundPipeGRPOTrainer  # was: GRPOConfig, ...
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
@@ -114,4 +117,5 @@ def sums() -> Dataset:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line():
+        main()

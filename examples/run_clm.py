@@ -21,8 +21,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets import DatasetDict, load_dataset
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -36,11 +34,16 @@ from transformers import (
     set_seed,
 )
 
+from needed import needed, told_in_a_line
 from roundpipe_hf import (
     RoundPipeTrainer,
     RoundPipeTrainingArguments,
     load_pretrained_mmap,
 )  # was: Trainer, ...
+
+with needed("hf"):
+    import datasets
+    from datasets import DatasetDict, load_dataset
 
 
 @dataclass
@@ -294,4 +297,5 @@ def perplexity(loss: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line():
+        main()

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
@@ -36,10 +35,14 @@ from transformers import (
 )
 
 from fetch_assets import mnist_5k
+from needed import needed, told_in_a_line
 from roundpipe_hf import (
     RoundPipeTrainer,
     RoundPipeTrainingArguments,
 )  # was: Trainer, TrainingArguments
+
+with needed("hf"):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, load_dataset
 
 
 @dataclass
@@ -229,4 +232,5 @@ def first(rows: Dataset, count: int | None) -> Dataset:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line():
+        main()

@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
-
 from fetch_assets import smollm2_folder, wiki_summaries
-from roundpipe_hf.trl.sft import (
-    RoundPipeSFTConfig,
-    RoundPipeSFTTrainer,
-)  # was: SFTConfig, SFTTrainer
+from needed import needed, told_in_a_line
+
+with needed("trl"):
+    from datasets import Dataset, DatasetDict, load_dataset
+    from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+    from roundpipe_hf.trl.sft import (
+        RoundPipeSFTConfig,
+        RoundPipeSFTTrainer,
+    )  # was: SFTConfig, SFTTrainer
 
 
 @dataclass
@@ -107,4 +110,5 @@ def summaries() -> Dataset:
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_line():
+        main()

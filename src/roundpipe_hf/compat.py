@@ -55,6 +55,7 @@ __all__ = [
     "model_class_of",
     "natural_order",
     "note_rows",
+    "refuse_multiplied",
     "rename_source_key",
     "returns_loss",
     "rotate_checkpoints",
@@ -191,6 +192,22 @@ def will_log(trainer: Trainer) -> bool:
     return (
         trainer.control.should_log and trainer.state.global_step > trainer._globalstep_last_logged
     )
+
+
+def refuse_multiplied(error: TypeError) -> None:
+    """Raises where Trainer has stumbled over what `compute_loss_func` returned, which it multiplies
+    before anybody else sees it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = None if traceback is None else traceback.tb_frame
+    if frame is None or frame.f_code is not Trainer.compute_loss.__code__:
+        return
+    if "loss" in frame.f_locals and not isinstance(frame.f_locals["loss"], torch.Tensor):
+        raise ConfigError(
+            f"compute_loss_func returned a {type(frame.f_locals['loss']).__name__}; it must be a "
+            "tensor"
+        ) from error
 
 
 def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:

@@ -28,6 +28,8 @@ from roundpipe.system.progress import progress
 CONFIG = "config.json"
 _MARK = "made_from"  # in the files' metadata, so that a finished folder is known again
 _SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
+# None is what a system without any says.
+_NO_LOCKS = (None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 SAFETENSORS_NAMES = {
     "float64": "F64",
@@ -59,6 +61,7 @@ class NewFolder:
 
     def __init__(self, path: Path, note: str, begun: Mapping[str, Any]) -> None:
         self.path, self._note, self._begun = path, path / note, dict(begun)
+        self._shared = FileLock(self._note.with_suffix(".lock"))
 
     @staticmethod
     def metadata(identity: str) -> dict[str, str]:
@@ -83,10 +86,14 @@ class NewFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Others that write the same folder wait, in whatever process they are."""
+        """Others that write the same folder wait, in whatever process they are: on this machine
+        here, on others that share the folder when they `begin` it."""
         name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
         with FileLock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock"):
-            yield
+            try:
+                yield
+            finally:
+                self._shared.release()
 
     def has(self, name: str) -> bool:
         """Whether that file is there, and so is whole."""
@@ -95,8 +102,8 @@ class NewFolder:
     def check(self) -> None:
         """Raises ConfigError if the folder holds anything but the beginning of this work."""
         # What was killed before it said what it begins has left no more than that file's beginning.
-        own = self._note.with_suffix(".part")
-        if not self.path.exists() or all(file == own for file in self.path.iterdir()):
+        own = {self._note.with_suffix(".part"), Path(self._shared.lock_file)}
+        if not self.path.exists() or own.issuperset(self.path.iterdir()):
             return
         there = json.loads(self._note.read_text()) if self._note.exists() else None
         if there != self._begun:
@@ -110,8 +117,15 @@ class NewFolder:
         check_room(self.path, num_bytes)
 
     def begin(self) -> None:
-        """Makes the folder, unless it is there, and says in it what it will be."""
+        """Makes the folder, unless it is there, waits for another machine that writes it, and says
+        in it what it will be."""
         self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._shared.acquire()
+        except (OSError, NotImplementedError) as error:
+            # Some file systems have no locks. What is not shared does not need one.
+            if getattr(error, "errno", None) not in _NO_LOCKS:
+                raise
         self.write(self._note.name, json.dumps(self._begun).encode())
 
     def write_files(
@@ -129,6 +143,7 @@ class NewFolder:
         missing = {name for name in sizes if not self.has(name)}
         self.check_room(sum(sizes[name] for name in missing))
         self.begin()
+        missing = {name for name in missing if not self.has(name)}  # another machine's are there
         with progress(total=sum(sizes.values()), desc=doing, unit="B", unit_scale=True) as bar:
             for name, size in sizes.items():
                 if name in missing:
@@ -170,6 +185,7 @@ class NewFolder:
     def tidy(self) -> None:
         """Takes the note away from a folder that is complete."""
         self._note.unlink(missing_ok=True)
+        Path(self._shared.lock_file).unlink(missing_ok=True)
 
 
 def identity_of(said: str, files: Iterable[Path]) -> str:

@@ -82,6 +82,21 @@ def test_guessed_graphs_grow_with_a_microbatch_and_shrink_with_none() -> None:
     assert guesses == [34 * 8192 * 2048, 34 * 90_000 * 2048]
 
 
+def test_inputs_are_guessed_by_their_tokens_where_they_have_no_room_to_wait() -> None:
+    """As if there were 8,192 of 1,024 tokens, eight times as much was to wait on the host."""
+    layers = [size(24 * 2048**2)]
+    costs = estimate_costs(layers, 0)
+    roomy, narrow = (
+        with_guessed_graphs(costs, layers, 1024, has_room=room) for room in (True, False)
+    )
+    assert (roomy.input_bytes, narrow.input_bytes) == ((2 * 8192 * 2048,), (2 * 1024 * 2048,))
+    assert roomy.saved_bytes == narrow.saved_bytes
+    (wide,) = with_guessed_graphs(
+        costs, [layers[0]._replace(itemsize=4)], 1024, has_room=False
+    ).input_bytes
+    assert wide == 4 * 1024 * 2048
+
+
 def test_a_measured_graph_is_no_guess_and_says_how_wrong_the_others_are() -> None:
     """So a step that ran out of memory on its way is planned better when it is tried again."""
     layers = [size(24 * 1024**2), size(24 * 2048**2)]

@@ -235,3 +235,26 @@ def test_a_loss_that_does_not_fit_is_the_users_error(engine: RoundPipe) -> None:
         for loss_fn in (lambda output, _: output, lambda output, _: 1.0, lambda output, _: None):
             with pytest.raises((RoundPipeError, RuntimeError, TypeError)):
                 call_and_wait(engine, BATCH._replace(loss_fn=loss_fn))
+
+
+def test_parameters_that_share_memory_and_are_not_one_are_refused() -> None:
+    """As PEFT ties adapters. Plain PyTorch changes both where one is updated; with masters of
+    their own they parted silently."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t())
+    before = model[0].weight.data_ptr()
+    message = r"layer 1's parameter 'weight' \(4, 6\) lies in the memory of layer 0's .*\(6, 4\)"
+    with pytest.raises(ConfigError, match=message + ".*one nn.Parameter"):
+        RoundPipe(model, devices=roundpipe.virtual(1))
+    assert model[0].weight.data_ptr() == before
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    RoundPipe(model, devices=roundpipe.virtual(1)).close()  # because nobody writes to either
+
+
+def test_parameters_beside_each_other_in_one_matrix_share_nothing() -> None:
+    whole = torch.randn(4, 8)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for layer, part in zip(model, whole.split(4, dim=1), strict=True):
+        layer.weight = nn.Parameter(part)
+    RoundPipe(model, devices=roundpipe.virtual(1)).close()

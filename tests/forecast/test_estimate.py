@@ -61,18 +61,33 @@ def test_bytes_of_the_host_are_those_of_the_parameters() -> None:
     assert sync.host["moments"] == int(elements * (2 + 8 / 256))
 
 
-def test_state_on_a_disk_takes_little_memory_and_the_disks_time() -> None:
+def test_rows_that_fit_no_device_are_refused_without_running_them() -> None:
+    """A hundred million tokens ran for minutes on the meta device, part by part."""
+    message = r"microbatch of 2 x 100000000 tokens keeps [\d.]+ GB .* a device has 1.0 GB"
+    for lora in (None, 4):
+        with pytest.raises(PlanError, match=message):
+            estimates(seq=100_000_000, lora=lora, num_microbatch=2)
+
+
+def test_a_folder_for_state_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer_state_dir is '/proc/x', where no file can be"):
+        estimates(optimizer_state_dir="/proc/x")
+
+
+def test_state_on_a_disk_takes_little_memory_and_the_disks_time(tmp_path: Path) -> None:
     """All state is read and written once a step, here at 1 MB/s."""
     options = {"optimizer": "adamw", "async_optimizer": False, "pin_model": "alloc"}
     (stored,) = estimates(**options, gpus=2)
-    (on_disk,) = estimates(**options, gpus=2, optimizer_state_dir="/scratch", disk=1e-3)
+    folder = str(tmp_path / "not" / "there")
+    (on_disk,) = estimates(**options, gpus=2, optimizer_state_dir=folder, disk=1e-3)
     state = stored.host["masters"] + stored.host["moments"]
     assert on_disk.host["masters"] == on_disk.host["moments"] == 0
     assert on_disk.host["state_pages"] == state, "as it is smaller than what is read ahead"
     assert on_disk.disk_bytes == stored.disk_bytes + state
     assert on_disk.update_ms == pytest.approx(2 * state / 1e3)
     assert on_disk.bound == "optimizer"
-    assert on_disk.arguments["optimizer_state_dir"] == "/scratch"
+    assert on_disk.arguments["optimizer_state_dir"] == folder
+    assert not any(tmp_path.iterdir())
 
 
 def test_weights_in_their_files_take_no_memory() -> None:

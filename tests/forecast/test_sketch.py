@@ -9,7 +9,7 @@ from transformers import Qwen3MoeConfig
 
 from roundpipe.errors import ConfigError
 from roundpipe.forecast.models import imagine
-from roundpipe.forecast.sketch import sketches
+from roundpipe.forecast.sketch import batch_of, least_bytes, sketches
 from roundpipe.presets.preset import cut
 
 from .runs import Setup, small_config, small_model
@@ -41,6 +41,13 @@ def test_operations_are_those_of_products_and_half_the_scores() -> None:
     # The rotary embedding's and norms' operations are no products.
     assert block.forward == 2 * ROWS * TOKENS * weights + scores
     assert block.backward == 4 * ROWS * TOKENS * weights + scores * 5 // 2
+
+
+@pytest.mark.parametrize("at_once", [0, 256])
+def test_what_long_rows_keep_is_known_from_short_ones(at_once: int) -> None:
+    layers = imagine(small_config(), lora=4).layers
+    kept = max(one.saved for one in sketches(layers, batch_of(2, 3000), at_once))
+    assert 0.98 * kept < least_bytes(layers, 2 * 3000, in_parts=at_once > 0) <= kept
 
 
 def test_a_frozen_first_layer_has_no_backward() -> None:

@@ -13,7 +13,7 @@ from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
 from tests.support.preset_models import VOCABULARY
 from tests.support.trainers import assert_same, make_trainer, train_both
-from tests.support.vision_models import collated, make_seeing, seen_rows
+from tests.support.vision_models import collated, filmed_rows, make_seeing, seen_rows
 
 # Batches of two rows, windows of two batches: a window has batches with images and without.
 NUM_IMAGES = (1, 0, 0, 0, 2, 1, 0, 1, 0, 0)
@@ -30,10 +30,45 @@ def make(name: str, *, lora: bool) -> nn.Module:
     )
 
 
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=SLOW), 3])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"])
-def test_training_and_evaluation(name: str, lora: bool) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llava", "gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe", "qwen3.5-moe"),
+        *(pytest.param(name, marks=SLOW) for name in ("llava-two-depths", "qwen3.5")),
+    ],
+)
+def test_training_and_evaluation(name: str, lora: bool, devices: int) -> None:
     rows = seen_rows(make_seeing(name), NUM_IMAGES)
+    pair = train_both(
+        lambda: make(name, lora=lora),
+        rows,
+        devices=devices,
+        data_collator=collated,
+        eval_dataset=rows[:5],
+        eval_strategy="epoch",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+    )
+    engine: Any = pair.ours._engine()
+    assert not isinstance(engine, AutoRoundPipe)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-vl", *(pytest.param(name, marks=SLOW) for name in ("qwen2.5-vl", "qwen3.5"))]
+)
+def test_videos(name: str, lora: bool) -> None:
+    """Beside images, alone and in none of a batch's rows."""
+    rows = filmed_rows(make_seeing(name), ("iv", "", "", "v", "v", "i", "", "", "iv", "v"))
     pair = train_both(
         lambda: make(name, lora=lora),
         rows,
@@ -43,8 +78,6 @@ def test_training_and_evaluation(name: str, lora: bool) -> None:
         per_device_train_batch_size=2,
         per_device_eval_batch_size=3,
         gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        weight_decay=0.1,
     )
     engine: Any = pair.ours._engine()
     assert not isinstance(engine, AutoRoundPipe)

@@ -3,6 +3,7 @@ devices."""
 
 import copy
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,18 +11,28 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
 from roundpipe.presets.low_rank import AdaptedWeight, Factors
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines, engine_gradients
-from tests.support.preset_models import INPUTS, ROWS, TINY, TOKENS, make_model, own_forward
+from tests.support.preset_models import (
+    INPUTS,
+    ROWS,
+    TINY,
+    TOKENS,
+    make_model,
+    own_forward,
+    tokens,
+)
 from tests.support.tolerances import assert_same_sums
 
 MANY_STAGES = ModelExecutePlan(
     fwd_plan=[range(2), range(2, 4)], bwd_plan=[range(4, 5), range(1, 4), range(1)]
 )
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PATIENCE_S = 30.0
 # PEFT sums over tokens, then over a width of the weight for the adapter; here it is the other way.
 REASSOCIATED = ROWS * TOKENS * TINY["hidden_size"]
@@ -31,9 +42,8 @@ def adapted(name: str, implementation: str = "grouped_mm") -> Any:
     model = make_model(name)
     model.config._experts_implementation = implementation
     torch.manual_seed(3)
-    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=experts, init_lora_weights=False
+        r=2, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False
     )
     return get_peft_model(model, config)
 
@@ -180,6 +190,38 @@ def test_a_weight_with_an_adapter_is_its_sum_for_all_else() -> None:
         nn.functional.linear(x, adapted_weight[1], bias), nn.functional.linear(x, sum_[1], bias)
     )
     torch.testing.assert_close(x[:, :4] @ adapted_weight[1], x[:, :4] @ sum_[1])
+
+
+class Operations(TorchDispatchMode):
+    """Counts them by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__.partition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rank", "num_pads", "num_copies"), [(8, 0, 2), (2, 4, 0)])
+def test_factors_are_copied_only_where_a_product_wants_it(
+    rank: int, num_pads: int, num_copies: int
+) -> None:
+    """Every factor was padded with nothing, and copied once more, in each forward of each
+    microbatch. PEFT's second factor has its experts last, so that one is laid out anew."""
+    config = LoraConfig(r=rank, target_parameters=EXPERTS, init_lora_weights=False)
+    model = get_peft_model(make_model("qwen3-moe"), config)
+    made = presets.cut(model)
+    assert made is not None
+    state = made.sequential[0](input_ids=tokens())
+    with Operations() as adapted_run:
+        made.sequential[1](state)
+    model.base_model.disable_adapter_layers()
+    with Operations() as plain:
+        made.sequential[1](state)
+    assert adapted_run.counts["constant_pad_nd"] == num_pads
+    assert adapted_run.counts["clone"] - plain.counts["clone"] == num_copies
 
 
 class Remembering(nn.Module):

@@ -6,6 +6,7 @@ docs/models.md lists what is tried here.
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from transformers import (
     BloomConfig,
     Cohere2Config,
     CohereConfig,
-    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3nTextConfig,
@@ -34,7 +34,6 @@ from transformers import (
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
-    Qwen3NextConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -42,6 +41,7 @@ from transformers import (
 
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import decoder, preset
+from tests.support import mixtures
 from tests.support.device_sets import THREE
 from tests.support.engines import Engines
 from tests.support.preset_models import (
@@ -97,20 +97,6 @@ MORE: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "cohere": lambda: CohereConfig(**TINY),
     "cohere2": lambda: Cohere2Config(**TINY, sliding_window=5),
-    "deepseek-v3": lambda: DeepseekV3Config(
-        **{**TINY, "num_key_value_heads": 4},
-        moe_intermediate_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        qk_nope_head_dim=8,
-        first_k_dense_replace=1,
-    ),
     "falcon-alibi": lambda: FalconConfig(**_SMALL, alibi=True),
     "gemma": lambda: GemmaConfig(**TINY, head_dim=8),
     "mamba": lambda: MambaConfig(
@@ -126,27 +112,17 @@ MORE: dict[str, Callable[[], PreTrainedConfig]] = {
         dropout=0.0,
     ),
     "phi": lambda: PhiConfig(**TINY),
-    "qwen3-next": lambda: Qwen3NextConfig(
-        **TINY,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        head_dim=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-    ),
     "starcoder2": lambda: Starcoder2Config(**TINY, residual_dropout=0.0, embedding_dropout=0.0),
+    **{
+        name: partial(mixtures.CONFIGS[name], TINY)
+        for name in ("deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+    },
 }
-ONLY_EAGER = {"bloom", "mamba"}
 
 
 def make(name: str) -> Any:
     config = (ARCHITECTURES | MORE)[name]()
-    return make_model(config=config, attention="eager" if name in ONLY_EAGER else "sdpa")
+    return make_model(config=config)
 
 
 def inputs_for(model: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, Olmo2Config, Phi3Config
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
@@ -45,9 +45,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def rotary_model(rope: str, dtype: torch.dtype, *, generic: bool = False) -> Any:
-    config = (Phi3Config if generic else LlamaConfig)(**SHORT, rope_parameters=ROPES[rope])
-    return make_model(config=config).to(dtype)
+def rotary_model(rope: str, dtype: torch.dtype, make: Any = LlamaConfig) -> Any:
+    return make_model(config=make(**SHORT, rope_parameters=dict(ROPES[rope]))).to(dtype)
+
+
+def phi3(**settings: Any) -> Phi3Config:
+    """Its config has the length up to which the short factors hold beside the parameters."""
+    return Phi3Config(**settings, original_max_position_embeddings=8)
 
 
 def both(engines: Engines, model: Any, *lengths: int) -> tuple[list[Any], Any, Any]:
@@ -70,27 +74,43 @@ def both(engines: Engines, model: Any, *lengths: int) -> tuple[list[Any], Any, A
 def test_rotary_variants_are_the_models(engines: Engines, rope: str, dtype: torch.dtype) -> None:
     """A longer batch changes the frequencies of a dynamic kind for those after it, a short one may
     change them back."""
-    pairs, model, twin = both(engines, rotary_model(rope, dtype), 6, 12, 10, 6)
+    assert_same_after(6, engines, rotary_model(rope, dtype))
+
+
+def assert_same_after(last: int, engines: Engines, model: Any) -> Any:
+    """Batches of several lengths, ``last`` that of the last one. Returns the twin's embeddings."""
+    pairs, model, twin = both(engines, model, 6, 12, 10, last)
     assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
     ours, theirs = model.model.rotary_emb, twin.model.rotary_emb
     assert torch.equal(ours.inv_freq, theirs.inv_freq)
     assert ours.inv_freq.dtype == theirs.inv_freq.dtype
     assert ours.max_seq_len_cached == theirs.max_seq_len_cached
+    return theirs
 
 
-def test_rotary_variants_in_the_generic_preset(engines: Engines) -> None:
-    """The last part runs the rotary embeddings a second time, which must not change them."""
-    pairs, model, twin = both(
-        engines, rotary_model("longrope", torch.float32, generic=True), 6, 12, 10, 6
-    )
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    assert torch.equal(model.model.rotary_emb.inv_freq, twin.model.rotary_emb.inv_freq)
+@pytest.mark.parametrize(
+    ("make", "rope"),
+    [(phi3, "longrope"), *((Olmo2Config, rope) for rope in ROPES)],
+    ids=["phi3", *ROPES],
+)
+def test_rotary_variants_in_the_generic_preset(engines: Engines, make: Any, rope: str) -> None:
+    """The last part runs the rotary embeddings a second time, which must not change them. It wrote
+    their buffer, as the first did, and the engine refused that."""
+    model = rotary_model(rope, torch.float32, make)
+    short = model.model.rotary_emb.inv_freq.clone()
+    theirs = assert_same_after(12, engines, model)
+    assert torch.equal(short, theirs.inv_freq) == (rope == "yarn")
 
 
-def test_microbatches_of_growing_length(engines: Engines) -> None:
+@pytest.mark.parametrize(
+    ("make", "rope"),
+    [(LlamaConfig, "dynamic"), (LlamaConfig, "longrope"), (phi3, "longrope")],
+    ids=["dynamic", "longrope", "phi3"],
+)
+def test_microbatches_of_growing_length(engines: Engines, make: Any, rope: str) -> None:
     """Dynamic frequencies in one round: each microbatch has those it would have in a loop, in the
     recompute too."""
-    model = rotary_model("dynamic", torch.float32)
+    model = rotary_model(rope, torch.float32, make)
     parts = [
         {"input_ids": tokens(2, n), "labels": tokens(2, n), "num_items_in_batch": 50}
         for n in (6, 10, 12)

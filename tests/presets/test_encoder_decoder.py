@@ -307,13 +307,34 @@ def test_other_losses(caplog: pytest.LogCaptureFixture, kind: type[Any], reason:
     assert reason in refused(kind(make("bart").config), caplog)
 
 
+def make_umt5() -> Any:
+    torch.manual_seed(0)
+    return UMT5ForConditionalGeneration(
+        UMT5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+            decoder_start_token_id=0,
+        )
+    ).eval()  # fmt: skip
+
+
 def test_a_decoder_that_sees_what_comes_later(caplog: pytest.LogCaptureFixture) -> None:
-    """UMT5's does where no row has padding, so that rows depend on each other."""
-    config = UMT5Config(
-        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    assert "two microbatches" in refused(UMT5ForConditionalGeneration(config), caplog)
+    """UMT5's did where no row has padding, so that rows depended on each other."""
+    model = make_umt5()
+    for block in model.decoder.block:
+        block.layer[0].SelfAttention.is_causal = False
+    assert "two microbatches" in refused(model, caplog)
+
+
+def test_umt5_is_refused_by_releases_whose_decoder_sees_what_comes_later() -> None:
+    """Later ones mended it."""
+    model = make_umt5()
+    with torch.no_grad():
+        first, second = (
+            model(input_ids=torch.tensor([[3, 4]]), decoder_input_ids=torch.tensor([[0, later]]))
+            for later in (5, 6)
+        )
+    sees = not torch.equal(first.logits[:, 0], second.logits[:, 0])
+    assert (preset.cut(model) is None) == sees
 
 
 def test_a_model_that_its_first_batch_changes(caplog: pytest.LogCaptureFixture) -> None:

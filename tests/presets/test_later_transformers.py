@@ -10,6 +10,8 @@ from roundpipe.engine.generation import is_checkpointing
 from roundpipe.presets import preset
 from roundpipe.presets.architectures import decoders
 from roundpipe_hf.compat import disable_checkpointing
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines
 from tests.support.models import make_llama
 from tests.support.preset_models import tokens
 
@@ -40,6 +42,14 @@ def test_checkpointing_is_asked_for_and_ended_by_no_old_name() -> None:
     assert is_checkpointing(model)
     disable_checkpointing(model)
     assert not is_checkpointing(model)
+
+
+@pytest.mark.parametrize("name", ["gradient", "activation"])
+def test_an_engine_enables_no_checkpointing_by_either_name(engines: Engines, name: str) -> None:
+    """By the later one it was forwarded to the model."""
+    engine = engines(make_llama(tied=False), ONE)
+    getattr(engine, f"{name}_checkpointing_enable")()
+    assert not is_checkpointing(engine.model)
 
 
 def test_a_cache_that_is_none_is_called_by_no_name(monkeypatch: pytest.MonkeyPatch) -> None:

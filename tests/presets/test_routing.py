@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
-    DeepseekV3Config,
     Ernie4_5_MoeConfig,
-    Glm4MoeConfig,
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeForCausalLM,
@@ -24,6 +22,7 @@ from transformers.models.olmoe import modeling_olmoe
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
 from roundpipe.presets.decoder import RoutedBlock
+from tests.support import mixtures
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines
 from tests.support.preset_models import (
@@ -297,34 +296,45 @@ def test_experts_stay_stacked(engines: Engines) -> None:
     assert masters["model.layers.0.mlp.experts.down_proj"].shape == (4, 32, 16)
 
 
-@pytest.mark.parametrize("change", ["function", "name"])
-def test_routers_that_are_not_understood(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("function", "the losses of two microbatches add up to that of their batch, but for"),
+        ("name", "has no attribute 'num_experts_per_tok'"),
+        ("two routers", "block 1 has 2 routers, where one is needed"),
+    ],
+)
+def test_routers_that_are_not_understood(
+    change: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The generic preset tries out whether the loss of a batch can be made of sums; it is refused
-    where not, and where what it is made of has other names."""
+    where not, where what it is made of has other names, and where a block has more than one."""
     model = made_to_listen("olmoe")
     if change == "name":
         del model.num_experts_per_tok
         model.config.router_aux_loss_coef = 0.0
+    elif change == "two routers":
+        mlp = model.model.layers[1].mlp
+        mlp.other = mlp.gate
+        mlp.gate = copy.deepcopy(mlp.other)
+        mlp.register_forward_pre_hook(lambda module, args: module.other(args[0]) and None)
     else:
         monkeypatch.setattr(
             modeling_olmoe, "load_balancing_loss_func", lambda said, *_: said[0].max()
         )
     made = presets.cut(model)
     assert made is not None
-    with pytest.raises(ConfigError, match="output_router_logits"):
+    with pytest.raises(ConfigError, match="output_router_logits: what routers of Olmoe.* say is"):
         made.sequential[0](input_ids=tokens(), output_router_logits=True)
     model.config.output_router_logits = True
     assert presets.cut(model) is None
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_mixtures_that_record_no_routers_keep_their_choice(engines: Engines, name: str) -> None:
     """Only blocks with a recorded router kept it: these have no auxiliary loss."""
-    configs = {
-        "deepseek-v3": lambda: DeepseekV3Config(**TINY | {"num_key_value_heads": 4}, **LATENT),
-        "glm4-moe": lambda: Glm4MoeConfig(**TINY, head_dim=8, **GROUPED),
-    }
-    model = make_model(config=configs[name]())
+    model = make_model(config=mixtures.CONFIGS[name](TINY))
     theirs, expected = own_forward(copy.deepcopy(model), INPUTS["padded left"]())
     engine = engines(model, THREE)
     assert any(isinstance(layer, RoutedBlock) for layer in engine._sequence)
@@ -334,21 +344,3 @@ def test_mixtures_that_record_no_routers_keep_their_choice(engines: Engines, nam
     engine.synchronize()
     assert_same_loss(loss, theirs.loss)
     assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
-
-
-GROUPED = {
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-}
-LATENT = GROUPED | {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}

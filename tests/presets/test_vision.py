@@ -35,6 +35,7 @@ from tests.support.vision_models import (
     NUM_IMAGES,
     SEEING,
     TOWER,
+    filmed_batch,
     make_seeing,
     seen_batch,
 )
@@ -81,7 +82,10 @@ def assert_is_model(
 
 
 @pytest.mark.parametrize(("count", "devices"), CUTS, ids=str)
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "qwen3.5" else name for name in SEEING],
+)
 def test_with_images_in_some_rows_and_none(
     engines: Engines, name: str, count: int, devices: DeviceSet
 ) -> None:
@@ -157,6 +161,84 @@ def test_tower_and_language_model_keep_their_own_attention() -> None:
     assert [each._attn_implementation for each in kept] == list(own.values())
 
 
+FILMED = [("iv", "", "v", "i"), ("", "v", "v", ""), ("", "", "", "iv")]
+
+
+@pytest.mark.parametrize(("count", "devices"), [(ROWS, ONE), (2, THREE), (3, THREE)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["qwen2.5-vl", "qwen3-vl", pytest.param("qwen3.5", marks=pytest.mark.slow)]
+)
+def test_with_videos_and_images(
+    engines: Engines, name: str, count: int, devices: DeviceSet
+) -> None:
+    """Both in one row, in rows of one microbatch, and videos alone; whole images and videos go
+    with their rows. Their positions count seconds (Qwen2.5-VL) or frames (the others)."""
+    model = make_seeing(name)
+    batches = [filmed_batch(model, rows) for rows in FILMED]
+    assert_is_model(engines, model, batches, count, devices)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_videos_alone_are_seen_to_the_bit(engines: Engines, name: str) -> None:
+    """Beside images, the tower has other numbers of patches than it would have of each."""
+    model = make_seeing(name)
+    assert_is_model(engines, model, [filmed_batch(model, FILMED[1])], 1, ONE)
+
+
+def test_frames_change_what_is_learnt() -> None:
+    """The oracle would not notice a batch whose videos nobody reads."""
+    model = make_seeing("qwen2.5-vl")
+    batch = filmed_batch(model, FILMED[1])
+    loss = own_forward(copy.deepcopy(model), batch)[0].loss
+    for name in ("pixel_values_videos", "second_per_grid_ts"):
+        other = own_forward(copy.deepcopy(model), batch | {name: batch[name].flip(0)})[0].loss
+        assert not torch.equal(other, loss)
+
+
+def make_counting(module: Any) -> None:
+    """Its forward writes to buffers of its own, in place and by assignment."""
+    kind = type(module)
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        self.times.add_(1)
+        self.largest = torch.maximum(self.largest, hidden_states.detach().abs().max())
+        return kind.forward(self, hidden_states, *args, **kwargs)
+
+    # transformers knows a block by the name of its class.
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    module.register_buffer("times", torch.zeros(()))
+    module.register_buffer("largest", torch.zeros(()))
+
+
+@pytest.mark.parametrize("num_images", [NUM_IMAGES, (0, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("where", ["patch_embed", "blocks.1", "merger"])
+def test_buffers_that_a_towers_forward_writes(
+    engines: Engines, where: str, num_images: tuple[int, ...]
+) -> None:
+    """Once for each microbatch that has images, in order, as in a loop over microbatches, and not
+    again in a recompute."""
+    model = make_seeing("qwen3-vl")
+    make_counting(model.model.visual.get_submodule(where))
+    plain, batch = copy.deepcopy(model), seen_batch(model, num_images)
+    engine = engines(model, THREE)
+    for part in engine.split_rows(batch, 2):
+        own_forward(plain, {**part, "use_cache": False})
+    engine.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=2))
+    engine.synchronize()
+    written, expected = (
+        {
+            name: buffer
+            for name, buffer in one.named_buffers()
+            if "times" in name or "largest" in name
+        }
+        for one in (engine.model, plain)
+    )
+    assert written.keys() == expected.keys()
+    assert expected[f"model.visual.{where}.times"] == 1 + bool(sum(num_images[:2]))
+    for name, buffer in expected.items():
+        torch.testing.assert_close(written[name], buffer)
+
+
 # --- bad input ---
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -189,8 +271,32 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "image 1 has 3 x 4 patches, of which squares of 2 x 2 make a token",
     ),
     "videos": (
-        "qwen3-vl", {"pixel_values_videos": torch.zeros(4, 96)},
-        "pixel_values_videos: the preset knows images only",
+        "llava", {"pixel_values_videos": torch.zeros(4, 96)},
+        r"called with pixel_values_videos=\.\.\., which nothing in it reads",
+    ),
+    "videos without sizes": (
+        "qwen3-vl", {"pixel_values_videos": torch.zeros(8, 96)},
+        "pixel_values_videos has 8 patches, but there is no video_grid_thw, .* each video has",
+    ),
+    "sizes of other videos": (
+        "qwen2.5-vl",
+        {
+            "pixel_values_videos": torch.zeros(8, 96),
+            "video_grid_thw": torch.tensor([[2, 2, 4]]),
+        },
+        "pixel_values_videos has 8 patches, but the 1 videos of video_grid_thw have 16",
+    ),
+    "more videos than rows have": (
+        "qwen3-vl",
+        {
+            "pixel_values_videos": torch.zeros(16, 96),
+            "video_grid_thw": torch.tensor([[2, 2, 4]]),
+        },
+        "there are 1 videos, but all rows up to the last, 3, have placeholders of 0",
+    ),
+    "placeholders of no video": (
+        "qwen3-vl", {"input_ids": torch.full((ROWS, TOKENS), IMAGE - 1), "pixel_values": None},
+        "row 0 has 12 placeholders of videos, but the 0 videos from number 0 on.* make 0 tokens",
     ),
     "embeddings": (
         "llava", {"input_ids": None, "inputs_embeds": torch.zeros(ROWS, TOKENS, 32)},

@@ -121,9 +121,9 @@ LANGUAGE_MODELS = [
 def make_model(
     name: str = "llama", attention: str | None = None, config: PreTrainedConfig | None = None
 ) -> Any:
-    """A language model in training mode, seeded."""
+    """A language model in training mode, seeded. ``attention``: None for what the class prefers,
+    because releases of transformers have taken SDPA from some (Gemma 2)."""
     torch.manual_seed(0)
-    attention = attention or ("eager" if name in ONLY_EAGER else "sdpa")
     return AutoModelForCausalLM.from_config(
         config or CONFIGS[name](), attn_implementation=attention
     ).train()

@@ -18,6 +18,10 @@ from transformers import (
     MistralConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -25,6 +29,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from tests.support import mixtures
 from tests.support.preset_models import ROWS, TINY, TOKENS, tokens
 
 IMAGE = 60  # the placeholder's id
@@ -115,6 +120,25 @@ def qwen3_vl_moe() -> Any:
     )
 
 
+def qwen3_5() -> Any:
+    """Two of the language model's blocks attend in linear time."""
+    return Qwen3_5ForConditionalGeneration(_of_linear_attention(Qwen3_5Config, "qwen3.5"))
+
+
+def qwen3_5_moe() -> Any:
+    return Qwen3_5MoeForConditionalGeneration(_of_linear_attention(Qwen3_5MoeConfig, "qwen3.5-moe"))
+
+
+def _of_linear_attention(kind: Any, name: str) -> Any:
+    sections = {**_SECTIONS, "partial_rotary_factor": 1.0}
+    return kind(
+        vision_config={**_PATCHES, "num_position_embeddings": 16},
+        text_config=mixtures.CONFIGS[name]({**TINY, "rope_parameters": sections}).to_dict(),
+        image_token_id=IMAGE,
+        video_token_id=IMAGE - 1,
+    )
+
+
 def _deepstack(**of_text: Any) -> dict[str, Any]:
     return {
         "vision_config": {
@@ -135,6 +159,8 @@ SEEING: dict[str, Callable[[], Any]] = {
     "qwen2.5-vl": qwen2_5_vl,
     "qwen3-vl": qwen3_vl,
     "qwen3-vl-moe": qwen3_vl_moe,
+    "qwen3.5": qwen3_5,
+    "qwen3.5-moe": qwen3_5_moe,
 }
 # (time, height, width) in patches: images of 4, 2 and 6 tokens, in turn.
 _GRIDS = ((1, 4, 4), (1, 2, 4), (1, 6, 4))
@@ -179,6 +205,65 @@ def seen_batch(model: Any, num_images: tuple[int, ...] = NUM_IMAGES) -> dict[str
     return batch
 
 
+_LINED_UP = (
+    *("pixel_values", "image_grid_thw"),
+    *("pixel_values_videos", "video_grid_thw", "second_per_grid_ts"),
+)
+FRAME = (2, 2, 4)  # a video's (time, height, width) in patches: two tokens in each of two frames
+
+
+def filmed_batch(model: Any, rows: tuple[str, ...] = ("iv", "", "v", "i")) -> dict[str, Any]:
+    """Each row has an image of four tokens ("i"), a video ("v"), both or none. Qwen3-VL and
+    Qwen3.5 have text between the frames of a video, Qwen2.5-VL the seconds that one takes."""
+    marks_time = model.config.model_type != "qwen2_5_vl"
+    ids = tokens(len(rows)) % (IMAGE - 2) + 1
+    for row, kinds in enumerate(rows):
+        if "i" in kinds:
+            ids[row, 1:5] = IMAGE
+        if "v" in kinds:
+            ids[row, 6:11] = IMAGE - 1
+            ids[row, 8 if marks_time else 10] = 1
+    mask = torch.ones_like(ids)
+    mask[-1, 0] = 0
+    is_seen = ids >= IMAGE - 1
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((mask == 0) | is_seen, -100),
+        "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == IMAGE - 1).long(),
+    }
+    generator = torch.Generator().manual_seed(4)
+    for kind, grid, pixels, sizes in (
+        ("i", _GRIDS[0], "pixel_values", "image_grid_thw"),
+        ("v", FRAME, "pixel_values_videos", "video_grid_thw"),
+    ):
+        number = "".join(rows).count(kind)
+        if number:
+            lines = number * grid[0] * grid[1] * grid[2]
+            batch[pixels] = torch.randn(lines, 3 * 2 * 4 * 4, generator=generator)
+            batch[sizes] = torch.tensor([grid] * number)
+    if "video_grid_thw" in batch and not marks_time:
+        batch["second_per_grid_ts"] = torch.arange(1.0, 1.0 + len(batch["video_grid_thw"]))
+    return batch
+
+
+def filmed_rows(model: Any, kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    """The rows of such a batch, each with its image and its video, for `collated`."""
+    batch, rows = filmed_batch(model, kinds), []
+    for row, seen in enumerate(kinds):
+        made = {}
+        for name, value in batch.items():
+            if name not in _LINED_UP:
+                made[name] = value[row]
+                continue
+            kind = "i" if name in ("pixel_values", "image_grid_thw") else "v"
+            size = len(value) // "".join(kinds).count(kind)
+            start = size * "".join(kinds[:row]).count(kind)
+            made[name] = value[start : start + size * (kind in seen)]
+        rows.append(made)
+    return rows
+
+
 def seen_rows(model: Any, num_images: tuple[int, ...]) -> list[dict[str, Any]]:
     """The rows of such a batch, each with its images, for `collated`."""
     return [_row(seen_batch(model, num_images), num_images, row) for row in range(len(num_images))]
@@ -202,7 +287,7 @@ def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """As a processor has it: images of all rows in a line, and no key for them without any."""
     batch: dict[str, Any] = {}
     for name in rows[0]:
-        join = torch.cat if name in ("pixel_values", "image_grid_thw") else torch.stack
+        join = torch.cat if name in _LINED_UP else torch.stack
         value = join([row[name] for row in rows])
         if len(value):
             batch[name] = value

@@ -24,7 +24,7 @@ _UPDATE_BYTES = 28
 
 class LayerSize(NamedTuple):
     """Says what is known of a layer before it runs. ``matmul_elements``: its weights that every
-    token is multiplied by."""
+    token is multiplied by; ``itemsize``: bytes of an element of the largest of these."""
 
     weight_bytes: int
     upload_bytes: int
@@ -32,6 +32,7 @@ class LayerSize(NamedTuple):
     offloaded_bytes: int
     matmul_elements: int
     trained_elements: int
+    itemsize: int = 2
 
 
 def first_trained(store: ParameterStore, *, wants_gradients: bool) -> int:
@@ -94,6 +95,7 @@ class CostModel:
             offloaded_bytes=sum(count * offloaded.itemsize for count, (_, offloaded) in dtypes),
             matmul_elements=sum(parameter.numel() for parameter in multiplied),
             trained_elements=sum(parameter.numel() for parameter in trained),
+            itemsize=max(multiplied, key=torch.Tensor.numel).itemsize if multiplied else 2,
         )
 
 
@@ -129,7 +131,12 @@ def estimate_update_ms(layers: Sequence[LayerSize]) -> float:
 
 
 def with_guessed_graphs(
-    costs: LayerCosts, layers: Sequence[LayerSize], tokens: int = 0, *, is_cut: bool = False
+    costs: LayerCosts,
+    layers: Sequence[LayerSize],
+    tokens: int = 0,
+    *,
+    is_cut: bool = False,
+    has_room: bool = True,
 ) -> LayerCosts:
     """Activations of each layer of which nothing was measured, as if it were a transformer block
     with as many weights; for a first call to be careful.
@@ -140,15 +147,20 @@ def with_guessed_graphs(
     some tokens at a time, 11 bytes inside of attention and the inputs of four modules.
 
     Args:
-        tokens: of the largest microbatch; a guess that is too small is worse than one that is too
-            large.
+        tokens: of the largest microbatch, 0 if that is not known; a guess that is too small is
+            worse than one that is too large.
+        has_room: inputs may wait on the host. If not, they are guessed closely.
     """
-    token_widths = [
-        max(tokens, TOKENS_GUESSED) * sqrt(layer.matmul_elements / 12) for layer in layers
-    ]
+    widths = [sqrt(layer.matmul_elements / 12) for layer in layers]
+    token_widths = [max(tokens, TOKENS_GUESSED) * width for width in widths]
+    inputs = [2 * each for each in token_widths]
+    if tokens and not has_room:
+        inputs = [
+            layer.itemsize * tokens * width for layer, width in zip(layers, widths, strict=True)
+        ]
 
-    def filled(measured: Sequence[int], bytes_per_width: int) -> tuple[int, ...]:
-        guesses = [int(bytes_per_width * width) for width in token_widths]
+    def filled(measured: Sequence[int], wanted: Sequence[float]) -> tuple[int, ...]:
+        guesses = list(map(int, wanted))
         both = [
             (num_bytes, guess)
             for num_bytes, guess in zip(measured, guesses, strict=True)
@@ -162,7 +174,7 @@ def with_guessed_graphs(
 
     return replace(
         costs,
-        saved_bytes=filled(costs.saved_bytes, 19 if is_cut else 34),
-        passing_bytes=filled(costs.passing_bytes, 2 if is_cut else 8),
-        input_bytes=filled(costs.input_bytes, 2),
+        saved_bytes=filled(costs.saved_bytes, [(19 if is_cut else 34) * w for w in token_widths]),
+        passing_bytes=filled(costs.passing_bytes, [(2 if is_cut else 8) * w for w in token_widths]),
+        input_bytes=filled(costs.input_bytes, inputs),
     )

@@ -325,6 +325,7 @@ class Planner:
             room = self._input_room()
             if plan_peak(plan, run_type, costs, workload).waiting > room:
                 # What is known of the host goes before what is guessed of a device.
+                costs = self._problems.guessed(plan_key, known, measured, has_room=False)
                 most = self._problems.most_allowed(plan_key, measured)
                 workload = replace(workload, limit_bytes=max(most, workload.limit_bytes))
                 plan = within_host(plan, run_type, costs, workload, room)

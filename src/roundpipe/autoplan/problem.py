@@ -92,13 +92,20 @@ class Problems:
         )
 
     def guessed(
-        self, plan_key: PlanKey, costs: LayerCosts, measured: ShapeMeasurements
+        self,
+        plan_key: PlanKey,
+        costs: LayerCosts,
+        measured: ShapeMeasurements,
+        *,
+        has_room: bool = True,
     ) -> LayerCosts:
-        """``costs`` with guesses in place of activations that nobody has seen yet."""
+        """``costs`` with guesses in place of activations that nobody has seen yet. ``has_room``:
+        inputs may wait on the host."""
         if measured.knows_graphs:
             return costs
         sizes, tokens = self._estimate(plan_key).sizes, self.tokens(plan_key)
-        costs = with_guessed_graphs(costs, sizes, tokens, is_cut=plan_key.tokens_at_once > 0)
+        is_cut = plan_key.tokens_at_once > 0
+        costs = with_guessed_graphs(costs, sizes, tokens, is_cut=is_cut, has_room=has_room)
         given = self._input_bytes.get(plan_key.shapes, 0) or costs.input_bytes[0]
         return replace(costs, input_bytes=(given, *costs.input_bytes[1:]))
 

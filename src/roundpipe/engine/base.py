@@ -22,7 +22,7 @@ from ..trace.table import Statistics
 from .generation import through_copy
 from .runner import BatchRunner
 from .state import Host
-from .weights import HostWeights
+from .weights import HostWeights, let_pass
 
 
 def check_model(model: Any) -> None:
@@ -98,6 +98,7 @@ class Engine(HostWeights):
         self._masters = host.masters
         self._steps = host.steps
         self._runners: list[BatchRunner] = []
+        let_pass(host.store.parameters)  # because these gradients are older than the engine
         trained = [parameter for parameter in host.store.parameters if parameter.requires_grad]
         try:
             host.ranks.share([*trained, *model.buffers()])
@@ -168,7 +169,8 @@ class Engine(HostWeights):
 
         Raises:
             What ``step_fn`` raised, here if sync, else at the next engine call.
-            ConfigError: ``step_fn`` is no function, or this is called inside one.
+            ConfigError: ``step_fn`` is no function, or this is called inside one; or a gradient did
+                not come through the engine, and the update would not see it.
 
         Example:
             >>> def update(max_norm):
@@ -188,6 +190,7 @@ class Engine(HostWeights):
             # What fails behind the caller's back is for him alone then, who may run it again.
             self._steps.wait_idle()
             self._steps.raise_late_error()
+        self._refuse_other_gradients()
         self._steps.user_writes.follow()
         for runner in self._runners:
             runner.planner.note_step(is_async)

@@ -178,9 +178,13 @@ class ForwardingModule(nn.Module):
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Does nothing: the engine recomputes by itself."""
         _log.info(
-            "%s: gradient_checkpointing_enable does nothing, the engine recomputes by itself",
+            "%s: there is no checkpointing to enable, the engine recomputes by itself",
             type(self).__name__,
         )
+
+    def activation_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Does nothing: it is the name in later releases of transformers."""
+        self.gradient_checkpointing_enable()
 
     def _apply(self, *_: Any, **__: Any) -> "ForwardingModule":
         raise ConfigError(

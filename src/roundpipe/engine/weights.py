@@ -1,8 +1,9 @@
 """The weights of an engine as its user sees them: working copies, masters, gradients."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -27,6 +28,13 @@ class Listed(list[T]):
         if self._rest is None:
             self._rest = iter(self)
         return next(self._rest)
+
+
+def let_pass(parameters: Iterable[torch.Tensor]) -> None:
+    """What is in their ``.grad`` is only there to be looked at: a step takes no notice of it."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.is_only_shown = True  # type: ignore[attr-defined]
 
 
 class HostWeights(ForwardingModule):
@@ -103,6 +111,29 @@ class HostWeights(ForwardingModule):
         for parameter in self._store.parameters:
             gradient = self._steps.window.gradient(parameter) if parameter.requires_grad else None
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+        let_pass(self._store.parameters)
+
+    def _refuse_other_gradients(self) -> None:
+        """Raises for a gradient that somebody else has put into ``.grad`` of the model's own: by a
+        backward past the engine, of a penalty on weights for example, or by hand; and for one that
+        was set in a master's."""
+        for parameter, master in self._masters.existing():
+            if master.is_set_outside:
+                raise ConfigError(
+                    f"the gradient of the engine's copy of {self._store.name_of(parameter)!r} was "
+                    "set outside of step_fn, and the update would not see it: set it to None, and "
+                    "change gradients in step_fn or add to them by engine.add_gradients"
+                )
+        for parameter in self._store.parameters:
+            gradient = parameter.grad
+            if gradient is None or not parameter.requires_grad:
+                continue
+            if not hasattr(gradient, "is_only_shown"):
+                raise ConfigError(
+                    f"parameter {self._store.name_of(parameter)!r} has a gradient in .grad that "
+                    "did not come through the engine, whose update would not see it. Hand it over "
+                    "by engine.add_gradients({parameter: parameter.grad}), and set .grad to None"
+                )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the original model's state dict, every update in it.

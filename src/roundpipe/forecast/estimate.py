@@ -10,6 +10,7 @@ import torch
 from ..autoplan.cutting import TOKENS_AT_ONCE
 from ..autoplan.problem import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
+from ..memory.state_file import check_folder
 from ..plan.memory import readable
 from ..recompute.row_wise import can_cut
 from ..transfer.read_ahead import KEPT_OF_FREE
@@ -17,7 +18,7 @@ from .host import host_bytes, optimizer_bytes
 from .machine import CONTEXT_BYTES, Machine
 from .models import ImaginedModel, imagine
 from .planned import PlannedStep
-from .sketch import LayerSketch, sketches
+from .sketch import LayerSketch, batch_of, sketches, tokens_at_once
 from .ways import Choice, choices
 
 Bound = Literal["compute", "link", "optimizer", "memory"]
@@ -144,23 +145,24 @@ def estimate(
             raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
     imagined = imagine(model, lora=lora, dtype=dtype)
     count = min(num_microbatch or on.gpus + 1, batch)
-    ids = torch.zeros(-(-batch // count), seq, dtype=torch.long, device="meta")
-    # As the Trainer calls a model whose loss is its own: logits are made part by part.
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids, "skip_logits": True}
-    known = sketches(imagined.layers, inputs)
+    if optimizer_state_dir is not None:
+        check_folder(optimizer_state_dir)
+    size = -(-batch // count), seq
+    at_once = tokens_at_once(imagined.layers, *size, on.device_bytes(devices))
+    known = sketches(imagined.layers, batch_of(*size), at_once)
     ways = choices(
         quantization, async_optimizer, optimizer, pin_model, imagined.quantization, is_full=not lora
     )
     ways = [way._replace(optimizer_state_dir=optimizer_state_dir) for way in ways]
     said = {} if num_microbatch is None else {"num_microbatch": count}
-    asked = _Asked(imagined, known, on, count, batch, seq, devices, said)
+    asked = _Asked(imagined, known, on, count, batch, seq, devices, said, at_once)
     found, failures, cut = list[Estimate](), list[_Failure](), None
     for way in ways:
         try:
             with imagined.quantized(way.quantization):
                 made = asked.answer(way)
                 if isinstance(made, _Failure) and made.device_bytes > on.device_bytes(devices):
-                    cut = cut or asked.in_parts(inputs)
+                    cut = cut or asked.in_parts(size)
                     made = made if cut is None else cut.answer(way)
         except ConfigError as error:  # weights that do not divide into blocks
             if quantization is not None:
@@ -208,11 +210,15 @@ class _Asked:
     said: dict[str, Any]  # of the arguments, what was asked for
     tokens_at_once: int = 0
 
-    def in_parts(self, inputs: dict[str, Any]) -> "_Asked | None":
-        """The same with row-wise modules cut; None if there are none."""
-        if not can_cut(self.model.layers):
+    def in_parts(self, size: tuple[int, int]) -> "_Asked | None":
+        """The same with row-wise modules cut; None if there are none, or they are.
+
+        Args:
+            size: of a microbatch, rows and tokens.
+        """
+        if self.tokens_at_once or not can_cut(self.model.layers):
             return None
-        known = sketches(self.model.layers, inputs, TOKENS_AT_ONCE)
+        known = sketches(self.model.layers, batch_of(*size), TOKENS_AT_ONCE)
         return replace(self, sketches=known, tokens_at_once=TOKENS_AT_ONCE)
 
     def answer(self, way: Choice) -> Estimate | _Failure:

@@ -19,13 +19,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..autoplan.cutting import TOKENS_AT_ONCE
 from ..autoplan.graph_bytes import GraphBytes
 from ..device import VirtualDevice
-from ..errors import ConfigError
+from ..errors import ConfigError, PlanError
 from ..microbatch.sizes import first_of_graph, tensor_leaves
 from ..recompute.row_wise import RowCuts
 
 _ENDLESS = 1 << 60
+_FEW, _LONG = 512, 32_768  # tokens of a short row, and of what takes long
 _FUSED = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -76,6 +78,53 @@ def sketches(
     for same in alike.values():
         known.update(dict.fromkeys(same[2:], known[same[1]]) if len(same) > 2 else {})
     return [known[index] for index in range(len(layers))]
+
+
+def tokens_at_once(layers: Sequence[nn.Module], rows: int, seq: int, room: int) -> int:
+    """What row-wise modules run for in a microbatch: 0, for all, unless that is known to be too
+    much. Long rows take long on the meta device as well, so they are not run to find that out.
+
+    Args:
+        room: bytes of a device for tensors.
+
+    Raises:
+        PlanError: even in parts they are too much.
+    """
+    if rows * seq <= _LONG or least_bytes(layers, rows * seq, in_parts=False) <= room:
+        return 0
+    needed = least_bytes(layers, rows * seq, in_parts=True)
+    if needed > room:
+        raise PlanError(
+            f"a microbatch of {rows} x {seq} tokens keeps {needed / 1e9:.1f} GB for the backward "
+            f"of one layer alone, and a device has {room / 1e9:.1f} GB for tensors; make seq "
+            "smaller or num_microbatch larger"
+        )
+    return TOKENS_AT_ONCE
+
+
+def least_bytes(layers: Sequence[nn.Module], tokens: int, *, in_parts: bool) -> int:
+    """Tells what a device holds at least while one layer goes back, from one short row and from
+    two: what a graph keeps grows by each token, and what rows share is left out.
+
+    Args:
+        tokens: of a microbatch.
+        in_parts: row-wise modules are cut, where there are any.
+    """
+    one, two = (
+        [sketch.saved for sketch in sketches(layers, batch_of(rows, _FEW), in_parts and _FEW // 2)]
+        for rows in (1, 2)
+    )
+    return max(
+        few + (many - few) * (tokens - _FEW) // _FEW for few, many in zip(one, two, strict=True)
+    )
+
+
+def batch_of(rows: int, seq: int) -> dict[str, torch.Tensor]:
+    """Inputs of a first layer, as the Trainer calls a model whose loss is its own: logits are made
+    part by part."""
+    ids = torch.zeros(rows, seq, dtype=torch.long, device="meta")
+    made: dict[str, Any] = {"input_ids": ids, "labels": ids, "skip_logits": True}
+    return made
 
 
 @contextmanager

@@ -293,6 +293,8 @@ def _add_product(sum_: Tensor, left: Tensor, right: Tensor) -> None:
         sum_.addmm_(left, right)
     elif sum_.is_cuda:
         torch.addmm(sum_, left, right, out_dtype=sum_.dtype, out=sum_)
+    elif sum_.is_meta and len(sum_) < len(right):
+        sum_.add_(left @ right)  # because shapes are all that is asked for, and CUDA copies no head
     else:  # only CUDA has a kernel that sums in another dtype
         # Part by part, because ``right`` may be a whole head, of which nobody has planned a copy.
         for part in _chunks(len(right), _COPIED_BYTES // (right.shape[1] * sum_.element_size())):

@@ -71,6 +71,30 @@ class _Unnamed:
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises ConfigError if no file can be written there, and makes nothing: of a folder that is
+    not there, the one that it would be in is tried."""
+    path = Path(_path_of(folder))
+    there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise _not_written(str(path), error) from error
+
+
+def _path_of(folder: object) -> str:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise ConfigError(f"optimizer_state_dir is {folder!r}; give the path of a folder")
+    return os.path.expanduser(os.fspath(folder))
+
+
+def _not_written(folder: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"optimizer_state_dir is {folder!r}, where no file can be written "
+        f"({error.strerror}); name a folder on a disk that this process may write to"
+    )
+
+
 class StateFile:
     """Makes tensors that lie in a file of ``folder``, which is made if it is not there. Used by
     any thread.
@@ -80,18 +104,13 @@ class StateFile:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise ConfigError(f"optimizer_state_dir is {folder!r}; give the path of a folder")
-        self._folder = os.path.expanduser(os.fspath(folder))
+        self._folder = _path_of(folder)
         if not hasattr(mmap, "MADV_DONTFORK") or not hasattr(os, "posix_fallocate"):
             raise ConfigError(f"optimizer_state_dir is {self._folder!r}, and only Linux can do it")
         try:
             self._file = _Unnamed(self._folder)
         except OSError as error:
-            raise ConfigError(
-                f"optimizer_state_dir is {self._folder!r}, where no file can be written "
-                f"({error.strerror}); name a folder on a disk that this process may write to"
-            ) from error
+            raise _not_written(self._folder, error) from error
         if _is_in_memory(self._file.descriptor):
             _log.warning(
                 "optimizer_state_dir is %r, which is memory by another name and saves none; name a "

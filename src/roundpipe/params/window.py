@@ -241,12 +241,14 @@ class Master(nn.Parameter):
     of the caller's must not reach into a step under way.
 
     ``memory``: where it lies, and where its moments are to be made. ``is_owned``: False if another
-    rank has it; then this is its weight, and has no gradient ([Note: ranks]).
+    rank has it; then this is its weight, and has no gradient ([Note: ranks]). ``is_set_outside``:
+    somebody has set a gradient where no step would see it.
     """
 
     memory: Memory = huge_pages
     is_owned: bool = True
     is_shared_out: bool = False
+    is_set_outside: bool = False
 
     _offloaded: Offloaded | None = None
     _made: torch.Tensor | None = None
@@ -329,7 +331,10 @@ class Master(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if not self._is_elsewhere and self.is_owned:
+        if self._is_elsewhere:
+            self.is_set_outside = gradient is not None
+        elif self.is_owned:
+            self.is_set_outside = self._thread is None and gradient is not None
             self._offloaded, self._made, self.scale = None, gradient, 1.0
 
 

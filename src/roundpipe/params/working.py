@@ -14,9 +14,11 @@ from ..errors import ConfigError
 from ..memory.pinning import HostArena, HostMemory
 from ..memory.slot_sizes import ALIGNMENT
 from ..quantized import QuantizedWeight, stored_bytes
+from ..system.host_memory import return_freed
 from ..system.progress import progress
 from .placement.newest import Whereabouts
 from .placement.second_buffer import SecondBuffer
+from .refusals import refuse_kind, refuse_overlaps
 from .writes import Writes
 
 if TYPE_CHECKING:
@@ -139,10 +141,12 @@ class ParameterStore:
         self.ahead: set[int] = set()
         # Layers whose forward has written to a weight, which only a slot may hold then.
         self.written: set[int] = set()
+        refuse_overlaps(layers)
         self._memory = memory
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
+            return_freed()
         only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
         self.writes = Writes(self.parameters, set(only_on_host))
         memory.lock_in_place(
@@ -307,7 +311,7 @@ def _view(image: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 def _layout(index: int, module: nn.Module, device: str) -> LayerParameters:
     named = list(module.named_parameters())
     for name, parameter in named:
-        _check(f"layer {index}: parameter {name!r}", parameter, device)
+        refuse_kind(f"layer {index}: parameter {name!r}", parameter, device)
     end, offsets, parts_at = 0, dict[int, int](), dict[int, tuple[int, ...]]()
 
     def place(tensor: torch.Tensor) -> int:
@@ -330,19 +334,3 @@ def _layout(index: int, module: nn.Module, device: str) -> LayerParameters:
         for number, (_, p) in enumerate(named)
     )
     return LayerParameters(index, tuple(uses), end, image_bytes)
-
-
-def _check(what: str, parameter: nn.Parameter, device: str) -> None:
-    is_quantized = isinstance(parameter, QuantizedWeight)
-    if type(parameter) is not nn.Parameter and not is_quantized:
-        raise ConfigError(
-            f"{what} is a {type(parameter).__name__}; only plain nn.Parameter and QuantizedWeight "
-            "can be staged"
-        )
-    if is_quantized and parameter.requires_grad:
-        raise ConfigError(
-            f"{what} is quantized and trains; freeze it with requires_grad_(False) and train an "
-            "adapter, or replace it by its dequantize()"
-        )
-    if parameter.device.type != device:
-        raise ConfigError(f"{what} is on {parameter.device}; keep the model on the CPU")

@@ -158,6 +158,21 @@ def balance_of(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> Balance |
     return Balance.of(model) if is_clear else None
 
 
+def why_unheard(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> str:
+    """The reason why a model has no `balance_of` its routers."""
+    counts = [len(routers_in(model, block)) for block in blocks]
+    if not any(counts):
+        return f"transformers records a router in none of its {len(counts)} blocks"
+    layer = max(range(len(counts)), key=counts.__getitem__)
+    if counts[layer] > 1:
+        return f"block {layer} has {counts[layer]} routers, where one is needed"
+    try:
+        Balance(model)
+    except AttributeError as error:
+        return str(error)
+    return "the loss of a batch is no sum over its microbatches"
+
+
 def routers_in(model: PreTrainedModel, block: nn.Module) -> list[str]:
     """Where ``block`` has modules that transformers records as routers, whose first result are
     logits."""

@@ -4,7 +4,8 @@ block by block."""
 import copy
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -248,3 +249,24 @@ def note_lengths(module: nn.Module) -> None:
         for name, value in list(vars(part).items()):
             if name.endswith("max_seq_len_cached") and isinstance(value, torch.Tensor):
                 setattr(part, name, int(value))
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[Callable[[], None]]:
+    """Until the function that it gives is called, or the context ends, forwards write to copies of
+    the buffers in ``module``, and what they set on its modules is lost afterwards."""
+    held = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
+    for part, _, buffers in held:
+        part._buffers.update({name: b.clone() for name, b in buffers.items() if b is not None})
+
+    def end() -> None:
+        while held:
+            part, attributes, buffers = held.pop()
+            for own, then in ((part._buffers, buffers), (vars(part), attributes)):
+                own.clear()
+                own.update(then)
+
+    try:
+        yield end
+    finally:
+        end()

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from . import trial
-from .balance import Balance, assemble, balance_of, routers_in
+from .balance import Balance, assemble, balance_of, routers_in, why_unheard
 from .calling import (
     by_name,
     note_lengths,
@@ -40,10 +40,13 @@ _OF_TOKENS = (
     "attention_mask",
     "position_ids",
     "token_type_ids",
-    # of models with images
+    # of models that see
     "pixel_values",
     "image_grid_thw",
     "image_sizes",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
     "mm_token_type_ids",
     "vision_feature_layer",
     "vision_feature_select_strategy",
@@ -109,8 +112,8 @@ class Prefix(nn.Module):
         wanted = wants_auxiliary_loss(self.config, named.get("output_router_logits"))
         if wanted and not self.collects:
             raise ConfigError(
-                "output_router_logits: there is no preset that collects them for "
-                f"{self.model_class.__name__}"
+                f"output_router_logits: what routers of {self.model_class.__name__} say is not "
+                "understood, so the auxiliary loss cannot be made; leave it out"
             )
         if self.collects:
             named["output_router_logits"] = False  # because the blocks collect them
@@ -237,7 +240,8 @@ def cut(
     asks = wants_auxiliary_loss(model.config, None)
     if balance is None and asks:
         raise DoesNotFit(
-            "its config asks for output_router_logits, and what its routers say is not understood"
+            "its config asks for output_router_logits, and what its routers say is not understood: "
+            f"{why_unheard(model, blocks)}"
         )
     with trial.in_evaluation(model):
         try:

@@ -82,8 +82,8 @@ class AdaptedWeight:
         for left, right, scaling in self._factors:
             if multiply in _GROUPED:
                 left, right = _aligned(left, -1), _aligned(right, -2)
-            inner = multiply(input, left, **kwargs) * scaling
-            made.add_(multiply(inner, right, **kwargs))
+            inner = multiply(input, left, **kwargs)
+            made.add_(multiply(inner if scaling == 1 else inner * scaling, right, **kwargs))
         return made
 
     @classmethod
@@ -142,9 +142,19 @@ def _plain(value: Any) -> Any:
 
 
 def _aligned(factor: torch.Tensor, dim: int) -> torch.Tensor:
-    """With zeros added to the rank, which is its ``dim``, so that a grouped product takes it."""
+    """With zeros added to the rank, which is its ``dim``, so that a grouped product takes it. It is
+    the factor itself where there is nothing to add, because `pad` would copy it all the same, and
+    where its rows or its columns lie in a row, as those of a weight do."""
     missing = -factor.shape[dim] % (_ALIGNMENT // factor.element_size())
-    return pad(factor, (0, missing) if dim == -1 else (0, 0, 0, missing)).contiguous()
+    if missing:
+        factor = pad(factor, (0, missing) if dim == -1 else (0, 0, 0, missing))
+    lies_in_columns = factor.mT.is_contiguous() and missing == 0 and _fits(factor.shape[-2], factor)
+    return factor if lies_in_columns else factor.contiguous()
+
+
+def _fits(length: int, factor: torch.Tensor) -> bool:
+    """Whether so many numbers in a row end where a grouped product wants the next to begin."""
+    return length * factor.element_size() % _ALIGNMENT == 0
 
 
 def run_without_sums(layers: Iterable[nn.Module]) -> None:

@@ -5,11 +5,13 @@ soft caps is written down here. The model's forward itself runs, on a shallow co
 whose blocks are stand-ins. In the first part they note what each block is called with, and the last
 one ends the run. In the last part they let pass what they are given, but for the last one, which
 returns the true hidden states. What comes before the blocks runs once more there, on embeddings of
-zeros: a few small kernels, and what they make is not used.
+zeros: a few small kernels, and what they make is not used. Nor is what they write, such as rotary
+frequencies: two layers would write one buffer.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from .calling import put_back
 from .preset import DoesNotFit
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -122,8 +125,8 @@ class Part(nn.Module):
 
     def last(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs from the last block on, ``hidden_states`` being what that returned."""
-        passing = self._passing(hidden_states)
-        output = self._run(passing, *args, **kwargs)
+        with self._passing(hidden_states) as passing:
+            output = self._run(passing, *args, **kwargs)
         self._refuse_skipped(passing)
         return output
 
@@ -142,18 +145,20 @@ class Part(nn.Module):
             ConfigError: it was not called.
         """
         notes = _Notes(self.blocks._replace(number=1))
-        passing = self._passing(hidden_states)
         try:
-            noting = _Noting(notes, self.owned[0].get_submodule(name))
-            self._run(passing, instead={**instead, name: noting}, **kwargs)
+            with self._passing(hidden_states) as passing:
+                noting = _Noting(notes, self.owned[0].get_submodule(name))
+                self._run(passing, instead={**instead, name: noting}, **kwargs)
         except _Reached:
             self._refuse_skipped(passing)
             return notes.hidden_states
         raise ConfigError(f"the model's forward did not call {name}")
 
-    def _passing(self, hidden_states: torch.Tensor) -> list["_Passing"]:
-        passing = [_Passing(self.blocks, None) for _ in range(self.blocks.number - 1)]
-        return [*passing, _Passing(self.blocks, hidden_states)]
+    @contextmanager
+    def _passing(self, hidden_states: torch.Tensor) -> Iterator[list["_Passing"]]:
+        with put_back(self.owned) as end:
+            passing = [_Passing(self.blocks, None, end) for _ in range(self.blocks.number - 1)]
+            yield [*passing, _Passing(self.blocks, hidden_states, end)]
 
     def _refuse_skipped(self, passing: Sequence["_Passing"]) -> None:
         """Raises if the last block's hidden states did not get into the forward."""
@@ -255,24 +260,29 @@ class _Noting(nn.Module):
 
 
 class _Passing(nn.Module):
-    """``value``: what it returns; None to let pass what it is given."""
+    """``value``: what it returns; None to let pass what it is given. ``begin`` is called first."""
 
-    def __init__(self, blocks: Blocks, value: torch.Tensor | None) -> None:
+    def __init__(
+        self, blocks: Blocks, value: torch.Tensor | None, begin: Callable[[], None]
+    ) -> None:
         super().__init__()
         self._blocks = blocks
         self._value = value
+        self._begin = begin
         self.was_called = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
         self.was_called = True
         given = args[0] if args else kwargs["hidden_states"]
         return self._blocks.returned(given if self._value is None else self._value)
 
 
 class Seen(nn.Module):
-    """Stands in the model's forward for an encoder, ``of``, and returns what that has made."""
+    """Stands in the model's forward for an encoder, ``of``, and returns what that has made, which
+    ``seen`` says in each call."""
 
-    def __init__(self, seen: Any, of: nn.Module) -> None:
+    def __init__(self, seen: Callable[[], Any], of: nn.Module) -> None:
         super().__init__()
         self._seen = seen
         self._of = (of,)  # in a tuple, because it must not be registered
@@ -281,7 +291,7 @@ class Seen(nn.Module):
         return getattr(self._of[0], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self._seen
+        return self._seen()
 
 
 def path_of_blocks(model: PreTrainedModel) -> tuple[str, ...]:

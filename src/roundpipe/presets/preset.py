@@ -123,10 +123,14 @@ _PRESETS: dict[str, str | CutModel] = {
     "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration": (
         "qwen3_vl"
     ),
+    "transformers.models.qwen3_5.modeling_qwen3_5.Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeForConditionalGeneration": (
+        "qwen3_5"
+    ),
 }
 
 _NOT_CAUSAL = ("vit", "t5")
-_WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl")
+_WITH_IMAGES = ("llava", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def register_preset(kind: type[nn.Module], cut: CutModel) -> None:

@@ -95,8 +95,8 @@ def batches_of_tokens(model: PreTrainedModel) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, _TOKENS), generator=generator)
-    # A placeholder would have to have an image.
-    ids.masked_fill_(ids == getattr(model.config, "image_token_id", -1), 0)
+    for placeholder in ("image_token_id", "video_token_id"):  # which would have to have an image
+        ids.masked_fill_(ids == getattr(model.config, placeholder, -1), 0)
     mask = torch.ones_like(ids)
     mask[0, :_PADDING] = 0
     padded = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}

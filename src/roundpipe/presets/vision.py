@@ -5,7 +5,7 @@ forward]). A family says only what its tower does after its blocks, and how many
 makes; see docs/internals/vision-language.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypedDict
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from . import causal_lm, decoder
 from .calling import by_name, run_block
 from .causal_lm import assemble
-from .images import Measure, Positions, images_of_rows, split_rows
+from .images import IMAGES, Measure, Positions, Sight, images_of_rows, split_rows
 from .parts import BlockCall, Blocks, Part, Seen, by_kind, path_of_blocks
 from .preset import Cut, DoesNotFit
 from .trial import Findings
@@ -29,16 +29,17 @@ class Family:
 
     Args:
         tower: the vision tower's name in ``model.model``.
-        measure: the images of a batch.
+        measure: the images of a batch, or its videos.
+        sights: what the tower takes, in the order in which the model runs it.
         positions: the position ids of a batch, made of all its images before it is cut; None
             leaves them to the model's forward.
         after: names of the tower's modules that run after its blocks.
-        seen: ``(tower, hidden_states, kept, named)``, what the tower's forward returns. ``tower``
-            has the modules of ``after``; ``kept`` the hidden states asked for; ``named`` what the
-            model's forward was given.
+        seen: ``(tower, hidden_states, kept, sizes)``, what the tower's forward returns of one kind
+            of what is seen. ``tower`` has the modules of ``after``; ``kept`` the hidden states
+            asked for; ``sizes`` those that the model's forward was given, if any.
         keeps: of a model, the places of hidden states that ``seen`` or the model reads: 0 before
             the first block of the tower, i after its i-th.
-        takes: what the tower's forward is given besides ``pixel_values``.
+        takes: ``(sizes)``, what the tower's forward is given besides pixels.
         kinds: of each of the tower's blocks, which are called alike; None if all are.
         blinded: attributes that the tower has in place of its own while its blocks are called.
         between: name of a method of the language model that changes the hidden states after some
@@ -48,10 +49,11 @@ class Family:
     tower: str
     measure: Measure
     after: tuple[str, ...]
-    seen: Callable[[Any, torch.Tensor, Mapping[int, torch.Tensor], Mapping[str, Any]], Any]
+    seen: Callable[[Any, torch.Tensor, Mapping[int, torch.Tensor], torch.Tensor | None], Any]
+    sights: tuple[Sight, ...] = (IMAGES,)
     positions: Positions | None = None
     keeps: Callable[[Any], list[int]] = lambda _: []
-    takes: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+    takes: Callable[[torch.Tensor | None], dict[str, Any]] = lambda _: {}
     kinds: Callable[[Any], list[int]] | None = None
     blinded: Mapping[str, Any] | None = None
     between: str | None = None
@@ -64,6 +66,7 @@ class Looking(TypedDict):
     kept: dict[int, torch.Tensor]  # by place, see `Family`
     calls: tuple[BlockCall, ...]  # what else a block takes, by its kind
     named: dict[str, Any]  # what the model's forward was given, but for the pixels
+    lines: dict[str, int]  # of the hidden states, by the name of the pixels that they come from
     loss_weight: float | None
     skip_logits: bool | None
 
@@ -84,6 +87,7 @@ class Eye(nn.Module):
         self.part = part
         self.kinds = kinds
         self.model_class = type(model)
+        self.sights = family.sights
         self.takes = family.takes
         self.keeps_first = 0 in family.keeps(model)
 
@@ -95,19 +99,35 @@ class Eye(nn.Module):
         **kwargs: Any,
     ) -> Looking:
         named = by_name(self.model_class, args, kwargs)
-        pixels = named.pop("pixel_values", None)
+        given = {
+            sight: pixels
+            for sight in self.sights
+            if (pixels := named.pop(sight.pixels, None)) is not None
+        }
         hidden_states, calls = None, tuple[BlockCall, ...]()
-        if pixels is not None:
-            hidden_states, noted = self.part.first(pixels, **self.takes(named))
+        if given:
+            sizes = [each for sight in given if (each := named.get(sight.sizes)) is not None]
+            takes = self.takes(_together(sizes) if sizes else None)
+            hidden_states, noted = self.part.first(_together([*given.values()]), **takes)
             calls = by_kind(noted, self.kinds, self.model_class)
         return Looking(
             hidden_states=hidden_states,
             kept={0: hidden_states} if hidden_states is not None and self.keeps_first else {},
             calls=calls,
             named=named,
+            lines={sight.pixels: len(pixels) for sight, pixels in given.items()},
             loss_weight=loss_weight,
             skip_logits=skip_logits,
         )
+
+
+def _together(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Images and videos pass the tower in one go; each attends to itself alone."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _apart(states: torch.Tensor, lines: list[int]) -> Sequence[torch.Tensor]:
+    return [states] if len(lines) == 1 else states.split(lines)
 
 
 class TowerBlock(nn.Module):
@@ -148,9 +168,17 @@ class Join(decoder.Prefix):
         named, changes = dict(state["named"]), list[tuple[Any, ...]]()
         stand_ins: dict[str, Any] = {}
         if hidden_states is not None:
-            seen = family.seen(self.after, hidden_states, state["kept"], named)
-            stand_ins["instead"] = {f"model.{family.tower}": Seen(seen, *self.original)}
-            named["pixel_values"] = hidden_states.detach()  # of which only the type is read
+            seen, lines = [], [*state["lines"].values()]
+            parts = _apart(hidden_states, lines)
+            kept = {place: _apart(each, lines) for place, each in state["kept"].items()}
+            given = [sight for sight in family.sights if sight.pixels in state["lines"]]
+            for at, (sight, part) in enumerate(zip(given, parts, strict=True)):
+                at_places = {place: each[at] for place, each in kept.items()}
+                seen.append(family.seen(self.after, part, at_places, named.get(sight.sizes)))
+                named[sight.pixels] = hidden_states.detach()  # of which only the type is read
+            stand_ins["instead"] = {
+                f"model.{family.tower}": Seen(iter(seen).__next__, *self.original)
+            }
         if family.between is not None:
 
             def note(hidden_states: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -221,7 +249,7 @@ def _make(
         change = getattr(type(inner.language_model), family.between)
         for index in range(len(keeps)):
             layers[index] = ChangedBlock(layers[index], change)
-    cutting = partial(split_rows, family.measure, family.positions)
+    cutting = partial(split_rows, family.measure, family.positions, family.sights)
     return assemble(
         model,
         Eye(model, family, eye, alike),
@@ -235,16 +263,18 @@ def _make(
         ],
         decoder.Suffix(model, found),
         partial(causal_lm.split_batch, split_rows=cutting),
-        check=partial(_check, family.measure),
+        check=partial(_check, family),
         split_rows=cutting,
     )
 
 
 def _check(
-    measure: Measure, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    family: Family, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     causal_lm.refuse_unread(model, args, kwargs)
-    images_of_rows(model, by_name(type(model), args, kwargs), measure)
+    named = by_name(type(model), args, kwargs)
+    for sight in family.sights:
+        images_of_rows(model, named, family.measure, sight)
 
 
 def _names(part: Part) -> set[str]:

@@ -1,6 +1,7 @@
 """How much host memory is still to be had, for the system and for the group of processes this one
 is confined to."""
 
+import ctypes
 from pathlib import Path
 
 from .cgroups import own_groups
@@ -24,6 +25,14 @@ def resident_bytes() -> int:
         return 1024 * sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem"))
     except (OSError, LookupError, ValueError):
         return 0
+
+
+def return_freed() -> None:
+    """Has malloc give the system what was freed of small tensors, of which it keeps all but the
+    last: nobody can use it for page-locked memory. Does nothing where malloc is not glibc's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def all_host_bytes() -> int:

@@ -7,7 +7,7 @@ therefore a promise until somebody reads it.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -105,17 +105,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ``penalties``: gradients of weights of the model that did not come through the pipeline.
         """
         self.has_begun = False
-        # Read here, because the caller goes on to `zero_grad` while the update runs.
-        elsewhere = [p.grad for p in self._weights if p.grad is not None]
         weights = self._weights if penalties else ()
         more = {weight: penalties[weight] for weight in weights if weight in penalties}
         if more:
             self.engine.add_gradients(more)
-        return self.engine.step(self._update, self.is_async, self.max_grad_norm, elsewhere)
+        return self.engine.step(self._update, self.is_async, self.max_grad_norm)
 
-    def _update(self, max_grad_norm: float, elsewhere: Sequence[torch.Tensor]) -> float:
-        """Runs on the optimizer thread. Returns the norm before clipping. ``elsewhere``: the
-        model's own gradients."""
+    def _update(self, max_grad_norm: float) -> float:
+        """Runs on the optimizer thread. Returns the norm before clipping."""
         self.has_begun = True
         for master in self._masters:
             # The engine sums over processes, and Trainer means the mean over them.
@@ -123,12 +120,6 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if self._scaler is not None:
             self._scaler.unscale_(self.inner)
         norm = clip_grad_norm_(self.engine, max_grad_norm if max_grad_norm > 0 else math.inf)
-        if norm == 0 and any(bool(gradient.any()) for gradient in elsewhere):
-            raise ConfigError(
-                "this step's gradients are in the model's own .grad, but the pipeline trains "
-                "copies of the weights: those got none. A training_step has to call the model it "
-                "is given, not self.model; a loop, the engine"
-            )
         if self._scaler is not None:
             self._scaler.step(self.inner)
         else:

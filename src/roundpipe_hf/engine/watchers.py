@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from roundpipe.engine.weights import let_pass
 from roundpipe.errors import ConfigError
 from roundpipe.layers.parameters import sum_of_bytes
 
@@ -97,6 +98,7 @@ def show_gradients(trainer: Any, penalties: Mapping[torch.Tensor, torch.Tensor])
             parameter.grad.div_(trainer.scaler.get_scale())
     if trainer.args.max_grad_norm > 0:
         nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+    let_pass(trained)
     return [Shown.of(parameter) for parameter in trained]
 
 

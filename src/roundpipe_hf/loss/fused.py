@@ -212,7 +212,7 @@ def _two_rows(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Together and one by one. Of rows with images, which the engine knows by their order, the
     first two."""
-    if {"input_ids", "pixel_values"} <= inputs.keys():
+    if "input_ids" in inputs and inputs.keys() & {"pixel_values", "pixel_values_videos"}:
         both = engine.split_rows(inputs, most_parts(inputs) // 2)[0]
         if most_parts(both) == 3:
             both = engine.split_rows(both, 2)[0]

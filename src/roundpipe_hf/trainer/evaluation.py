@@ -14,7 +14,7 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.engine.generation import generate_on
 
 from ..arguments import HOST, losses_on
-from ..compat import note_rows, returns_loss, should_reduce_batch_size
+from ..compat import note_rows, refuse_multiplied, returns_loss, should_reduce_batch_size
 from ..engine.calls import run_config
 from ..engine.out_of_memory import EvaluationOutOfMemory, Footprint
 from ..engine.precision import Precision, full_eval_of, precision_of
@@ -80,12 +80,16 @@ class EvaluationMixin(_Base):
     ) -> Any:
         """Computes Trainer's loss; where ``model`` is the engine, its call runs through that,
         without gradients."""
-        return super().compute_loss(
-            self._stand_in_for(model),
-            inputs,
-            return_outputs=return_outputs,
-            num_items_in_batch=num_items_in_batch,
-        )
+        try:
+            return super().compute_loss(
+                self._stand_in_for(model),
+                inputs,
+                return_outputs=return_outputs,
+                num_items_in_batch=num_items_in_batch,
+            )
+        except TypeError as error:
+            refuse_multiplied(error)
+            raise
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Adds to Trainer's context that outputs come to the host, where it computes the loss."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PromptTuningConfig, TaskType, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import get_constant_schedule
 
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
@@ -37,6 +37,15 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
 )
 def test_arguments(settings: dict[str, Any], message: str) -> None:
     refused(message, **settings)
+
+
+def test_adapters_that_peft_ties() -> None:
+    """It makes the head's of the embedding's memory, transposed; each was trained for itself."""
+    config = LoraConfig(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    model = get_peft_model(make_llama(tied=True), config)
+    message = "lora_A.*lies in the memory of .*lora_embedding_B.*ensure_weight_tying"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(RoundPipeTrainer, model, ROWS).train()
 
 
 def test_a_class_is_no_model() -> None:

@@ -27,11 +27,13 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    TrainerCallback,
 )
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import QuantizedWeight
-from roundpipe_hf import load_pretrained, merge_and_save
+from roundpipe_hf import RoundPipeTrainer, load_pretrained, merge_and_save
+from tests.support.trainers import make_trainer, token_rows
 
 SIZES = {
     "vocab_size": 64,
@@ -316,3 +318,35 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     refused("has no adapter_config.json", path, path, tmp_path / "out")
     refused("is no adapter's folder", tmp_path / "mistyped", path, tmp_path / "out")
     refused("has no safetensors files", adapter, adapter.parent, tmp_path / "out")
+
+
+def test_a_merge_while_training_goes_on_changes_nothing(tmp_path: Path) -> None:
+    """In the midst of asynchronous steps, of the adapter as it was saved then, over files that the
+    model is mapped from."""
+    path = base("llama", tmp_path)
+    rows = token_rows(8)
+
+    class Merges(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                kwargs["model"].save_pretrained(tmp_path / "adapter")
+                merge_and_save(tmp_path / "adapter", path, tmp_path / "out")
+
+    losses = []
+    for callbacks in ([], [Merges()]):
+        torch.manual_seed(1)
+        model = get_peft_model(load_pretrained(path), LoraConfig(**ATTENTION))
+        trainer = make_trainer(
+            RoundPipeTrainer,
+            model,
+            rows,
+            max_steps=4,
+            async_optimizer=True,
+            pin_model="off",
+            callbacks=callbacks,
+        )
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert_same(merged, peft_merges(path, tmp_path / "adapter"))

@@ -117,6 +117,36 @@ def test_a_declared_loss_that_is_bad_from_the_first(case: str) -> None:
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("reduction", [None, "tokens"], ids=["whole", "fused"])
+@pytest.mark.parametrize("returned", [None, {}, "words", 1.5])
+def test_a_loss_function_that_returns_no_tensor(returned: Any, reduction: str | None) -> None:
+    """Trainer multiplies what it returns first, and stumbled over None and a dict in an error of
+    its own. The one that is raised names the type, in evaluation too."""
+    settings: dict[str, Any] = {"loss_reduction": reduction, "eval_dataset": ROWS[:2]}
+
+    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return returned
+
+    trainer = make_both(MODELS["full"], ROWS, compute_loss_func=func, **settings).ours
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match=f"returned a {type(returned).__name__}; it must be a t"):
+        run(trainer)
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(weights(trainer)[name], value) for name, value in before.items())
+    if not isinstance(returned, str | float):
+        with pytest.raises(ConfigError, match=f"returned a {type(returned).__name__}"):
+            trainer.evaluate()
+
+
+def test_an_error_inside_of_a_loss_function_stays_what_it_is() -> None:
+    def func(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return None * outputs.logits.mean()
+
+    trainer = make_both(MODELS["full"], ROWS, compute_loss_func=func).ours
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run(trainer)
+
+
 def test_a_bad_loss_leaves_no_gradients() -> None:
     """Of the batches of its window that came before."""
     settings: dict[str, Any] = {"devices": 2, "gradient_accumulation_steps": 3, "max_steps": 1}

@@ -1,6 +1,8 @@
 """Checkpoints quantized here: what others read, kept for the next time, whole whatever happens."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -169,17 +172,55 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
         assert all(file.stat().st_mtime_ns == time for file, time in kept.items()), moment
 
 
-def test_processes_that_begin_together(source: Path, tmp_path: Path) -> None:
-    """As the ranks of a run do: one writes, the other finds what was written."""
+@pytest.mark.parametrize("machines", [1, 2])
+def test_processes_that_begin_together(source: Path, tmp_path: Path, machines: int) -> None:
+    """As the ranks of a run do: one writes, the other finds what was written. Machines share the
+    folder, and no folder for temporary files."""
     script = SCRIPT.partition("source, out")[0]
     script += "source, out = map(Path, sys.argv[1:])\n"
     script += "files = sorted(source.glob('*.safetensors'))\n"
     script += "packing.quantize_checkpoint(files, out, 'nf4', lambda key: 'proj' in key)\n"
     command = [sys.executable, "-c", script, str(source), str(tmp_path / "out")]
-    both = [subprocess.Popen(command) for _ in range(2)]
+    own = [tmp_path / f"machine{rank % machines}" for rank in range(2)]
+    for folder in own:
+        folder.mkdir(exist_ok=True)
+    both = [subprocess.Popen(command, env=os.environ | {"TMPDIR": str(folder)}) for folder in own]
     assert [process.wait(timeout=100) for process in both] == [0, 0]
     packing.quantize_checkpoint(files_of(source), tmp_path / "alone", "nf4", keys())
     assert content(tmp_path / "out") == content(tmp_path / "alone")
+
+
+def test_a_folder_that_is_written_is_locked_for_other_machines(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had written the same unfinished file, as the lock was in their own temporary folder."""
+    out, seen, write_tensors = tmp_path / "out", [], packing.write_tensors
+
+    def looks(path: Path, *args: Any) -> None:
+        with pytest.raises(Timeout):
+            FileLock(out / "quantizing.lock").acquire(timeout=0)
+        seen.append(path)
+        write_tensors(path, *args)
+
+    monkeypatch.setattr(packing, "write_tensors", looks)
+    packing.quantize_checkpoint(files_of(source), out, "nf4", keys())
+    assert len(seen) == len(files_of(source))
+    assert not (out / "quantizing.lock").exists()
+
+
+def test_a_disk_without_locks_is_written_all_the_same(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire = FileLock.acquire
+
+    def fails(self: FileLock, *args: Any, **kwargs: Any) -> Any:
+        if "quantizing" in self.lock_file:
+            raise OSError(errno.ENOLCK, "No locks available")
+        return acquire(self, *args, **kwargs)
+
+    monkeypatch.setattr(FileLock, "acquire", fails)
+    packing.quantize_checkpoint(files_of(source), tmp_path / "out", "nf4", keys())
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,10 +222,26 @@ def test_same_as_trl(processor: ProcessorMixin, adapters: LoraConfig | None, dev
     pair.ours.model_wrapped.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param("qwen2.5-vl", marks=pytest.mark.slow), "qwen3-vl"])
-def test_images_of_different_sizes(processor: ProcessorMixin, name: str) -> None:
-    """The user's collator makes what Qwen's processors make, which need more than is installed
-    here."""
+GRID = [
+    (name, adapters, devices)
+    for name in ("gemma3", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
+    for adapters in (None, LORA)
+    for devices in (1, 3)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "devices"),
+    [
+        pytest.param(*case, marks=[] if case == ("qwen3-vl", None, 3) else pytest.mark.slow)
+        for case in GRID
+    ],
+)
+def test_images_by_a_collator_of_the_users(
+    processor: ProcessorMixin, name: str, adapters: LoraConfig | None, devices: int
+) -> None:
+    """It makes what the models' processors make, which need more than is installed here: images of
+    different sizes in Qwen's."""
     seen = seen_rows(make_seeing(name), NUM_IMAGES)
     data = Dataset.from_dict({"images": [[]] * len(seen), "row": list(range(len(seen)))})
     pair = Pair(
@@ -235,6 +251,8 @@ def test_images_of_different_sizes(processor: ProcessorMixin, name: str) -> None
                 processor,
                 make_seeing(name),
                 data=data,
+                peft_config=adapters,
+                devices=devices,
                 data_collator=lambda rows: collated([seen[row["row"]] for row in rows]),
             )
             for cls in (RoundPipeSFTTrainer, SFTTrainer)

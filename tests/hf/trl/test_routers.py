@@ -4,6 +4,7 @@ Its coefficient is raised to where leaving it out, or taking its mean over micro
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from string import digits
 from typing import Any
@@ -12,8 +13,6 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
-    DeepseekV3Config,
-    Glm4MoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen3MoeConfig,
@@ -26,6 +25,7 @@ from roundpipe_hf.trl import RoundPipeSFTTrainer
 from tests.hf.trl import test_preferences as preferences
 from tests.hf.trl import test_rollouts as rollouts
 from tests.hf.trl import test_sft as sft
+from tests.support import mixtures
 from tests.support.example_data import save_tokenizer
 from tests.support.preset_models import make_model
 from tests.support.trainers import Pair, assert_same, logged, run
@@ -50,26 +50,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "olmoe": lambda: OlmoeConfig(**_SIZES, num_experts=4),
 }
 # Without an auxiliary loss: a bias that TRL leaves alone balances them.
-_GROUPED = {
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
+_UNHEARD = {
+    name: size
+    for name, size in _SIZES.items()
+    if name not in ("router_aux_loss_coef", "num_experts_per_tok")
 }
-_LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
-_UNHEARD = {name: size for name, size in _SIZES.items() if name != "router_aux_loss_coef"}
-CONFIGS |= {
-    "deepseek": lambda: DeepseekV3Config(**_UNHEARD, **_GROUPED, **_LATENT),
-    "glm4-moe": lambda: Glm4MoeConfig(**_UNHEARD, **_GROUPED, head_dim=8),
-}
+CONFIGS |= {name: partial(mixtures.CONFIGS[name], _UNHEARD) for name in ("deepseek-v3", "glm4-moe")}
 SLOW = pytest.mark.slow
 
 
@@ -146,7 +132,7 @@ def test_every_form_of_sft(case: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("adapts", [False, True])
-@pytest.mark.parametrize("name", ["deepseek", "glm4-moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
 def test_mixtures_without_an_auxiliary_loss(name: str, adapts: bool, tmp_path: Path) -> None:
     """Latent attention and grouped experts, by the generic preset, in microbatches."""
     folder = tmp_path / name

@@ -178,7 +178,7 @@ class Suffix(nn.Module):
         named = {
             **_named(state),
             "use_cache": False,
-            "instead": {self.name: Seen(output, encoder)},
+            "instead": {self.name: Seen(lambda: output, encoder)},
         }
         labels = named.get("labels")
         if labels is None:

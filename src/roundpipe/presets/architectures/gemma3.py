@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ..images import Image
+from ..images import Image, Sight
 from ..preset import Cut
 from ..vision import Family
 from ..vision import cut as cut_family
 
 
-def _measure(model: Any, named: Mapping[str, Any]) -> list[Image]:
-    return [Image(1, model.config.mm_tokens_per_image)] * len(named["pixel_values"])
+def _measure(model: Any, named: Mapping[str, Any], sight: Sight) -> list[Image]:
+    return [Image(1, model.config.mm_tokens_per_image)] * len(named[sight.pixels])
 
 
 def _seen(tower: Any, hidden_states: torch.Tensor, _: Any, __: Any) -> BaseModelOutputWithPooling:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ...errors import ConfigError
-from ..images import Image
+from ..images import Image, Sight
 from ..preset import Cut, DoesNotFit
 from ..vision import Family
 from ..vision import cut as cut_family
@@ -21,7 +21,7 @@ from ..vision import cut as cut_family
 _TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 
 
-def _measure(model: Any, named: Mapping[str, Any]) -> list[Image]:
+def _measure(model: Any, named: Mapping[str, Any], sight: Sight) -> list[Image]:
     asked = named.get("vision_feature_layer")
     if asked is not None and asked != model.config.vision_feature_layer:
         raise ConfigError(
@@ -30,11 +30,11 @@ def _measure(model: Any, named: Mapping[str, Any]) -> list[Image]:
         )
     strategy = named.get("vision_feature_select_strategy")
     strategy = model.config.vision_feature_select_strategy if strategy is None else strategy
-    height, width = named["pixel_values"].shape[-2:]
+    height, width = named[sight.pixels].shape[-2:]
     side = model.config.vision_config.patch_size
     has_class = hasattr(model.model.vision_tower.embeddings, "class_embedding")
     tokens = (height // side) * (width // side) + has_class - (strategy == "default")
-    return [Image(1, tokens)] * len(named["pixel_values"])
+    return [Image(1, tokens)] * len(named[sight.pixels])
 
 
 def _keeps(model: Any) -> list[int]:
@@ -44,7 +44,7 @@ def _keeps(model: Any) -> list[int]:
 
 
 def _seen(
-    places: int, tower: Any, hidden_states: Any, kept: Mapping[int, torch.Tensor], named: Any
+    places: int, tower: Any, hidden_states: Any, kept: Mapping[int, torch.Tensor], sizes: Any
 ) -> BaseModelOutputWithPooling:
     states: Any = tuple(kept.get(place) for place in range(places))
     return BaseModelOutputWithPooling(hidden_states=states)

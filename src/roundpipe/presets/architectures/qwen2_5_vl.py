@@ -1,7 +1,6 @@
 """Qwen2.5-VL: a tower whose patches are sorted by the windows that they attend within, and put back
 in order after its blocks."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -10,22 +9,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.vision_utils import get_vision_window_index
 
-from ..images import grid_images, grid_positions
+from ..images import SIGHTS, grid_images, grid_positions
 from ..preset import Cut
 from ..vision import Family
 from ..vision import cut as cut_family
 
 
-def takes_grid(named: Mapping[str, Any]) -> dict[str, Any]:
+def takes_grid(sizes: torch.Tensor | None) -> dict[str, Any]:
     """What Qwen's towers are given besides the patches."""
-    return {"grid_thw": named["image_grid_thw"]}
+    return {"grid_thw": sizes}
 
 
 def _seen(
-    config: Any, tower: Any, hidden_states: torch.Tensor, _: Any, named: Mapping[str, Any]
+    config: Any, tower: Any, hidden_states: torch.Tensor, _: Any, sizes: Any
 ) -> BaseModelOutputWithPooling:
     window_index, _ = get_vision_window_index(
-        named["image_grid_thw"],
+        sizes,
         spatial_merge_size=config.spatial_merge_size,
         window_size=config.window_size,
         patch_size=config.patch_size,
@@ -44,6 +43,7 @@ def cut(model: PreTrainedModel) -> Cut:
     """Blocks of the tower attend within windows, some to whole images."""
     family = Family(
         tower="visual",
+        sights=SIGHTS,
         measure=grid_images,
         positions=grid_positions,
         after=("merger",),

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import BaseModelOutputWithDeepstackFeatures
 
-from ..images import grid_images, grid_positions
+from ..images import SIGHTS, grid_images, grid_positions
 from ..preset import Cut
 from ..vision import Family
 from ..vision import cut as cut_family
@@ -32,6 +32,7 @@ def cut(model: PreTrainedModel) -> Cut:
     """Each of the language model's first blocks has one of the tower's depths."""
     family = Family(
         tower="visual",
+        sights=SIGHTS,
         measure=grid_images,
         positions=grid_positions,
         after=("merger", "deepstack_merger_list"),

@@ -1,0 +1,129 @@
+"""Mixtures of experts and models with linear attention train as in the plain Trainer and in TRL's,
+whatever their rows: padded, or packed documents, on one device and on three."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
+from trl import SFTTrainer
+
+from roundpipe import AutoRoundPipe
+from roundpipe_hf.trl import RoundPipeSFTTrainer
+from tests.hf.trl import test_sft as sft
+from tests.support.example_data import save_tokenizer
+from tests.support.mixtures import CONFIGS, adapters_for
+from tests.support.preset_models import TINY, make_model, packed, tokens
+from tests.support.trainers import (
+    Pair,
+    assert_same_logs,
+    assert_same_weights,
+    logged,
+    run,
+    train_both,
+    weights,
+)
+
+ROWS, LENGTH = 8, 12
+# A weight is off by the rate times what its gradients are, so these agree as closely.
+RATE = {"learning_rate": 1.0, "max_grad_norm": 1.0}
+SIZES_OF_SFT = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+}
+GRID = [
+    (name, adapts, devices, rows)
+    for name in CONFIGS
+    for adapts in (False, True)
+    for devices in (1, 3)
+    for rows in ("padded", "packed")
+]
+QUICK = [
+    ("deepseek-v3", True, 3, "padded"),
+    ("qwen3.5-moe", True, 3, "packed"),
+    ("gpt-oss", False, 1, "padded"),
+]
+grid = pytest.mark.parametrize(
+    ("name", "adapts", "devices", "rows"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in GRID],
+)
+
+
+def rows_of(kind: str) -> list[dict[str, torch.Tensor]]:
+    """Rows of unequal length with a mask, or of documents of unequal lengths without one."""
+    made = []
+    for row, ids in enumerate(tokens(ROWS, LENGTH)):
+        if kind == "packed":
+            first = 3 + row % 5
+            positions = packed(first, LENGTH - first)
+            made.append({"input_ids": ids, "labels": ids, "position_ids": positions})
+            continue
+        mask = (torch.arange(LENGTH) < LENGTH - row % 5).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        made.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return made
+
+
+def make(name: str, sizes: dict[str, Any]) -> Any:
+    return make_model(name, config=CONFIGS[name](sizes))
+
+
+def assert_pair_is_same(pair: Pair) -> None:
+    """PEFT registers the stacks anew in each forward, behind gpt-oss's biases, so the plain model's
+    weights may come in another order than they had."""
+    ours, plain = weights(pair.ours), weights(pair.plain)
+    assert_same_logs(logged(pair.ours), logged(pair.plain))
+    assert ours.keys() == plain.keys()
+    assert_same_weights(ours, {name: plain[name] for name in ours})
+
+
+@grid
+def test_trainer(name: str, adapts: bool, devices: int, rows: str) -> None:
+    """Adapters of experts among them; windows of two batches."""
+
+    def build() -> Any:
+        model = make(name, TINY)
+        return get_peft_model(model, LoraConfig(**adapters_for(name))) if adapts else model
+
+    pair = train_both(
+        build,
+        rows_of(rows),
+        devices=devices,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **RATE,
+    )
+    engine: Any = pair.ours._engine()
+    assert not isinstance(engine, AutoRoundPipe)
+    assert_pair_is_same(pair)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    return AutoTokenizer.from_pretrained(save_tokenizer(folder))
+
+
+@grid
+def test_sft(name: str, adapts: bool, devices: int, rows: str, tokenizer: Any) -> None:
+    """With the auxiliary loss that TRL adds where there is one."""
+    settings: dict[str, Any] = {"devices": devices, "max_steps": 2, **RATE}
+    if adapts:
+        settings["peft_config"] = LoraConfig(**adapters_for(name))
+    if rows == "packed":
+        settings |= {"packing": True, "per_device_train_batch_size": 1}
+
+    def one(cls: type) -> Any:
+        model = make(name, SIZES_OF_SFT)
+        return sft.make_trainer(cls, tokenizer, model=model, **settings)
+
+    assert_pair_is_same(Pair(*(run(one(cls)) for cls in (RoundPipeSFTTrainer, SFTTrainer))))

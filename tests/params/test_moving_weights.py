@@ -1,0 +1,35 @@
+"""Weights that move into arenas of their own leave nothing behind."""
+
+import gc
+
+import torch
+from torch import nn
+
+from roundpipe.memory.pinning import HostMemory
+from roundpipe.params.working import ParameterStore
+from roundpipe.system.host_memory import resident_bytes
+
+LAYERS, PARTS, ELEMENTS = 16, 128, 8192  # of 32 KB, which malloc takes from its heap
+
+
+class Parts(nn.Module):
+    """Frozen weights in many small pieces, as scales of quantized ones are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(PARTS):
+            weight = nn.Parameter(torch.ones(ELEMENTS), requires_grad=False)
+            self.register_parameter(f"part{index}", weight)
+
+
+def test_memory_of_small_weights_is_the_systems_again() -> None:
+    """Malloc kept it: a model of many small weights was in memory twice."""
+    layers, size = [Parts() for _ in range(LAYERS)], LAYERS * PARTS * ELEMENTS * 4
+    above = [torch.ones(1024) for _ in range(64)]  # so that what is freed is not malloc's last
+    memory = HostMemory("alloc", accelerated=False)
+    memory.rehomes = True  # as where there is a GPU
+    gc.collect()
+    before = resident_bytes()
+    store = ParameterStore(layers, memory)
+    assert resident_bytes() - before < size / 2
+    assert all(torch.equal(one, torch.ones_like(one)) for one in (*store.parameters, *above))
