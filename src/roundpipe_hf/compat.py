@@ -227,6 +227,17 @@ def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
         state.active_dataloader.remainder = find_batch_size(inputs) or -1
 
 
+def divisor_of_losses(trainer: Trainer, num_items: torch.Tensor | int | None) -> int:
+    """What Trainer divides a batch's loss by. Not one that is scaled: since transformers 5.19 its
+    class may say that; where it does not, one that was given the number of items."""
+    is_asked = hasattr(Trainer, "loss_is_scaled_for_ga")
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None) if is_asked else None
+    if is_scaled is None:
+        is_divided = trainer.model_accepts_loss_kwargs and num_items is not None
+        is_scaled = is_divided or trainer.compute_loss_func is not None
+    return 1 if is_scaled else trainer.current_gradient_accumulation_steps
+
+
 def book_loss(trainer: Trainer, loss: torch.Tensor) -> None:
     """Counts a loss as `_run_epoch` counts what `training_step` returns, its filter for nan and inf
     included."""

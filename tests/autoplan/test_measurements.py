@@ -359,7 +359,8 @@ def test_plans_are_looked_at_again_less_and_less_often(monkeypatch: pytest.Monke
     """After 1, 2, 4, ... calls in which measurements changed; and never while a call waits for its
     plan."""
     planner, looks = make_planner(), []
-    monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", counting(plan_for, looks))
+    for who in ("autoplan.planner", "plan.best"):
+        monkeypatch.setattr(f"roundpipe.{who}.plan_for", counting(plan_for, looks))
     for number in range(32):
         before = len(looks)
         planned = planner.plan("fused", 2, None)

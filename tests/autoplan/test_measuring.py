@@ -206,7 +206,8 @@ def test_only_the_first_call_of_a_shape_waits_for_its_plan(
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (happened.append(name), function(*args, **kwargs))[1]
 
-    monkeypatch.setattr("roundpipe.autoplan.planner.plan_for", noted("plan", plan_for))
+    for who in ("autoplan.planner", "plan.best"):
+        monkeypatch.setattr(f"roundpipe.{who}.plan_for", noted("plan", plan_for))
     monkeypatch.setattr(WorkerPool, "start", noted("start", WorkerPool.start))
     engine = engines(
         make_mlp(), TWO, model_run_config=RoundPipeRunConfig(num_microbatch=MICROBATCHES)

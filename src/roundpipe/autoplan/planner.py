@@ -11,7 +11,7 @@ from ..device import Device
 from ..errors import PlanError
 from ..params.dtypes import GradientRules
 from ..params.working import ParameterStore
-from ..plan.best import plan_for, plan_peak, smallest_plan, step_ms, within_host
+from ..plan.best import better_plan, plan_for, plan_peak, smallest_plan, step_ms, within_host
 from ..plan.costs import Grain, LayerCosts, Workload
 from ..plan.execute_plan import ModelExecutePlan, RunType
 from .cutting import TOKENS_AT_ONCE, Cutting
@@ -19,9 +19,6 @@ from .measurements import ShapeMeasurements, Shortages
 from .planned import InUse, PlanKey, Planned
 from .problem import Problems
 
-# A new plan has to be predicted this much faster, because measurements waver and a new plan starts
-# cold.
-_WORTH_CHANGING = 0.03
 # An update is believed to outlast its round from so many times its length on, because a round takes
 # some percent longer than its kernels and copies, which are what is predicted.
 _CLEARLY_LONGER = 1.1
@@ -212,7 +209,7 @@ class Planner:
         plan = in_use.plan
         if plan_key.chosen is None:
             was_short = in_use.shortages < measured.shortages
-            better = _better(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
+            better = better_plan(plan_key.run_type, plan, costs, workload, is_refuted=was_short)
             plan = within_host(better, plan_key.run_type, costs, workload, self._input_room())
         self._in_use[plan_key] = replace(
             in_use,
@@ -341,27 +338,3 @@ class Planner:
             shortages=measured.shortages,
             is_sure=measured.knows_graphs,
         )
-
-
-def _better(
-    run_type: RunType,
-    plan: ModelExecutePlan,
-    costs: LayerCosts,
-    workload: Workload,
-    *,
-    is_refuted: bool,
-) -> ModelExecutePlan:
-    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any
-    more.
-
-    Args:
-        is_refuted: ``plan`` has run out of memory.
-    """
-    try:
-        new = plan_for(run_type, costs, workload)
-    except PlanError:
-        # One that has run is no reason to stop, whatever the prediction says.
-        return smallest_plan(run_type, costs.num_layers) if is_refuted else plan
-    does_fit = plan_peak(plan, run_type, costs, workload).bytes.total <= workload.limit_bytes
-    old_ms, new_ms = (step_ms(one, run_type, costs, workload) for one in (plan, new))
-    return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new

@@ -25,6 +25,7 @@ from ..plan.best import plan_peak, smallest_plan, step_ms
 from ..plan.costs import LayerCosts, StageSums, Workload
 from ..plan.memory import held_beside
 from ..plan.schedule import fused_passes
+from .inside import GradientBytes, most_inside
 from .machine import ImaginedDevice, Machine
 from .sketch import LayerSketch
 from .ways import OPTIMIZERS, Choice
@@ -257,44 +258,23 @@ class PlannedStep:
         return int(max(self._free.slot_limit(self.planned) - sum(self.on_device.values()), 0))
 
     def _most_inside(self, pass_: Pass, layers: range) -> int:
-        """What a stage run's layers hold at most: graphs, what computing takes for a moment, and
-        the sums of gradients."""
         own = [self._sketches[layer] for layer in layers]
         if pass_ is Pass.FORWARD:
             return max(sketch.forward_peak for sketch in own)
-        costs, count = self.problem[0], self.num_microbatches
-        made = [self.store.layers[layer].trained_bytes for layer in layers]
-        summed = [
-            costs.gradient_bytes[layer] if count > 1 else n
-            for layer, n in zip(layers, made, strict=True)
-        ]
-        # The first microbatch's gradients are kept as they are, later ones are added to sums.
-        before = [0] * len(made) if count == 1 else made if count == 2 else summed
-        live = most = sum(before)
-        for sketch in own:
-            most = max(most, live + sketch.forward_peak)
-            live += sketch.left
-        for place in range(len(own) - 1, -1, -1):
-            if layers[place] < self.workload.first_trained:
-                break
-            adding = made[place] * (count > 1) + summed[place] - before[place]
-            most = max(most, live + own[place].backward_peak, live + adding)
-            live += own[place].backward_change - made[place] + summed[place] - before[place]
-            rounded = self._rounded_bytes(layers[place])
-            most = max(most, live + rounded)
-            if layers[place] in self.on_device:  # which stay until the update
-                live += rounded
-        return most
+        gradients = [self._gradients_of(layer) for layer in layers]
+        trained = range(max(self.workload.first_trained - layers.start, 0), len(layers))
+        return most_inside(own, gradients, trained, self.num_microbatches)
 
-    def _rounded_bytes(self, layer: int) -> int:
-        """Of gradients as they offload, where that is a copy of their sums."""
-        copied = 0
+    def _gradients_of(self, layer: int) -> GradientBytes:
+        made, rounded = self.store.layers[layer].trained_bytes, 0
         for use in self.store.layers[layer].trainable:
             summed, offloaded = self.rules.dtypes(use.parameter)
             kept = summed if self.num_microbatches > 1 else use.parameter.dtype
             if is_small(use.parameter.shape) or kept != offloaded:
-                copied += use.parameter.numel() * offloaded.itemsize
-        return copied
+                rounded += use.parameter.numel() * offloaded.itemsize
+        is_summed = self.num_microbatches > 1
+        summed_bytes = self.problem[0].gradient_bytes[layer] if is_summed else made
+        return GradientBytes(made, summed_bytes, rounded, layer in self.on_device)
 
     def times(self) -> Times:
         """See `Times`."""

@@ -8,6 +8,7 @@ done, so that timing decides nothing.
 """
 
 import math
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,9 +47,9 @@ class Iteration:
     """See [Note: iterations]. ``optimizers`` belongs to the optimizer thread until all of ``steps``
     are over."""
 
-    def __init__(self) -> None:
+    def __init__(self, found_before: Iterable[Checked] = ()) -> None:
         self.steps: list[StepHandle] = []
-        self.optimizers: dict[int, Checked] = {}
+        self.optimizers: dict[int, Checked] = dict(enumerate(found_before))
 
     def wait_found(self) -> list[bool]:
         """Blocks until its steps are over: one entry per optimizer that was checked, True for infs

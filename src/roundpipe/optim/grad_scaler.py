@@ -232,11 +232,8 @@ class GradScaler:
         waits_on = self._is_async if is_async is None else is_async
         due = [self._pending] if waits_on else [self._pending, self._current]
         try:
-            found = (
-                [iteration.wait_found() for iteration in due if iteration is not None]
-                if new_scale is None
-                else []
-            )
+            asked = due if new_scale is None else []
+            found = [iteration.wait_found() for iteration in asked if iteration is not None]
         except ConfigError:
             self._pending = None  # because what was amiss then is not to come up again
             raise
@@ -325,12 +322,8 @@ class GradScaler:
                 f"the scaler's state lacks {', '.join(missing)}; was it saved by a disabled "
                 "GradScaler?"
             )
-        pending = None
-        if state_dict.get("_found_pending") is not None:
-            pending = Iteration()
-            pending.optimizers = {
-                place: Checked(found) for place, found in enumerate(state_dict["_found_pending"])
-            }
+        found = state_dict.get("_found_pending")
+        pending = None if found is None else Iteration(map(Checked, found))
         with self._lock:
             self._scale = torch.full((), state_dict["scale"], dtype=torch.float32, device="cpu")
             self._growth_tracker = torch.full(

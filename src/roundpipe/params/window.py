@@ -69,8 +69,7 @@ class GradientWindow:
         self.num_changes = 0  # tells apart what it has held
 
     def commit(self, call: Backward) -> None:
-        """Waits until the call is finished, and adds its gradients. Sums over calls are fp32 (or
-        wider).
+        """Adds a call's gradients once it is finished. Sums over calls are fp32 (or wider).
 
         What different shares of the microbatches made stays apart until somebody reads it, because
         adding it up here would take memory and a pass of its own.

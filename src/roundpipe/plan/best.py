@@ -17,6 +17,9 @@ from .schedule import forward_passes, group_of
 from .search import MAX_STAGE_RUNS_TIMED, plan_fused
 from .together import Member, plan_together
 
+# A new plan has to be predicted this much faster, because measurements waver and a new plan starts
+# cold.
+_WORTH_CHANGING = 0.03
 # Of the limit, what a forward may fill whose backward comes in a round of its own: what is fastest
 # first.
 _FORWARD_SHARES = (1.0, 0.5, 0.25)
@@ -197,6 +200,30 @@ def smallest_plan(run_type: RunType, num_layers: int) -> ModelExecutePlan:
     """One layer in every stage: what needs least of a device, whatever layers turn out to need."""
     layers = [range(layer, layer + 1) for layer in range(num_layers)]
     return ModelExecutePlan(layers[:-1], layers[::-1]).for_run(run_type)
+
+
+def better_plan(
+    run_type: RunType,
+    plan: ModelExecutePlan,
+    costs: LayerCosts,
+    workload: Workload,
+    *,
+    is_refuted: bool,
+) -> ModelExecutePlan:
+    """``plan``, or a new one that is clearly faster or needed because ``plan`` does not fit any
+    more.
+
+    Args:
+        is_refuted: ``plan`` has run out of memory.
+    """
+    try:
+        new = plan_for(run_type, costs, workload)
+    except PlanError:
+        # One that has run is no reason to stop, whatever the prediction says.
+        return smallest_plan(run_type, costs.num_layers) if is_refuted else plan
+    does_fit = plan_peak(plan, run_type, costs, workload).bytes.total <= workload.limit_bytes
+    old_ms, new_ms = (step_ms(one, run_type, costs, workload) for one in (plan, new))
+    return plan if does_fit and new_ms >= old_ms * (1 - _WORTH_CHANGING) else new
 
 
 def plans_for(

@@ -206,6 +206,15 @@ def refuse_cache(kwargs: dict[str, Any]) -> None:
         )
 
 
+def refuse_encoder_outputs(named: dict[str, Any]) -> None:
+    """Raises ConfigError if the encoder is not to run; takes the argument out."""
+    if named.pop("encoder_outputs", None) is not None:
+        raise ConfigError(
+            "encoder_outputs: the pipeline runs the encoder itself; leave it out, or wrap the "
+            "model with use_sequential_preset=False"
+        )
+
+
 def causal_config(config: Any, kwargs: dict[str, Any]) -> Any:
     """The config to make masks with: transformers lets ``is_causal`` of a call override it, and
     hands it to blocks."""

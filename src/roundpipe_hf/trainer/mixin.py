@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
 
 from roundpipe import AutoRoundPipe, GradScaler, RoundPipe
 from roundpipe.errors import ConfigError, PlanError
@@ -270,7 +269,7 @@ class RoundPipeTrainerMixin(SavingMixin):
             StashedBatch(
                 inputs,
                 on_host(num_items_in_batch),
-                self._divisor(num_items_in_batch),
+                compat.divisor_of_losses(self, num_items_in_batch),
                 self.accelerator.sync_gradients,
             )
         )
@@ -291,16 +290,6 @@ class RoundPipeTrainerMixin(SavingMixin):
         Args:
             counted: what ``counted_by_losses`` returned then.
         """
-
-    def _divisor(self, num_items: torch.Tensor | int | None) -> int:
-        """What Trainer divides a batch's loss by. Not one that is scaled: since transformers 5.19
-        its class may say that; where it does not, one that was given the number of items."""
-        is_asked = hasattr(Trainer, "loss_is_scaled_for_ga")
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None) if is_asked else None
-        if is_scaled is None:
-            is_divided = self.model_accepts_loss_kwargs and num_items is not None
-            is_scaled = is_divided or self.compute_loss_func is not None
-        return 1 if is_scaled else self.current_gradient_accumulation_steps
 
     def _run_window(self) -> list[torch.Tensor]:
         engine = self._engine()

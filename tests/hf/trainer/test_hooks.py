@@ -21,7 +21,6 @@ OWN = {
 }
 PRIVATE = {
     "_checkpoint_in",
-    "_divisor",
     "_engine",
     "_generate_by_engine",
     "_make_inner_optimizer",

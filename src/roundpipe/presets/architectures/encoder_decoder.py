@@ -26,6 +26,7 @@ from ..calling import (
     by_name,
     honour_return_logits,
     refuse_cache,
+    refuse_encoder_outputs,
     refuse_unknown,
     refuse_unsupported,
 )
@@ -206,15 +207,6 @@ def _named(state: State) -> dict[str, Any]:
         name: hidden_states.new_zeros(()).expand(shape) for name, shape in state["shapes"].items()
     }
     return {**state["named"], **zeros}
-
-
-def refuse_encoder_outputs(named: dict[str, Any]) -> None:
-    """Raises ConfigError if the encoder is not to run; takes the argument out."""
-    if named.pop("encoder_outputs", None) is not None:
-        raise ConfigError(
-            "encoder_outputs: the pipeline runs the encoder itself; leave it out, or wrap the "
-            "model with use_sequential_preset=False"
-        )
 
 
 def split_batch(

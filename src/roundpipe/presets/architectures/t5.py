@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from ..calling import refuse_cache, refuse_unsupported, run_block
+from ..calling import refuse_cache, refuse_encoder_outputs, refuse_unsupported, run_block
 from ..causal_lm import wants_only_loss
 from ..loss import weighted
 from ..preset import Cut
-from .encoder_decoder import UNREAD, assemble, refuse_encoder_outputs
+from .encoder_decoder import UNREAD, assemble
 
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask")
 
