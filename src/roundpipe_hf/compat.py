@@ -228,8 +228,8 @@ def note_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> None:
 
 
 def divisor_of_losses(trainer: Trainer, num_items: torch.Tensor | int | None) -> int:
-    """What Trainer divides a batch's loss by. Not one that is scaled: since transformers 5.19 its
-    class may say that; where it does not, one that was given the number of items."""
+    """Returns what Trainer divides a batch's loss by. Not one that is scaled: since transformers
+    5.19 its class may say that; where it does not, one that was given the number of items."""
     is_asked = hasattr(Trainer, "loss_is_scaled_for_ga")
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None) if is_asked else None
     if is_scaled is None:

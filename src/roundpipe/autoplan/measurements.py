@@ -16,7 +16,7 @@ COMPUTATIONS: tuple[Computation, ...] = ("forward", "recompute", "backward")
 
 
 class Shortages(NamedTuple):
-    """How often a device's memory did not suffice; see `ShapeMeasurements`."""
+    """Counts how often a device's memory did not suffice; see `ShapeMeasurements`."""
 
     of_plans: int
     beside_recordings: int

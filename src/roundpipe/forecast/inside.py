@@ -1,4 +1,4 @@
-"""What the layers of a stage run hold of a device while one microbatch is in them."""
+"""Counts what the layers of a stage run hold of a device while one microbatch is in them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from .sketch import LayerSketch
 
 
 class GradientBytes(NamedTuple):
-    """What one layer's gradients take: as the backward has ``made`` them, ``summed`` over
+    """Says what one layer's gradients take: as the backward has ``made`` them, ``summed`` over
     microbatches, and ``rounded`` to be offloaded, 0 where that is no copy. If the layer ``stays``
     on the device, so do they until the update."""
 
@@ -23,8 +23,8 @@ def most_inside(
     trained: range,
     num_microbatches: int,
 ) -> int:
-    """The most of graphs, of what computing takes for a moment, and of sums of gradients, in the
-    last microbatch of a backward or fused stage run.
+    """Returns the most of graphs, of what computing takes for a moment, and of sums of gradients,
+    in the last microbatch of a backward or fused stage run.
 
     Args:
         layers: of the stage run.

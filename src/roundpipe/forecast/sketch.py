@@ -81,8 +81,8 @@ def sketches(
 
 
 def tokens_at_once(layers: Sequence[nn.Module], rows: int, seq: int, room: int) -> int:
-    """What row-wise modules run for in a microbatch: 0, for all, unless that is known to be too
-    much. Long rows take long on the meta device as well, so they are not run to find that out.
+    """Returns what row-wise modules run for in a microbatch: 0, for all, unless that is known to be
+    too much. Long rows take long on the meta device as well, so they are not run to find that out.
 
     Args:
         room: bytes of a device for tensors.

@@ -67,7 +67,7 @@ class Rule(Protocol):
 
 
 class Decision(NamedTuple):
-    """What an optimizer says of a master: the rule of this step, and the state that the rule
+    """Says what an optimizer does to a master: the rule of this step, and the state that the rule
     updates along with it. The gradient is for others to find."""
 
     weight: Any

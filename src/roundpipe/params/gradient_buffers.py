@@ -80,10 +80,10 @@ class GradientBuffers:
         if self._submit is None:
             return
         for layer in layers:
-            key, uses = (layer.layer, False), layer.trainable
+            key = layer.layer, False
             if key in self._free:
                 continue
-            future = Future[GradientBuffer]()
+            uses, future = layer.trainable, Future[GradientBuffer]()
             with self._lock:
                 if key in self._free:
                     continue
@@ -156,7 +156,7 @@ def _make_buffer(future: "Future[GradientBuffer]", make: Callable[[], GradientBu
 
 
 def is_small(shape: torch.Size) -> bool:
-    """Whether gradients of that shape go down together with others, in a copy of their own."""
+    """Says whether gradients of that shape go down together with others, in a copy of their own."""
     return shape.numel() < _LEAST_ALONE
 
 
@@ -170,5 +170,5 @@ def _num_norms_of(uses: Iterable[ParameterUse]) -> int:
 
 
 def num_norms(shape: torch.Size) -> int:
-    """How many norms are taken of a gradient."""
+    """Counts the norms that are taken of a gradient."""
     return 1 if is_small(shape) or len(shape) < 2 else shape[0]

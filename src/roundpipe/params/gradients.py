@@ -104,7 +104,7 @@ class OffloadedLayer(NamedTuple):
 
 
 class Backward(Protocol):
-    """A call, or a backward pass over several, that has made gradients."""
+    """Stands for a call, or a backward pass over several, that has made gradients."""
 
     @property
     def offloaded(self) -> Sequence[OffloadedLayer]: ...

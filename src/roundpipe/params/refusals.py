@@ -50,8 +50,8 @@ def refuse_overlaps(layers: Sequence[nn.Module]) -> None:
 
 
 def _is_one_piece(parameter: nn.Parameter) -> bool:
-    """Whether its elements are all that lies from its first to its last. Columns of a matrix lie
-    between those of others, and share nothing."""
+    """Says whether its elements are all that lies from its first to its last. Columns of a matrix
+    lie between those of others, and share nothing."""
     if isinstance(parameter, QuantizedWeight) or parameter.is_meta or not parameter.numel():
         return False
     return parameter.is_contiguous() or (parameter.ndim > 1 and parameter.mT.is_contiguous())

@@ -159,7 +159,7 @@ def balance_of(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> Balance |
 
 
 def why_unheard(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> str:
-    """The reason why a model has no `balance_of` its routers."""
+    """Says why a model has no `balance_of` its routers."""
     counts = [len(routers_in(model, block)) for block in blocks]
     if not any(counts):
         return f"transformers records a router in none of its {len(counts)} blocks"

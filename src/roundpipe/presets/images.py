@@ -16,7 +16,7 @@ from ..microbatch import split
 
 
 class Sight(NamedTuple):
-    """One kind of what is seen, by the names that a forward's arguments have for it."""
+    """Names one kind of what is seen as a forward's arguments do."""
 
     name: str
     pixels: str
@@ -33,7 +33,7 @@ SIGHTS = (IMAGES, VIDEOS)  # in the order in which models run their tower
 
 
 class Image(NamedTuple):
-    """How much of a batch is one image's or video's: ``lines`` along dim 0 of its pixels, and
+    """Says how much of a batch is one image's or video's: ``lines`` along dim 0 of its pixels, and
     ``tokens`` in its row."""
 
     lines: int
@@ -51,7 +51,7 @@ Positions = Callable[[Any, Mapping[str, Any]], torch.Tensor | None]
 def images_of_rows(
     model: Any, named: Mapping[str, Any], measure: Measure, sight: Sight
 ) -> list[list[Image]]:
-    """The images of each row, or the videos.
+    """Returns the images of each row, or the videos.
 
     Raises:
         ConfigError: they and placeholders differ, or there is no telling.
@@ -96,8 +96,8 @@ def split_rows(
     named: Mapping[str, Any],
     n: int,
 ) -> list[dict[str, Any]]:
-    """What a forward is given in at most ``n`` microbatches, each with the images and videos of its
-    rows; None in place of none.
+    """Returns what a forward is given in at most ``n`` microbatches, each with the images and
+    videos of its rows; None in place of none.
 
     Raises:
         ConfigError: see `images_of_rows`.
@@ -178,8 +178,8 @@ def grid_images(model: Any, named: Mapping[str, Any], sight: Sight) -> list[Imag
 
 
 def grid_positions(model: Any, named: Mapping[str, Any]) -> torch.Tensor | None:
-    """What Qwen's models make of the sizes of all images and videos of a batch, a row without any
-    among them: time, height and width of each token."""
+    """Computes what Qwen's models make of the sizes of all images and videos of a batch, a row
+    without any among them: time, height and width of each token."""
     place_ids = model.model.compute_3d_position_ids
     parameters = inspect.signature(place_ids).parameters
     cache = "cache" if "cache" in parameters else "past_key_values"  # renamed by transformers

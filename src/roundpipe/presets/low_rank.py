@@ -153,7 +153,7 @@ def _aligned(factor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _fits(length: int, factor: torch.Tensor) -> bool:
-    """Whether so many numbers in a row end where a grouped product wants the next to begin."""
+    """Says whether so many numbers in a row end where a grouped product wants the next to begin."""
     return length * factor.element_size() % _ALIGNMENT == 0
 
 
