@@ -10,7 +10,7 @@ PACKAGE := $(VENV)/only-package
 PYTEST := $(RUN) -m pytest
 # In a folder of its own, because every process that imports PEFT imports what it finds of it.
 BITSANDBYTES := $(VENV)/only-bitsandbytes
-# An environment above this one, with what CI pins as the registry has it today.
+# An environment above this one, with newer releases of what is pinned.
 NEWEST := $(VENV)/newest
 
 # Where the environment forbids it, every process of the tests compiles all it imports again: a third
@@ -24,7 +24,7 @@ help:
 	@echo 'make notebooks    run the notebooks and store what they print (NOTEBOOKS=... for some of them)'
 	@echo 'make test         the tests (TESTS=tests/plan for a part of them)'
 	@echo 'make test-slow    the tests that take minutes'
-	@echo 'make test-newest  tests with the newest releases of transformers, TRL, PEFT and accelerate'
+	@echo 'make test-newest  tests with the newest releases, such as those of transformers'
 	@echo 'make test-gpu     the tests that need an accelerator'
 	@echo 'make lint         ruff and mypy'
 	@echo 'make docs         the documentation as a site, in build/site; fails at any warning'
@@ -49,7 +49,6 @@ test-slow: $(INSTALLED) $(BITSANDBYTES)
 	ATEN_CPU_CAPABILITY=default $(PYTEST) -n auto --dist worksteal -m 'not slow and not gpu and not bitsandbytes' tests/presets tests/kernels
 
 test-newest: $(INSTALLED)
-	@# Each time, because releases come without a change here.
 	$(RUN) tools/newest.py $(NEWEST)
 	$(NEWEST)/bin/python -m pytest -n auto --dist worksteal -m 'not slow and not gpu and not bitsandbytes' $(or $(TESTS),tests/hf tests/presets)
 

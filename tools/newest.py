@@ -1,29 +1,22 @@
-"""Installs the newest releases of what constraints.txt pins and people have newer, in an
-environment that has everything else from this one.
+"""Makes an environment with the releases of constraints-newest.txt, and with everything else from
+the one this runs in.
 
 python tools/newest.py .venv/newest   # `make test-newest` does, and runs tests there
 
-It is an environment, rather than a folder of packages, so that pip also finds what the newest
-releases need and this one lacks. Nothing here changes.
+It is an environment, rather than a folder of packages on the path, so that programs that tests
+start have them too. Nothing here changes.
 """
 
-import json
 import re
 import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NEWEST = ("transformers", "trl", "peft", "accelerate")
-# What those need, of which a person who installs them gets the newest too.
-WITH_THEM = ("huggingface_hub", "tokenizers", "safetensors", "datasets")
-
-
-class NotInstalled(Exception):
-    """The newest releases are not to be had."""
+PINS = ROOT / "constraints-newest.txt"
 
 
 def make(folder: Path) -> Path:
@@ -38,61 +31,22 @@ def make(folder: Path) -> Path:
     return folder / "bin/python"
 
 
-def install(python: Path) -> None:
-    """Raises NotInstalled if an index was not reached, or has none of them."""
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--retries", "2", "--upgrade"]
-    # First by force, because without an index pip would be content with those that are there.
-    for more in (["--force-reinstall", "--no-deps", *NEWEST], [*NEWEST, *WITH_THEM]):
-        ran = subprocess.run([*pip, *more], capture_output=True, text=True)
-        last = [line for line in ran.stderr.splitlines() if line.strip()][-1:]
-        # pip looks elsewhere, and succeeds, where an index among several does not answer.
-        if ran.returncode or "Retry(total=0" in ran.stderr:
-            raise NotInstalled(*last)
-
-
-def installed(python: Path) -> dict[str, str]:
-    """Versions by name, as programs find them."""
-    code = (
-        "import importlib.metadata as m, json, sys; "
-        "print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
-    )
-    command = [str(python), "-c", code, *NEWEST, *WITH_THEM]
-    made: dict[str, str] = json.loads(subprocess.check_output(command, text=True))
-    return made
-
-
-def pinned(constraints: str) -> dict[str, str]:
+def pinned(constraints: Path) -> dict[str, str]:
     """Versions by name."""
-    return dict(re.findall(r"^([\w.-]+)==(\S+)", constraints, re.MULTILINE))
-
-
-def refuse_older(found: Mapping[str, str], pins: Mapping[str, str]) -> None:
-    """Raises NotInstalled if one is older than the pinned one: the newest cannot be."""
-    for name in NEWEST:
-        if _numbers(found[name]) < _numbers(pins[name]):
-            raise NotInstalled(f"got {name} {found[name]}, and {pins[name]} is pinned")
-
-
-def _numbers(version: str) -> list[int]:
-    return list(map(int, re.findall(r"\d+", version)))
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
 
 
 def main(arguments: Sequence[str]) -> int:
     (folder,) = arguments
-    try:
-        python = make(Path(folder))
-        install(python)
-        found, pins = installed(python), pinned((ROOT / "constraints.txt").read_text())
-        refuse_older(found, pins)
-    except NotInstalled as error:
-        print(
-            f"error: the newest {', '.join(NEWEST)} cannot be installed, and nothing was tested "
-            f"with them. Is there a network, and an index that has them? pip: {error}",
-            file=sys.stderr,
-        )
+    python = make(Path(folder))
+    # Without dependencies, because pip would look for newer ones of what is beneath.
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "-r", str(PINS)]
+    if subprocess.run(command).returncode:
+        print(f"error: {PINS.name} was not installed; nothing is tested with it", file=sys.stderr)
         return 1
-    for name, version in found.items():
-        print(f"{name} {version} (pinned: {pins[name]})")
+    before = pinned(ROOT / "constraints.txt")
+    for name, version in pinned(PINS).items():
+        print(f"{name} {version} (constraints.txt: {before.get(name, 'none')})")
     return 0
 
 
