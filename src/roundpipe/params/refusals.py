@@ -35,18 +35,24 @@ def refuse_overlaps(layers: Sequence[nn.Module]) -> None:
         for name, parameter in layer.named_parameters():
             if _is_one_piece(parameter):
                 found.setdefault(id(parameter), (f"layer {index}'s parameter {name!r}", parameter))
+    places = {key: place for place, key in enumerate(found)}
     end, before, holder = 0, "", nn.Parameter(torch.empty(0), requires_grad=False)
+    pairs = []
     for what, parameter in sorted(found.values(), key=lambda pair: pair[1].data_ptr()):
         begin = parameter.data_ptr()
         if begin < end and (parameter.requires_grad or holder.requires_grad):
-            raise ConfigError(
-                f"{what} {tuple(parameter.shape)} lies in the memory of {before} "
-                f"{tuple(holder.shape)} and is another parameter, so they would be trained apart; "
-                "give both one nn.Parameter, or memory of their own (with PEFT: leave out "
-                "ensure_weight_tying, or use modules_to_save with it)"
-            )
+            pairs.append((places[id(parameter)], what, parameter, before, holder))
         if begin + parameter.nbytes > end:
             end, before, holder = begin + parameter.nbytes, what, parameter
+    if pairs:
+        # The first in the model, wherever the allocator has put them.
+        _, what, parameter, before, holder = min(pairs, key=lambda pair: pair[0])
+        raise ConfigError(
+            f"{what} {tuple(parameter.shape)} lies in the memory of {before} "
+            f"{tuple(holder.shape)} and is another parameter, so they would be trained apart; "
+            "give both one nn.Parameter, or memory of their own (with PEFT: leave out "
+            "ensure_weight_tying, or use modules_to_save with it)"
+        )
 
 
 def _is_one_piece(parameter: nn.Parameter) -> bool:
