@@ -279,10 +279,15 @@ def test_the_grid_has_every_option_that_torch_tests() -> None:
 def test_deciding_takes_no_gradient_in_hand(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer says by which rule; the gradient goes from its master to where the update is
     computed. Each has one all the same."""
-    optimizer = make([Master(torch.ones(3)) for _ in range(2)])
-    [group] = optimizer.param_groups
-    for master in group["params"]:
-        master.grad = torch.ones(3)
+
+    def make_optimizer() -> tuple[Any, Any]:
+        made = make([Master(torch.ones(3)) for _ in range(2)])
+        [group] = made.param_groups
+        for master in group["params"]:
+            master.grad = torch.ones(3)
+        return made, group
+
+    optimizer, group = make_optimizer()
 
     def refuse(_: Master) -> Any:
         raise AssertionError("a gradient was read")
@@ -292,6 +297,8 @@ def test_deciding_takes_no_gradient_in_hand(make: Any, monkeypatch: pytest.Monke
         patched.setattr(Master, "grad", property(refuse))
         decisions = optimizer.decisions(group["params"], group)
     assert [decision.weight for decision in decisions] == group["params"]
+    # Another one's, because state that was made for a decision is filled where that is computed.
+    optimizer, group = make_optimizer()
     optimizer.step()
     assert all(bool((master < 1).all()) for master in group["params"])
 

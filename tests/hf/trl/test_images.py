@@ -275,8 +275,10 @@ METHODS: dict[str, tuple[tuple[type, type], tuple[type, type]]] = {
 def seeing_model(processor: Any) -> Any:
     torch.manual_seed(0)
     image = processor.tokenizer.convert_tokens_to_ids(processor.image_token)
-    make = llava if processor.image_token == "<image>" else qwen2_5_vl
-    return make(image_token_id=image)
+    if processor.image_token == "<image>":
+        return llava(image_token_id=image)
+    # No token, because answers that are drawn may have any, and it would have to have a video.
+    return qwen2_5_vl(image_token_id=image, video_token_id=-1)
 
 
 def length_and_place(completions: list[Any], **_: Any) -> list[float]:
