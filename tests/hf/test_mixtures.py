@@ -126,4 +126,11 @@ def test_sft(name: str, adapts: bool, devices: int, rows: str, tokenizer: Any) -
         model = make(name, SIZES_OF_SFT)
         return sft.make_trainer(cls, tokenizer, model=model, **settings)
 
-    assert_pair_is_same(Pair(*(run(one(cls)) for cls in (RoundPipeSFTTrainer, SFTTrainer))))
+    try:
+        plain = run(one(SFTTrainer))
+    except ValueError:
+        # Later releases refuse to pack rows for linear attention without a kernel's package.
+        with pytest.raises(ValueError, match="causal_conv1d"):
+            run(one(RoundPipeSFTTrainer))
+        return
+    assert_pair_is_same(Pair(run(one(RoundPipeSFTTrainer)), plain))
