@@ -1,5 +1,5 @@
-"""What the documentation's site needs to know of this project's sources: `Example:` heads what
-griffe expects below `Examples:`, and a default that has a private name is shown as its value."""
+"""Tells the documentation's site how to read this project's sources: `Example:` heads what griffe
+expects below `Examples:`, and a default that has a private name is shown as its value."""
 
 from typing import Any
 

@@ -83,7 +83,7 @@ def test_guessed_graphs_grow_with_a_microbatch_and_shrink_with_none() -> None:
 
 
 def test_inputs_are_guessed_by_their_tokens_where_they_have_no_room_to_wait() -> None:
-    """As if there were 8,192 of 1,024 tokens, eight times as much was to wait on the host."""
+    """Of 1,024 tokens, eight times as much was to wait on the host: 8,192 were guessed."""
     layers = [size(24 * 2048**2)]
     costs = estimate_costs(layers, 0)
     roomy, narrow = (

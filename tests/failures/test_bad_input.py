@@ -238,7 +238,7 @@ def test_a_loss_that_does_not_fit_is_the_users_error(engine: RoundPipe) -> None:
 
 
 def test_parameters_that_share_memory_and_are_not_one_are_refused() -> None:
-    """As PEFT ties adapters. Plain PyTorch changes both where one is updated; with masters of
+    """PEFT ties adapters so. Plain PyTorch changes both where one is updated; with masters of
     their own they parted silently."""
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.detach().t())

@@ -14,7 +14,7 @@ from roundpipe import AutoRoundPipe
 from roundpipe_hf.trl import RoundPipeSFTTrainer
 from tests.hf.trl import test_sft as sft
 from tests.support.example_data import save_tokenizer
-from tests.support.mixtures import CONFIGS, adapters_for
+from tests.support.mixtures import CONFIGS, SIZES_OF_SFT, adapters_for
 from tests.support.preset_models import TINY, make_model, packed, tokens
 from tests.support.trainers import (
     Pair,
@@ -29,17 +29,6 @@ from tests.support.trainers import (
 ROWS, LENGTH = 8, 12
 # A weight is off by the rate times what its gradients are, so these agree as closely.
 RATE = {"learning_rate": 1.0, "max_grad_norm": 1.0}
-SIZES_OF_SFT = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
-}
 GRID = [
     (name, adapts, devices, rows)
     for name in CONFIGS

@@ -18,6 +18,18 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+# As many tokens as the tokenizer of the tests has.
+SIZES_OF_SFT: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _GROUPED = {

@@ -31,7 +31,7 @@ class Listed(list[T]):
 
 
 def let_pass(parameters: Iterable[torch.Tensor]) -> None:
-    """What is in their ``.grad`` is only there to be looked at: a step takes no notice of it."""
+    """Marks what is in their ``.grad`` as there to be looked at: a step takes no notice of it."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.is_only_shown = True  # type: ignore[attr-defined]

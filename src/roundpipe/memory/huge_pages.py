@@ -60,8 +60,8 @@ def keep_forks_from_unmapping() -> None:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """As `empty`. Pages are made when they are first written to: moments that go to a device before
-    that take no memory here, and an update makes those of others in its own threads."""
+    """Makes zeros as `empty` makes memory. Pages come when they are first written to: moments that
+    go to a device before that take none, and an update makes those of others in its threads."""
     made = empty(shape, dtype)
     # A mapping of its own is zeros already.
     return made if are_worth_it(made.nbytes) else made.zero_()

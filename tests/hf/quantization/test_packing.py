@@ -174,7 +174,7 @@ def test_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("machines", [1, 2])
 def test_processes_that_begin_together(source: Path, tmp_path: Path, machines: int) -> None:
-    """As the ranks of a run do: one writes, the other finds what was written. Machines share the
+    """The ranks of a run do so: one writes, the other finds what was written. Machines share the
     folder, and no folder for temporary files."""
     script = SCRIPT.partition("source, out")[0]
     script += "source, out = map(Path, sys.argv[1:])\n"

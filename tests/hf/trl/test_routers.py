@@ -31,15 +31,7 @@ from tests.support.preset_models import make_model
 from tests.support.trainers import Pair, assert_same, logged, run
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 1,
-    "eos_token_id": 2,
+    **mixtures.SIZES_OF_SFT,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.5,
 }
