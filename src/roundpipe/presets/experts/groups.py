@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...device.facts import has_grouped_products
 from .low_rank import AdaptedWeight
 from .product import grouped_product
 
@@ -37,15 +38,10 @@ def _grouped(kind: Any) -> Any:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_grouped = self.config._experts_implementation == "grouped_mm"
-        is_here = is_grouped and _multiplies_groups(self.down_proj.device)
+        is_here = is_grouped and has_grouped_products(self.down_proj.device)
         return (_run_in_groups if is_here else kind.forward)(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-def _multiplies_groups(device: torch.device) -> bool:
-    """Whether torch has grouped products there; transformers has a loop of its own where not."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _run_in_groups(
