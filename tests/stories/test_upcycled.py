@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig
 
+from fetch_assets import IndexUnreachableError, smollm2_folder, wiki_summaries
 from roundpipe import RoundPipeRunConfig
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines, engine_gradients
