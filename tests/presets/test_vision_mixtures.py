@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from roundpipe import RoundPipeRunConfig
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.errors import ConfigError
+from tests.presets.test_routing import MoodyRouter
 from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines
 from tests.support.mixtures import STACKS
@@ -83,6 +84,48 @@ def test_the_auxiliary_loss_is_the_models_own(
     # Without it, the batch is as any other.
     loss = engine.forward_backward(input_kwargs=batch, run_config=config)
     assert_same_sums(loss, without.loss, terms=ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_layer_is_a_stage(engines: Engines, name: str) -> None:
+    """What routers say travels from device to device, past what is added between blocks, and each
+    block is run again."""
+    model = made_to_listen(name, adapts=False)
+    kwargs = {**seen_batch(model), "output_router_logits": True}
+    theirs, expected = own_forward(copy.deepcopy(model), kwargs)
+    layers = 2 + model.config.vision_config.depth + 1 + model.config.text_config.num_hidden_layers
+    plan = ModelExecutePlan(
+        fwd_plan=[range(i, i + 1) for i in range(layers - 1)],
+        bwd_plan=[range(i, i + 1) for i in reversed(range(layers))],
+    )
+    engine = engines(model, THREE)
+    loss = engine.forward_backward(
+        input_kwargs=kwargs, run_config=RoundPipeRunConfig(num_microbatch=3, execute_plan=plan)
+    )
+    engine.synchronize()
+    assert_same_sums(loss, theirs.loss, terms=ROWS * TOKENS)
+    assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("layer", [0, 2], ids=["changed after", "plain"])
+def test_a_recompute_chooses_the_experts_of_the_forward(engines: Engines, layer: int) -> None:
+    """Also in a block after which the model adds what the tower has seen."""
+    model = make_seeing("qwen3-vl-moe")
+    mlp = model.model.language_model.layers[layer].mlp
+    chosen: list[torch.Tensor] = []
+    engine = engines(model, ONE)
+    mlp.gate.register_forward_pre_hook(MoodyRouter())
+    mlp.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1].clone()))
+    plan = ModelExecutePlan(
+        fwd_plan=[range(8)], bwd_plan=[range(8, 9), range(4, 8), range(1, 4), range(1)]
+    )
+    engine.forward_backward(
+        input_kwargs=seen_batch(model),
+        run_config=RoundPipeRunConfig(num_microbatch=1, execute_plan=plan),
+    )
+    engine.synchronize()
+    assert len(chosen) >= 2
+    assert all(torch.equal(again, chosen[0]) for again in chosen[1:])
 
 
 def test_routers_that_are_not_understood(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,17 @@ class Balance:
 
     def __init__(self, model: Any) -> None:
         text = model.config.get_text_config()
-        named = model if text is model.config else text  # where models that see have these
-        self.coefficient: float = named.router_aux_loss_coef
-        self.num_experts: int = named.num_experts
-        self.num_chosen: int = named.num_experts_per_tok
+        self._named = model if text is model.config else text  # where models that see have these
+        self.num_experts: int = self._named.num_experts
+        self.num_chosen: int = self._named.num_experts_per_tok
         self.function: Callable[..., torch.Tensor] = _function_of(model)
+        if not hasattr(self._named, "router_aux_loss_coef"):
+            raise AttributeError(f"{type(model).__name__} has no router_aux_loss_coef")
+
+    @property
+    def coefficient(self) -> float:
+        """As it is when called, because the model's own forward reads it then."""
+        return float(self._named.router_aux_loss_coef)
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
