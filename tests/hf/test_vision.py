@@ -169,3 +169,47 @@ def test_declared_losses(name: str) -> None:
     )
     with pytest.raises(ConfigError, match="two rows together"):
         wrong.train()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "lost", "message"),
+    [
+        (
+            "llava",
+            "pixel_values",
+            r"row 2 has 4 placeholders of images, but the 0 images from number 2 on.* make 0 "
+            r"tokens.*max_length=None",
+        ),
+        (
+            "qwen3-vl-moe",
+            "image_grid_thw",
+            "pixel_values has 48 patches, but there is no image_grid_thw.*processor",
+        ),
+    ],
+)
+def test_wrong_images_are_refused_before_any_work(
+    name: str, lost: str, message: str, devices: int
+) -> None:
+    """Training and evaluation; the weights stay what they were."""
+
+    def lossy(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collated(rows)
+        return batch | {lost: batch[lost][:2] if lost == "pixel_values" else None}
+
+    rows = seen_rows(make_seeing(name), (1, 1, 1))
+    trainer = make_trainer(
+        RoundPipeTrainer,
+        make_seeing(name),
+        rows,
+        devices=devices,
+        data_collator=lossy,
+        eval_dataset=rows,
+        train_sampling_strategy="sequential",
+    )
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ConfigError, match=message):
+            run()
+    before = dict(make_seeing(name).named_parameters())
+    for parameter_name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[parameter_name])

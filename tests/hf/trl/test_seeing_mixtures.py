@@ -131,3 +131,20 @@ def test_routers_that_nobody_understands(
     trainer = run(images.make(RoundPipeSFTTrainer, of_patches, model, **settings))
     assert "aux_loss" not in logged(trainer)[0]
     trainer.model_wrapped.close()
+
+
+def test_rows_that_are_cut_to_a_length(of_patches: ProcessorMixin) -> None:
+    """TRL cuts prompts with their completions, placeholders among them, but no images. Its own
+    error asks for a larger `max_length`, and so does ours."""
+    answered = images.preferences("kto", of_patches.image_token).remove_columns("label")
+    trainer = images.make(
+        RoundPipeSFTTrainer,
+        of_patches,
+        model_of("qwen3-vl-moe", of_patches),
+        data=answered,
+    )
+    trainer.data_collator.max_length = 2
+    message = r"there are \d images, but all rows .* placeholders of \d;.*max_length=None"
+    with pytest.raises(ConfigError, match=message):
+        trainer.train()
+    trainer.model_wrapped.close()
