@@ -1,4 +1,5 @@
-"""Adapters of models that see are merged into their base's files as PEFT merges them in memory."""
+"""Adapters of models that see are merged into their base's files as PEFT merges them in memory,
+and what these files hold is loaded as the model has it."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from roundpipe.quantized import FORMATS, QuantizedWeight
 from roundpipe_hf import load_pretrained, merge_and_save
 from tests.hf.export.test_merging import assert_same, layout
 from tests.hf.test_vision import make
@@ -55,6 +57,23 @@ def test_numbers_are_those_of_peft(tmp_path: Path, name: str, turns: bool) -> No
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_experts_that_lie_the_other_way_round_are_loaded(tmp_path: Path, turns: bool) -> None:
-    path = base_of("qwen3-vl-moe", tmp_path, turns=turns)
-    assert_same(load_pretrained(path, dtype=torch.float32), make_seeing("qwen3-vl-moe"))
+@pytest.mark.parametrize("quantization", [None, "nf4", "int8"])
+def test_experts_that_lie_the_other_way_round_are_loaded(
+    tmp_path: Path, quantization: str | None, turns: bool
+) -> None:
+    """They were quantized as they lay, and refused when the files had been written."""
+    path = base_of("qwen3-vl-moe", tmp_path / "base", turns=turns)
+    model = load_pretrained(
+        path, quantization=quantization, quantized_dir=tmp_path / "out", dtype=torch.float32
+    )
+    expected = make_seeing("qwen3-vl-moe")
+    num_quantized = 0
+    for name, weight in model.named_parameters():
+        wanted = expected.get_parameter(name).detach()
+        if isinstance(weight, QuantizedWeight):
+            form = FORMATS[quantization or ""]
+            wanted = form.dequantize(form.quantize(wanted), wanted.shape, wanted.dtype)
+            weight = weight.dequantize()
+            num_quantized += "experts" in name
+        assert torch.equal(weight, wanted), name
+    assert num_quantized == (0 if quantization is None else 4)
