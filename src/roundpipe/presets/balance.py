@@ -137,12 +137,16 @@ def assemble(
 ) -> Cut:
     """A decoder of these layers, whose batches may have an auxiliary loss if it has routers."""
     split = causal_lm.split_batch if balance is None else split_batch
-    more = {} if balance is None else {"merge": balance.merge, "is_joint": wanted_in_call}
     return causal_lm.assemble(
-        *(model, prefix, blocks, suffix, partial(split, split_rows=split_rows)),
+        model,
+        prefix,
+        blocks,
+        suffix,
+        partial(split, split_rows=split_rows),
+        merge=merge_outputs if balance is None else balance.merge,
+        is_joint=None if balance is None else wanted_in_call,
         check=check,
         split_rows=split_rows,
-        **more,
     )
 
 
