@@ -139,7 +139,9 @@ def load_pretrained(
         model = on_meta(cls, config)
         if not kwargs.get("ignore_mismatched_sizes"):
             checkpoint.refuse_other_sizes(model)
-        quantize_checkpoint(files, out, quantization, quantized_keys(model, quantization))
+        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        keys = quantized_keys(model, quantization)
+        quantize_checkpoint(files, out, quantization, keys, shapes)
         name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in OF_THE_FILES}
         config, method = config_of(out, {}), quantization
     elif quantization not in (None, method):

@@ -11,6 +11,7 @@ from torch import nn
 from roundpipe import AutoRoundPipe
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
+from tests.support.mixtures import STACKS
 from tests.support.preset_models import VOCABULARY
 from tests.support.trainers import assert_same, make_trainer, train_both
 from tests.support.vision_models import collated, filmed_rows, make_seeing, seen_rows
@@ -20,14 +21,14 @@ NUM_IMAGES = (1, 0, 0, 0, 2, 1, 0, 1, 0, 0)
 
 
 def make(name: str, *, lora: bool) -> nn.Module:
-    """Adapters sit in the tower and in the language model; B starts random."""
+    """Adapters sit in the tower, in the language model and in its experts; B starts random."""
     model = make_seeing(name)
     if not lora:
         return model
     targets = ["qkv", "q_proj", "v_proj"] if "qwen" in name else ["q_proj", "v_proj"]
-    return get_peft_model(
-        model, LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
-    )
+    settings: dict[str, Any] = {"r": 2, "lora_alpha": 2, "init_lora_weights": False}
+    stacks = {"target_parameters": STACKS} if "moe" in name else {}
+    return get_peft_model(model, LoraConfig(target_modules=targets, **stacks, **settings))
 
 
 SLOW = pytest.mark.slow
@@ -59,6 +60,39 @@ def test_training_and_evaluation(name: str, lora: bool, devices: int) -> None:
     )
     engine: Any = pair.ours._engine()
     assert not isinstance(engine, AutoRoundPipe)
+    assert_same(pair)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["qwen3-vl-moe", "qwen3.5-moe"])
+def test_batches_that_ask_for_the_routers_loss(name: str, lora: bool) -> None:
+    """Of models that see only the call decides, never the config. Some batches ask, some do not."""
+    asked: set[bool] = set()
+
+    def build() -> nn.Module:
+        model: Any = make(name, lora=lora)
+        model.config.get_text_config().router_aux_loss_coef = 0.5
+        return model
+
+    def asking(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collated(rows)
+        asks = bool(batch["input_ids"].sum() % 2)
+        asked.add(asks)
+        return batch | {"output_router_logits": asks}
+
+    rows = seen_rows(make_seeing(name), NUM_IMAGES)
+    pair = train_both(
+        build,
+        rows,
+        data_collator=asking,
+        eval_dataset=rows[:5],
+        eval_strategy="epoch",
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        num_microbatch=2,
+    )
+    assert len(asked) == 2
     assert_same(pair)
 
 
@@ -135,3 +169,47 @@ def test_declared_losses(name: str) -> None:
     )
     with pytest.raises(ConfigError, match="two rows together"):
         wrong.train()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "lost", "message"),
+    [
+        (
+            "llava",
+            "pixel_values",
+            r"row 2 has 4 placeholders of images, but the 0 images from number 2 on.* make 0 "
+            r"tokens.*max_length=None",
+        ),
+        (
+            "qwen3-vl-moe",
+            "image_grid_thw",
+            "pixel_values has 48 patches, but there is no image_grid_thw.*processor",
+        ),
+    ],
+)
+def test_wrong_images_are_refused_before_any_work(
+    name: str, lost: str, message: str, devices: int
+) -> None:
+    """Training and evaluation; the weights stay what they were."""
+
+    def lossy(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = collated(rows)
+        return batch | {lost: batch[lost][:2] if lost == "pixel_values" else None}
+
+    rows = seen_rows(make_seeing(name), (1, 1, 1))
+    trainer = make_trainer(
+        RoundPipeTrainer,
+        make_seeing(name),
+        rows,
+        devices=devices,
+        data_collator=lossy,
+        eval_dataset=rows,
+        train_sampling_strategy="sequential",
+    )
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ConfigError, match=message):
+            run()
+    before = dict(make_seeing(name).named_parameters())
+    for parameter_name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, before[parameter_name])

@@ -4,6 +4,7 @@ devices."""
 import copy
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,12 +40,15 @@ PATIENCE_S = 30.0
 REASSOCIATED = ROWS * TOKENS * TINY["hidden_size"]
 
 
-def adapted(name: str, implementation: str = "grouped_mm") -> Any:
+def adapted(name: str, implementation: str = "grouped_mm", more: Sequence[str] = ()) -> Any:
     model = make_model(name)
     model.config._experts_implementation = implementation
     torch.manual_seed(3)
     config = LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False
+        r=2,
+        target_modules=["q_proj"],
+        target_parameters=[*EXPERTS, *more],
+        init_lora_weights=False,
     )
     return get_peft_model(model, config)
 
@@ -96,6 +100,22 @@ def test_adapters_with_a_routers_loss(engines: Engines) -> None:
     loss = engine.forward_backward(
         input_kwargs=kwargs, run_config=RoundPipeRunConfig(num_microbatch=3)
     )
+    assert_same_sums(loss, theirs.loss.detach(), terms=ROWS * TOKENS)
+    assert_same_sums(engine_gradients(engine), expected, terms=REASSOCIATED)
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_adapters_of_routers(engines: Engines, name: str) -> None:
+    """Beside those of the experts: the auxiliary loss reaches them through what the router says."""
+    kwargs = {**INPUTS["padded left"](), "output_router_logits": True}
+    router = "router" if name == "gpt-oss" else "gate"
+    model = adapted(name, more=[f"mlp.{router}.weight"])
+    model.get_base_model().router_aux_loss_coef = 0.5
+    theirs, expected = own_forward(copy.deepcopy(model), kwargs)
+    assert any(router in parameter for parameter in expected)
+    engine = engines(model, THREE)
+    config = RoundPipeRunConfig(num_microbatch=3)
+    loss = engine.forward_backward(input_kwargs=kwargs, run_config=config)
     assert_same_sums(loss, theirs.loss.detach(), terms=ROWS * TOKENS)
     assert_same_sums(engine_gradients(engine), expected, terms=REASSOCIATED)
 

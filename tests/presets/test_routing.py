@@ -187,6 +187,19 @@ def test_the_auxiliary_loss_of_a_batch_that_is_cut(
     assert_same_sums(gradients_of(engine.model), expected, terms=ROWS * TOKENS)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_coefficient_is_the_one_of_the_call(engines: Engines, count: int) -> None:
+    """As for one that is annealed. The engine kept what it was when the model was wrapped."""
+    model, kwargs = make_moe("qwen3-moe"), {**INPUTS["labels"](), "output_router_logits": True}
+    engine = engines(model, ONE)
+    for coefficient in (0.0, 0.5):
+        model.router_aux_loss_coef = coefficient
+        loss = engine.forward_loss(
+            input_kwargs=kwargs, run_config=RoundPipeRunConfig(num_microbatch=count)
+        )
+        assert_same_loss(loss, model(**kwargs).loss)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "olmoe"])
 def test_a_microbatch_of_padding_counts_no_token(engines: Engines, name: str) -> None:
     """The model's own function would divide by no tokens there."""

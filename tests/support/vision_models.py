@@ -113,8 +113,8 @@ def qwen3_vl() -> Any:
 
 
 def qwen3_vl_moe() -> Any:
-    """The middle block of the language model has no experts."""
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    """The middle block of the language model has no experts. No matrix of theirs is square."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return Qwen3VLMoeForConditionalGeneration(
         Qwen3VLMoeConfig(**_deepstack(**experts, mlp_only_layers=[1]))
     )

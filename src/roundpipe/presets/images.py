@@ -30,6 +30,10 @@ VIDEOS = Sight(
     "videos", "pixel_values_videos", "video_grid_thw", "video_token_id", "second_per_grid_ts"
 )
 SIGHTS = (IMAGES, VIDEOS)  # in the order in which models run their tower
+_REMEDY = (
+    "give both as the processor made them of one row, and leave rows whole (max_length=None) if "
+    "they were cut to a length"
+)
 
 
 class Image(NamedTuple):
@@ -76,14 +80,15 @@ def images_of_rows(
         if found != wanted:
             raise ConfigError(
                 f"row {row} has {wanted} placeholders of {sight.name}, but the {end - taken} "
-                f"{sight.name} from number {taken} on, which are the row's, make {found} tokens"
+                f"{sight.name} from number {taken} on, which are the row's, make {found} tokens; "
+                f"{_REMEDY}"
             )
         rows.append(images[taken:end])
     taken = sum(map(len, rows))
     if taken != len(images):
         raise ConfigError(
             f"there are {len(images)} {sight.name}, but all rows up to the last, {len(rows) - 1}, "
-            f"have placeholders of {taken}"
+            f"have placeholders of {taken}; {_REMEDY}"
         )
     return rows
 
@@ -159,7 +164,7 @@ def grid_images(model: Any, named: Mapping[str, Any], sight: Sight) -> list[Imag
     if grid is None:
         raise ConfigError(
             f"{sight.pixels} has {len(pixels)} patches, but there is no {sight.sizes}, which says "
-            f"how many of them each {one} has"
+            f"how many of them each {one} has; hand on what the processor returns of it"
         )
     side = int(model.config.vision_config.spatial_merge_size)
     lines = grid.prod(dim=-1).tolist()
@@ -167,12 +172,14 @@ def grid_images(model: Any, named: Mapping[str, Any], sight: Sight) -> list[Imag
         if height % side or width % side:
             raise ConfigError(
                 f"{one} {image} has {height} x {width} patches, of which squares of {side} x "
-                f"{side} make a token"
+                f"{side} make a token; scale it to sides of a multiple of {side} patches, as the "
+                "model's processor does"
             )
     if sum(lines) != len(pixels):
         raise ConfigError(
             f"{sight.pixels} has {len(pixels)} patches, but the {len(lines)} {sight.name} of "
-            f"{sight.sizes} have {sum(lines)}"
+            f"{sight.sizes} have {sum(lines)}; hand on what the processor returns of both, for the "
+            f"same {sight.name}"
         )
     return [Image(each, each // side**2) for each in lines]
 

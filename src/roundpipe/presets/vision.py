@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from . import causal_lm, decoder
 from .calling import by_name, run_block
-from .causal_lm import assemble
+from .experts.balance import assemble, balance_of
 from .images import IMAGES, Measure, Positions, Sight, images_of_rows, split_rows
 from .parts import BlockCall, Blocks, Part, Seen, by_kind, path_of_blocks
 from .preset import Cut, DoesNotFit
@@ -69,6 +69,7 @@ class Looking(TypedDict):
     lines: dict[str, int]  # of the hidden states, by the name of the pixels that they come from
     loss_weight: float | None
     skip_logits: bool | None
+    has_siblings: bool  # see `Routed`
 
 
 class State(decoder.State):
@@ -96,6 +97,7 @@ class Eye(nn.Module):
         *args: Any,
         loss_weight: float | None = None,
         skip_logits: bool | None = None,
+        has_siblings: bool = False,
         **kwargs: Any,
     ) -> Looking:
         named = by_name(self.model_class, args, kwargs)
@@ -118,6 +120,7 @@ class Eye(nn.Module):
             lines={sight.pixels: len(pixels) for sight, pixels in given.items()},
             loss_weight=loss_weight,
             skip_logits=skip_logits,
+            has_siblings=has_siblings,
         )
 
 
@@ -153,9 +156,15 @@ class Join(decoder.Prefix):
     begin."""
 
     def __init__(
-        self, model: PreTrainedModel, family: Family, part: Part, kinds: list[int]
+        self,
+        model: PreTrainedModel,
+        family: Family,
+        part: Part,
+        kinds: list[int],
+        *,
+        collects: bool,
     ) -> None:
-        super().__init__(model, part, kinds)
+        super().__init__(model, part, kinds, collects=collects)
         tower: Any = getattr(model.model, family.tower)
         self.after = nn.ModuleDict(
             {name: getattr(tower, name) for name in family.after if hasattr(tower, name)}
@@ -186,7 +195,13 @@ class Join(decoder.Prefix):
                 return hidden_states
 
             stand_ins["attributes"] = {family.between: note}
-        made = self.begin(named, state["loss_weight"], state["skip_logits"], **stand_ins)
+        made = self.begin(
+            named,
+            state["loss_weight"],
+            state["skip_logits"],
+            has_siblings=state["has_siblings"],
+            **stand_ins,
+        )
         return State(**made, changes=tuple(changes))
 
 
@@ -240,6 +255,7 @@ def _make(
     )
     # Left by a generation, they would shift the positions.
     joined.attributes = found.last.attributes = {"rope_deltas": None}
+    balance = balance_of(model, blocks)
     layers: list[nn.Module] = list(decoder.blocks_of(model, blocks, kinds))
     if family.between is not None:
         if len(keeps) >= len(layers):
@@ -258,14 +274,21 @@ def _make(
                 TowerBlock(block, kind, place if place in keeps else None)
                 for place, (block, kind) in enumerate(zip(looking, alike, strict=True), 1)
             ),
-            Join(model, family, joined, kinds),
+            Join(model, family, joined, kinds, collects=balance is not None),
             *layers,
         ],
-        decoder.Suffix(model, found),
-        partial(causal_lm.split_batch, split_rows=cutting),
+        decoder.Suffix(model, found, balance),
+        balance,
         check=partial(_check, family),
         split_rows=cutting,
     )
+
+
+def collects_router_logits(model: PreTrainedModel) -> bool:
+    """Whether routers of the language model are understood, so that its auxiliary loss is made."""
+    language_model: Any = model.model.language_model
+    blocks = language_model.get_submodule(".".join(path_of_blocks(language_model)))
+    return balance_of(model, blocks.children()) is not None
 
 
 def _check(

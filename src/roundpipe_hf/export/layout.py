@@ -41,6 +41,7 @@ class Source:
         self._model, self.name, self._converter = model, name, converter
         self._patterns: dict[str, str | None] = {}
         self._renamed: dict[str, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self.names: tuple[str, ...] = (name,)
         self.fault: str | None = None
 
@@ -73,6 +74,7 @@ class Source:
             shapes: of the tensors, by key.
             parameters: the model's, by name.
         """
+        self._shapes = {key: shapes[key] for key in self.keys}
         try:
             made = self.load({key: torch.empty(shapes[key], device="meta") for key in self.keys})
             self.names = tuple(made)
@@ -81,9 +83,7 @@ class Source:
                     wanted = tuple(parameters[name].shape) if name in parameters else "no such one"
                     self.fault = f"{name} has shape {tuple(value.shape)}, the model has {wanted}"
             written = self.unload(made)
-            left = [
-                k for k in self.keys if k not in written or written[k].numel() != shapes[k].numel()
-            ]
+            left = [k for k in self.keys if k not in written]
             if left:
                 self.fault = f"transformers does not make {left[0]} again"
         except Exception as error:  # transformers', of any kind
@@ -112,7 +112,9 @@ class Source:
         prefix = f"{self._model.base_model_prefix}."
         made = {name.removeprefix(prefix): value for name, value in made.items()}
         ends = {key: renamed.removeprefix(prefix) for key, renamed in self._renamed.items()}
-        return {key: made[end] for key, end in ends.items() if end in made}
+        return {
+            key: _shaped(made[end], self._shapes[key]) for key, end in ends.items() if end in made
+        }
 
     def _converted(self, converter: Any, name: str) -> Tensors:
         assert self._model is not None
@@ -144,3 +146,10 @@ def sources(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[st
     for source in found.values():
         source.check(shapes, parameters)
     return {name: source for source in found.values() for name in (*source.names, source.name)}
+
+
+def _shaped(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """As it lies in the file. transformers leaves out dimensions of one, and does not turn back
+    what it turned because files have experts the other way round (Qwen3-VL-MoE)."""
+    is_turned = value.shape != shape and value.ndim > 1 and value.mT.shape == shape
+    return value.mT.contiguous() if is_turned else value.reshape(shape)

@@ -86,10 +86,10 @@ class _Merge:
         model_class = model_class_of(class_of("", {"config": config}), config)
         read = Weights(checkpoint.files, config)
         self._weights, self.weight_map = read.tensors, read.in_file
-        model = model_of_stand_ins(model_class, config)
+        model, adapted = (model_of_stand_ins(model_class, config) for _ in range(2))
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         found = sources(model, {name: one.shape for name, one in self._weights.items()})
-        self._adapter = Adapter(adapter, model)
+        self._adapter = Adapter(adapter, adapted)
         self._part_ties(tied, found)
         self._groups = _groups(self._adapter, found, set(tied))
         self._refuse_whole_numbers()
@@ -130,8 +130,7 @@ class _Merge:
         merged: Tensors = {}
         for source in group.sources:
             for key, tensor in source.unload({name: values[name] for name in source.names}).items():
-                like = self._weights[key]
-                merged[key] = tensor.to(like.dtype).reshape(like.shape)
+                merged[key] = tensor.to(self._weights[key].dtype)
         return merged
 
     def _refuse_whole_numbers(self) -> None:

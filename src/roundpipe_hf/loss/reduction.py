@@ -69,7 +69,7 @@ def reduction_of(
     Raises:
         ConfigError: a reduction is declared of a loss that has a router's in it.
     """
-    if _has_router_loss(trainer):
+    if _has_router_loss(trainer, batches):
         declared = declared_reduction(trainer)
         if declared is not None:
             raise ConfigError(
@@ -94,12 +94,15 @@ def is_known(trainer: Any, batches: Sequence[StashedBatch], engine: RoundPipe) -
     return not is_users(trainer) and _stock_reduction(trainer, batches, engine) is not None
 
 
-def _has_router_loss(trainer: Any) -> bool:
-    """Not where the loss is code of the user's, which may make it of logits alone."""
+def _has_router_loss(trainer: Any, batches: Sequence[StashedBatch]) -> bool:
+    """Not where the loss is code of the user's, which may make it of logits alone. A batch may ask
+    for it by itself."""
     if trainer.router_loss is not None:
         return bool(trainer.router_loss)
-    is_of_logits = is_users(trainer) or trainer.label_smoother is not None
-    return not is_of_logits and adds_router_loss(trainer.model)
+    if is_users(trainer) or trainer.label_smoother is not None:
+        return False
+    asked = (batch.inputs.get("output_router_logits") for batch in batches)
+    return any(adds_router_loss(trainer.model, one) for one in asked)
 
 
 def declared_reduction(trainer: Any) -> LossReduction | None:

@@ -5,7 +5,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,11 @@ _BITS = {"nf4": 4.5, "nf4_double": 4.13, "fp8": 8.01, "int8": 8.01, "mxfp4": 4.2
 
 
 def quantize_checkpoint(
-    files: Sequence[Path], out: Path, quantization: str, is_quantized: Callable[[str], bool]
+    files: Sequence[Path],
+    out: Path,
+    quantization: str,
+    is_quantized: Callable[[str], bool],
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> None:
     """Writes a checkpoint to ``out``, some of its weights quantized. At most one of its files is in
     memory at once.
@@ -53,6 +57,8 @@ def quantize_checkpoint(
         out: a new folder, or one that this has begun.
         quantization: "nf4", "nf4_double", "fp8", "int8" or "mxfp4".
         is_quantized: of a key.
+        shapes: of the model's weights. What lies the other way round in the files (experts of
+            Qwen3-VL-MoE) is turned first, because blocks are of rows.
 
     Raises:
         ConfigError: another quantization, a file that is damaged, a weight that does not divide
@@ -74,7 +80,8 @@ def quantize_checkpoint(
             return
         folder.check()
         refuse_damaged(files)
-        _quantize(files, folder, quantization, is_quantized, NewFolder.metadata(identity))
+        metadata = NewFolder.metadata(identity)
+        _quantize(files, folder, quantization, is_quantized, shapes or {}, metadata)
 
 
 def _quantize(
@@ -82,15 +89,16 @@ def _quantize(
     folder: NewFolder,
     quantization: str,
     is_quantized: Callable[[str], bool],
+    shapes: Mapping[str, torch.Size],
     metadata: dict[str, str],
 ) -> None:
-    folder.check_room(_num_bytes(folder, files, quantization, is_quantized))
+    folder.check_room(_num_bytes(folder, files, quantization, is_quantized, shapes))
     folder.begin()
     index: dict[str, str] = {}
     for file in progress(files, desc=f"Quantizing to {quantization}", unit="file"):
         target = folder.path / file.name
         if not target.exists():
-            tensors = dict(_quantized(file, quantization, is_quantized))
+            tensors = dict(_quantized(file, quantization, is_quantized, shapes))
             folder.save(file.name, partial(_write, tensors, metadata))
         with safe_open(target, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), file.name)
@@ -131,7 +139,11 @@ def _identity(files: Sequence[Path], quantization: str) -> str:
 
 
 def _num_bytes(
-    folder: NewFolder, files: Sequence[Path], quantization: str, is_quantized: Callable[[str], bool]
+    folder: NewFolder,
+    files: Sequence[Path],
+    quantization: str,
+    is_quantized: Callable[[str], bool],
+    shapes: Mapping[str, torch.Size],
 ) -> float:
     """How much is to be written, by shapes, before a value is read; also raises if one does not
     divide into blocks."""
@@ -145,7 +157,8 @@ def _num_bytes(
                 shape = opened.get_slice(key).get_shape()
                 if is_quantized(key):
                     any_quantized = True
-                    _check_shape(key, shape, quantization)
+                    made = shapes[key] if _is_turned(shape, shapes.get(key)) else shape
+                    _check_shape(key, list(made), quantization)
                 bits = _BITS[quantization] if is_quantized(key) else 32
                 needed += math.prod(shape) * bits / 8
     if not any_quantized:
@@ -163,8 +176,18 @@ def _check_shape(key: str, shape: list[int], quantization: str) -> None:
         raise ConfigError(f"{key}: {error}") from None
 
 
+def _is_turned(shape: Sequence[int], wanted: Sequence[int] | None) -> bool:
+    if wanted is None or list(shape) == list(wanted):
+        return False
+    *others, rows, columns = shape
+    return len(others) == 1 and [*others, columns, rows] == list(wanted)
+
+
 def _quantized(
-    file: Path, quantization: str, is_quantized: Callable[[str], bool]
+    file: Path,
+    quantization: str,
+    is_quantized: Callable[[str], bool],
+    shapes: Mapping[str, torch.Size],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What the new file holds in place of the old one's tensors."""
     with safe_open(file, "pt") as opened:
@@ -174,6 +197,8 @@ def _quantized(
             if not is_quantized(key):
                 yield key, tensor
                 continue
+            if _is_turned(tensor.shape, shapes.get(key)):
+                tensor = tensor.mT.contiguous()
             parts = FORMATS[quantization].quantize(tensor)
             yield from _NAMED[quantization](key, tensor, parts)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.presets.decoder import collects_router_logits
+from roundpipe.presets import decoder, vision
 from roundpipe.presets.preset import has_causal_preset, has_images
 
 from ..compat import base_model
@@ -40,13 +40,18 @@ def refuse_data_and_model(trainer: Any) -> None:
             "model's family, or call resize_token_embeddings on both alike"
         )
     base = base_model(trainer.model)
-    collects = has_causal_preset(base) or collects_router_logits(base)
-    if getattr(trainer, "aux_loss_enabled", False) and (has_images(base) or not collects):
+    if getattr(trainer, "aux_loss_enabled", False) and not _hears_routers(base):
         raise ConfigError(
             f"{name} cannot add a router's auxiliary loss (router_aux_loss_coef="
             f"{trainer.router_aux_loss_coef}) for {type(base).__name__}: what its routers say, or "
             "what its loss makes of it, is not understood; set router_aux_loss_coef=0.0"
         )
+
+
+def _hears_routers(model: Any) -> bool:
+    if has_images(model):
+        return vision.collects_router_logits(model)
+    return has_causal_preset(model) or decoder.collects_router_logits(model)
 
 
 def _has_pictures(trainer: Any) -> bool:

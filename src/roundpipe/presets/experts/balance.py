@@ -5,6 +5,7 @@ See docs/internals/losses.md.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from ...microbatch import merge
 from .. import causal_lm
 from ..calling import by_name
 from ..loss import merge_outputs
-from ..preset import Cut
+from ..preset import Cut, SplitRows, split_by_rule
 from .routing import KeptChoice, Routed, choices_of_the_forward, wants_auxiliary_loss
 
 
@@ -28,10 +29,18 @@ class Balance:
     """
 
     def __init__(self, model: Any) -> None:
-        self.coefficient: float = model.router_aux_loss_coef
-        self.num_experts: int = model.num_experts
-        self.num_chosen: int = model.num_experts_per_tok
+        text = model.config.get_text_config()
+        self._named = model if text is model.config else text  # where models that see have these
+        self.num_experts: int = self._named.num_experts
+        self.num_chosen: int = self._named.num_experts_per_tok
         self.function: Callable[..., torch.Tensor] = _function_of(model)
+        if not hasattr(self._named, "router_aux_loss_coef"):
+            raise AttributeError(f"{type(model).__name__} has no router_aux_loss_coef")
+
+    @property
+    def coefficient(self) -> float:
+        """As it is when called, because the model's own forward reads it then."""
+        return float(self._named.router_aux_loss_coef)
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
@@ -123,21 +132,34 @@ def assemble(
     blocks: Sequence[nn.Module],
     suffix: nn.Module,
     balance: Balance | None,
+    check: Callable[..., None] = causal_lm.refuse_unread,
+    split_rows: SplitRows = split_by_rule,
 ) -> Cut:
     """A decoder of these layers, whose batches may have an auxiliary loss if it has routers."""
-    if balance is None:
-        return causal_lm.assemble(model, prefix, blocks, suffix)
+    split = causal_lm.split_batch if balance is None else split_batch
     return causal_lm.assemble(
-        model, prefix, blocks, suffix, split_batch, merge=balance.merge, is_joint=wanted_in_call
+        model,
+        prefix,
+        blocks,
+        suffix,
+        partial(split, split_rows=split_rows),
+        merge=merge_outputs if balance is None else balance.merge,
+        is_joint=None if balance is None else wanted_in_call,
+        check=check,
+        split_rows=split_rows,
     )
 
 
 def split_batch(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n: int,
+    split_rows: SplitRows = split_by_rule,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
     """As for every causal language model. Where the auxiliary loss is wanted, microbatches are told
     that they are not all of the batch."""
-    args_list, parts = causal_lm.split_batch(model, args, kwargs, n)
+    args_list, parts = causal_lm.split_batch(model, args, kwargs, n, split_rows)
     if len(parts) > 1 and wanted_in_call(model, (), parts[0]):
         parts = [part | {"has_siblings": True} for part in parts]
     return args_list, parts
