@@ -25,7 +25,7 @@ COLUMNS = [
 ]  # fmt: skip
 # Steps of more take so long that few of them say as much, and that a trace, three steps more, takes
 # minutes.
-LONG_TOKENS, TRACED_TOKENS = 200_000, 500_000
+LONG_TOKENS = 500_000
 
 
 def predicted_idle(trained: Training) -> float:
@@ -59,7 +59,7 @@ def run(workload: Workload, options: argparse.Namespace) -> measure.Record:
             **measure.environment(),
             "predicted_idle_pct": 100 * predicted_idle(trained),
         }
-        if workload.tokens_per_step <= TRACED_TOKENS:
+        if workload.tokens_per_step <= LONG_TOKENS:
             record["trace"] = traced = roofline.trace(trained, tokens)
             record["idle_pct"] = 100 * (1 - traced["compute_s"] / traced["step_s"])
     return record
