@@ -226,6 +226,7 @@ OPERATORS: dict[str, Callable[[Any, Tensor], Any]] = {
     "into other memory": lambda weight, x: torch.matmul(x, weight, out=torch.empty(3, 4, 4)),
     "with one row for all": lambda weight, x: torch.matmul(x[0, 0], weight),
     "transposed by name": lambda weight, _: weight.transpose(dim0=1, dim1=2) + 0.0,
+    "by a mask": lambda weight, x: weight[(x > 0)[:, :, 0]],
     "its length": lambda weight, _: torch.tensor(len(weight)),
 }
 

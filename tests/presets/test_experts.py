@@ -117,10 +117,10 @@ class Doubled(Qwen3MoeExperts):
         return 2 * super().forward(*args)
 
 
-@pytest.mark.parametrize("case", ["class", "registered"])
+@pytest.mark.parametrize("case", ["class", "registered", "patched"])
 def test_experts_of_the_users_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class made of transformers' own, and another function for ``"grouped_mm"``: neither was
-    asked."""
+    """A class made of transformers' own, another function for ``"grouped_mm"``, and a class that is
+    patched while a replica waits: none was asked."""
     if case == "registered":
         theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
         monkeypatch.setitem(
@@ -131,6 +131,8 @@ def test_experts_of_the_users_own(case: str, monkeypatch: pytest.MonkeyPatch) ->
         nn.init.normal_(weight, std=0.3)
     layer = nn.Sequential(copy.deepcopy(plain))
     group_experts(layer)
+    if case == "patched":
+        monkeypatch.setattr(Qwen3MoeExperts, "forward", lambda _, hidden, *__: 2 * hidden)
     with torch.no_grad():
         assert torch.equal(layer[0](*routed()), plain(*routed()))
 

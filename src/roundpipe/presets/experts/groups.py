@@ -1,8 +1,8 @@
 """Stacked experts of transformers, computed in groups of the tokens that chose them.
 
 It is what transformers computes with ``experts_implementation="grouped_mm"``, in fewer passes over
-the rows: nothing is masked for experts on other devices, and the backward adds up a token's copies
-where transformers writes each to the token's place, in an order that is not fixed.
+the rows: of experts on other devices shares are masked, not rows, and the backward adds up a
+token's copies where transformers writes each to the token's place, in an order that is not fixed.
 """
 
 from functools import cache
@@ -47,12 +47,14 @@ def _grouped(kind: Any) -> Any:
     """A class of experts that compute here, made of ``kind``, one of transformers'."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
-    ways = _ways_of(kind)
+    ways, their_forward = _ways_of(kind), kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_grouped = self.config._experts_implementation == "grouped_mm"
-        # Quantized experts have another function of that name, and a user may register one.
-        is_theirs = is_grouped and ways["grouped_mm"] is grouped_mm_experts_forward
+        # Quantized experts have another function of that name, and a user may register one, or
+        # patch the class while replicas wait to be used again.
+        is_own = ways["grouped_mm"] is grouped_mm_experts_forward and kind.forward is their_forward
+        is_theirs = is_grouped and is_own
         is_here = is_theirs and has_grouped_products(self.down_proj.device)
         return (_run_in_groups if is_here else kind.forward)(self, *args, **kwargs)
 
@@ -67,11 +69,13 @@ def _run_in_groups(
     Args:
         self: the experts module.
         hidden_states: (tokens, width).
-        top_k_index: (tokens, chosen), the numbers of the experts.
+        top_k_index: (tokens, chosen), the numbers of the experts; one past the last is nobody's.
         top_k_weights: (tokens, chosen).
     """
     num_tokens, num_chosen = top_k_index.shape
-    experts, order = top_k_index.reshape(-1).sort(stable=True)
+    # A product leaves rows of nobody as memory was. So somebody computes them, and counts nothing.
+    top_k_weights = top_k_weights.masked_fill(top_k_index >= self.num_experts, 0)
+    experts, order = top_k_index.clamp(max=self.num_experts - 1).reshape(-1).sort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     numbers = torch.arange(self.num_experts, device=order.device)

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ConfigError
 from .product import grouped_product
 
+_OF_NUMBERS = (torch.int64, torch.int32)  # of bool and uint8 are masks
 _ALIGNMENT = 16  # bytes; kernels of grouped products want rows that are a multiple of it
 
 
@@ -54,7 +55,8 @@ class AdaptedWeight:
 
     def __getitem__(self, index: Any) -> Any:
         """An expert, or those of a tensor of numbers; anything else is taken of the sum."""
-        if not isinstance(index, int | torch.Tensor) or self._weight.ndim != 3:
+        has_numbers = isinstance(index, int) or getattr(index, "dtype", None) in _OF_NUMBERS
+        if not has_numbers or self._weight.ndim != 3:
             return self.summed()[index]
         made = [factors.each(lambda part: part[index]) for factors in self._factors]
         return AdaptedWeight(self._weight[index], made)
