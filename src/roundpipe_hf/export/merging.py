@@ -57,7 +57,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
     begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
     folder = NewFolder(Path(out), "merging.json", begun)
     with folder.locked():
-        if folder.is_finished(identity):
+        if folder.is_finished():
             folder.tidy()
             return
         folder.check()

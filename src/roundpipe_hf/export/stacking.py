@@ -51,7 +51,7 @@ def stack_experts(base: str | Path, out: str | Path) -> None:
     begun = {"base": str(checkpoint.folder.resolve()), "identity": identity}
     folder = NewFolder(Path(out), "stacking.json", begun)
     with folder.locked():
-        if folder.is_finished(identity):
+        if folder.is_finished():
             folder.tidy()
             return
         folder.check()
