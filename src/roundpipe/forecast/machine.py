@@ -12,6 +12,8 @@ from .ways import OPTIMIZERS
 
 # What a process has of a device before its first tensor: CUDA's context and its libraries.
 CONTEXT_BYTES = 600 * 10**6
+# What Python, torch and the Hugging Face libraries take of the host before a model is loaded.
+PROCESS_BYTES = 1_000_000_000
 # Host memory that is read and written through the ring for each byte that goes up: it reaches a
 # third of a fast link (docs/performance-notes.md).
 _RING_BYTES_PER_MS = 18e6

@@ -282,14 +282,16 @@ def test_a_disk_that_is_full_is_told_of_and_nothing_is_lost(
     usage: Any = shutil._ntuple_diskusage(2000, 1993, 7)
     path = tmp_path / "checkpoint-3"
     path.mkdir()
-    with (
-        pytest.raises(OSError, match=r"when 300 bytes of checkpoint-3 .*\(7 are free") as raised,
-        whole_folder(path) as folder,
-    ):
-        (Path(folder) / "checkpoint-3").mkdir(parents=True)
-        (Path(folder) / "checkpoint-3" / "optimizer.pt").write_bytes(bytes(300))
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        raise RuntimeError("unexpected pos 576 vs 534")
+
+    def write() -> None:
+        with whole_folder(path) as folder:
+            (Path(folder) / "checkpoint-3").mkdir(parents=True)
+            (Path(folder) / "checkpoint-3" / "optimizer.pt").write_bytes(bytes(300))
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+            raise RuntimeError("unexpected pos 576 vs 534")
+
+    with pytest.raises(OSError, match=r"when 300 bytes of checkpoint-3 .*\(7 are free") as raised:
+        write()
     assert raised.value.errno == errno.ENOSPC
     assert [child.name for child in tmp_path.iterdir()] == ["checkpoint-3"]
 
