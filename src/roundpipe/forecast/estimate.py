@@ -165,7 +165,7 @@ def estimate(
         except ConfigError as error:  # weights that do not divide into blocks
             if quantization is not None:
                 raise
-            failures.append(Failure(way, 0, 0, str(error)))
+            failures.append(Failure(way, 0, 0, 0, str(error)))
             continue
         (found if isinstance(made, Estimate) else failures).append(made)  # type: ignore[arg-type]
     if not found:
@@ -234,7 +234,7 @@ class _Asked:
         except PlanError:
             step = self._planned(way, device_bytes=_UNLIMITED, has_states=False)
             needed = sum(host_bytes(step, math.inf).values())
-            return Failure(way, step.least_device_bytes(), needed)
+            return Failure(way, step.least_device_bytes(), needed, sum(optimizer_bytes(step)))
         device = step.device_bytes()
         for shortages in range(1, MOST_SHORTAGES + 1):
             if sum(device.values()) <= self._device_bytes:
@@ -243,7 +243,8 @@ class _Asked:
             step = self._planned(way, from_disk=step.from_disk, shortages=shortages)
             device, host = step.device_bytes(), host_bytes(step, self.ram_bytes)
         if sum(host.values()) > self.ram_bytes or sum(device.values()) > self._device_bytes:
-            return Failure(way, sum(device.values()), sum(host.values()))
+            state = sum(optimizer_bytes(step))
+            return Failure(way, sum(device.values()), sum(host.values()), state)
         times, (up, down) = step.times(), step.link_bytes()
         plan = step.planned.plan
         return Estimate(

@@ -11,11 +11,13 @@ from .ways import Choice
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed way needs this much of a device and of the host; ``why`` if it fails otherwise."""
+    """A failed way needs this much of a device and of the host, where the optimizer's state takes
+    ``state_bytes`` of it; ``why`` if it fails otherwise."""
 
     choice: Choice
     device_bytes: int
     host_bytes: int
+    state_bytes: int
     why: str = ""
 
 
@@ -50,7 +52,9 @@ def what_would_fit(
     if not has_device or has_host:  # where both are enough, it is not for the same way
         remedies.append("make seq smaller" + " or num_microbatch larger" * can_split)
     if not has_host or has_device:
-        remedies += _for_the_host(host.choice, is_full=is_full) or ["make batch or seq smaller"]
+        helps = host.host_bytes - host.state_bytes <= ram_bytes
+        more = _for_the_host(host.choice, is_full=is_full, disk_helps=helps)
+        remedies += more or ["make batch or seq smaller"]
     return (
         f"nothing fits into {machine.gpus} x {in_gb(machine.gpu_memory)} of device memory "
         f"({readable(device_bytes)} for tensors) and {in_gb(machine.ram)} of host memory. "
@@ -60,11 +64,12 @@ def what_would_fit(
     )
 
 
-def _for_the_host(smallest: Choice, *, is_full: bool) -> list[str]:
+def _for_the_host(smallest: Choice, *, is_full: bool, disk_helps: bool) -> list[str]:
     if is_full:
         on_disk = "put optimizer state on a disk (optimizer_state_dir)"
         adapters = "train adapters of a quantized model (lora, quantization)"
-        return [adapters] if smallest.optimizer_state_dir is not None else [on_disk, adapters]
+        is_there = smallest.optimizer_state_dir is not None
+        return [on_disk, adapters] if disk_helps and not is_there else [adapters]
     found = []
     if smallest.quantization == "none" and smallest.pin_model == "alloc":
         found.append("quantize the weights (quantization)")

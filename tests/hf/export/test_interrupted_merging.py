@@ -1,5 +1,6 @@
-"""A merge that runs out of disk or finds the folder taken leaves nothing that looks whole and is
-not; called again, it ends with the same bytes. It never has the model in memory.
+"""A merge of damaged files writes nothing; one that runs out of disk or finds the folder taken
+leaves nothing that looks whole and is not, and called again it ends with the same bytes. It never
+has the model in memory.
 
 Merges that are killed are in tests/failures/test_killed_at_random.py.
 """
@@ -8,12 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from roundpipe.errors import ConfigError
@@ -103,6 +106,88 @@ def test_a_folder_that_holds_something_else(source: tuple[Path, Path], tmp_path:
     with pytest.raises(ConfigError, match="holds something else"):
         merge_and_save(adapter, path, path)
     assert content(path) == before
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def widen(file: Path) -> None:
+    tensors = load_file(file)
+    key = next(key for key in tensors if tensors[key].dim() == 2)
+    save_file({**tensors, key: tensors[key].repeat(2, 1)}, file, metadata={"format": "pt"})
+
+
+def lose_a_tensor(file: Path) -> None:
+    tensors = load_file(file)
+    tensors.popitem()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (cut, "model-0000.* is damaged .* get it again"),
+        (Path.unlink, "model-0000.* is missing.* get it again"),
+        (widen, r"has shape \(\d+, \d+\), the model has \(\d+, \d+\).* get it again"),
+        (lose_a_tensor, "of LlamaForCausalLM are in no file.* get it again"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, -1])
+def test_files_of_the_base_that_are_not_whole(
+    damage: Callable[[Path], None],
+    match: str,
+    place: int,
+    source: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    """What was missing, or another model's, and not the adapter's to change, was left out or
+    written all the same: a checkpoint that looked whole and could not be loaded."""
+    adapter, path = source[0], shutil.copytree(source[1], tmp_path / "base")
+    damage(sorted(path.glob("*.safetensors"))[place])
+    with pytest.raises(ConfigError, match=match):
+        merge_and_save(adapter, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (cut, "adapter_model.safetensors is damaged .* get it again"),
+        (Path.unlink, "adapter has no adapter_model.safetensors; get it again"),
+        (lose_a_tensor, "does not fit LlamaForCausalLM.* and 0 others are only in one of them"),
+    ],
+)
+def test_an_adapter_that_is_not_whole(
+    damage: Callable[[Path], None], match: str, source: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The error was safetensors' own, without a name."""
+    adapter, path = shutil.copytree(source[0], tmp_path / "adapter"), source[1]
+    damage(adapter / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=match):
+        merge_and_save(adapter, path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_on_the_hub_is_fetched_whole(
+    source: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its config was."""
+    adapter, path = source
+
+    def fetch(name: str, file: str, **_: Any) -> str | None:
+        assert name == "somebody/adapter"
+        (tmp_path / "cached").mkdir(exist_ok=True)
+        if not (adapter / file).exists():
+            return None
+        return str(shutil.copyfile(adapter / file, tmp_path / "cached" / file))
+
+    monkeypatch.setattr("roundpipe_hf.export.adapter.cached_file", fetch)
+    merge_and_save("somebody/adapter", path, tmp_path / "out")
+    merge_and_save(adapter, path, tmp_path / "of the folder")
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        made = load_file(tmp_path / "of the folder" / file.name)
+        torch.testing.assert_close(load_file(file), made, rtol=0, atol=0)
 
 
 def test_a_finished_folder_is_known_again(source: tuple[Path, Path], tmp_path: Path) -> None:
