@@ -14,10 +14,9 @@ from ..memory.state_file import check_folder
 from ..recompute.row_wise import can_cut
 from ..transfer.read_ahead import KEPT_OF_FREE
 from .host import host_bytes, optimizer_bytes
-from .machine import PROCESS_BYTES, Machine
+from .machine import PROCESS_BYTES, Failure, Machine, what_would_fit
 from .models import ImaginedModel, imagine
 from .planned import PlannedStep
-from .remedies import Failure, what_would_fit
 from .sketch import LayerSketch, batch_of, sketches, tokens_at_once
 from .ways import Choice, choices
 
