@@ -207,8 +207,8 @@ def identity_of(said: str, files: Iterable[Path]) -> str:
 
 
 def _lock(path: Path) -> FileLock:
-    """Ends with its process, whatever ends that. A soft one would not, where there are no others:
-    it is a file, which another machine would wait for forever."""
+    """Makes a lock that ends with its process, whatever ends that. Where a file system has none, a
+    soft one would be a file that stays, and another machine would wait for it forever."""
     return FileLock(path, fallback_to_soft=False)
 
 

@@ -65,7 +65,7 @@ def whole_folder(
                 os.rename(path, unfinished / "replaced")
             os.rename(made, path)
     except Exception as error:
-        if not is_full(error, unfinished):
+        if not is_owner or not is_full(error, unfinished):
             raise
         written = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
         shutil.rmtree(unfinished, ignore_errors=True)
