@@ -282,18 +282,23 @@ def test_what_runs_out_of_memory_beside_recordings_keeps_its_plan(
 
 
 @pytest.mark.parametrize("is_wanted", [None, True, False])
-def test_which_layers_of_transformers_may_be_captured(*, is_wanted: bool | None) -> None:
-    """On a GPU, where nothing is said: blocks without experts. Nothing runs here."""
+def test_which_layers_may_be_captured(*, is_wanted: bool | None) -> None:
+    """On a GPU, where nothing is said: those of libraries, experts too, but none that a user has
+    written. Nothing runs here."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     device: Any = SimpleNamespace(torch_device=torch.device("cuda"))
-    found = []
-    for model in (
-        LlamaForCausalLM(LlamaConfig(**sizes)),
-        MixtralForCausalLM(MixtralConfig(**sizes)),
-    ):
-        blocks = list(model.model.layers)
-        found.append(len(CapturedLayers(device, blocks, SlotPool(device), is_wanted)._layers))
-    assert found == {None: [3, 0], True: [3, 3], False: [0, 0]}[is_wanted]
+    dense = LlamaForCausalLM(LlamaConfig(**sizes)).model.layers
+    mixture = MixtralForCausalLM(MixtralConfig(**sizes)).model.layers
+    own = [Tower(layer) for layer in dense]
+    found = [
+        len(CapturedLayers(device, list(layers), SlotPool(device), is_wanted)._layers)
+        for layers in (dense, mixture, own)
+    ]
+    assert found == {None: [3, 3, 0], True: [3, 3, 3], False: [0, 0, 0]}[is_wanted]
+
+
+class Tower(nn.Sequential):
+    """A class of the user's own."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
@@ -106,7 +106,7 @@ def test_a_number_on_the_host_is_not_recorded(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("on", ACCELERATORS, ids=str)
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("trained", ["full", "lora", "adapters of experts"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_losses_and_weights_are_equal_to_the_bit(
     engines: Engines,
@@ -114,23 +114,33 @@ def test_losses_and_weights_are_equal_to_the_bit(
     monkeypatch: pytest.MonkeyPatch,
     on: DeviceSet,
     *,
-    lora: bool,
+    trained: str,
     is_async: bool,
 ) -> None:
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+    }
 
     def run(captures: bool | None) -> tuple[list[float], dict[str, Tensor]]:
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config).bfloat16()
-        if lora:
+        if trained == "adapters of experts":
+            experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).bfloat16()
+            adapters = LoraConfig(
+                r=4,
+                init_lora_weights=False,
+                target_modules=["q_proj"],
+                target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            )
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16()
             adapters = LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")
+        if trained != "full":
             model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
         engine = engines(
             model.train(),

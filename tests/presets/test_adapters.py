@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
-from roundpipe.presets.low_rank import AdaptedWeight, Factors
+from roundpipe.presets.experts.groups import group_experts
+from roundpipe.presets.experts.low_rank import AdaptedWeight, Factors, adapt_without_sums
 from tests.support.device_sets import ONE, THREE
 from tests.support.engines import Engines, engine_gradients
 from tests.support.preset_models import (
@@ -214,12 +215,14 @@ def test_factors_are_copied_only_where_a_product_wants_it(
     model = get_peft_model(make_model("qwen3-moe"), config)
     made = presets.cut(model)
     assert made is not None
-    state = made.sequential[0](input_ids=tokens())
+    state, block = made.sequential[0](input_ids=tokens()), made.sequential[1]
+    for change in (adapt_without_sums, group_experts):
+        change(block)
     with Operations() as adapted_run:
-        made.sequential[1](state)
+        block(state)
     model.base_model.disable_adapter_layers()
     with Operations() as plain:
-        made.sequential[1](state)
+        block(state)
     assert adapted_run.counts["constant_pad_nd"] == num_pads
     assert adapted_run.counts["clone"] - plain.counts["clone"] == num_copies
 
@@ -277,14 +280,21 @@ def test_a_frozen_parameter_that_a_forward_changes_is_refused(engines: Engines) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("plan", [None, MANY_STAGES], ids=["fused", "recomputed"])
 def test_adapters_of_experts_in_compiled_blocks(
-    engines: Engines, caplog: pytest.LogCaptureFixture
+    engines: Engines,
+    caplog: pytest.LogCaptureFixture,
+    plan: ModelExecutePlan | None,
+    implementation: str,
 ) -> None:
     """With torch's own compiler, whose code of these products failed as it ran."""
 
     def run(*, compiles: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        engine = engines(adapted("qwen3-moe"), ONE, compile=compiles)
-        loss = engine.forward_backward(input_kwargs=INPUTS["padded left"]())
+        engine = engines(adapted("qwen3-moe", implementation), ONE, compile=compiles)
+        loss = engine.forward_backward(
+            input_kwargs=INPUTS["padded left"](), run_config=RoundPipeRunConfig(execute_plan=plan)
+        )
         return loss, engine_gradients(engine)
 
     (expected, gradients), (loss, found) = run(compiles=False), run(compiles=True)

@@ -54,6 +54,11 @@ def refuse_without_fp8(devices: Iterable[Device]) -> None:
             )
 
 
+def has_grouped_products(device: torch.device) -> bool:
+    """True if torch has products of groups of rows there, each with a matrix of its own."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def driver() -> str | None:
     """The accelerators' driver as it names itself; None where the system has none."""
     try:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -31,6 +31,8 @@ from ..params.rank_sums import RankSums
 from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
+from ..presets.experts.groups import group_experts
+from ..presets.experts.low_rank import adapt_without_sums
 from ..runtime.worker_pool import WorkerPool
 from ..step import context
 from ..step.hyperparameters import WorkingWeights
@@ -133,9 +135,11 @@ class Host:
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         # Both before weights are moved, because they may be refused.
-        prepare = None if settings.compute_dtype is None else use_fp8(layers)
-        if prepare is not None and is_accelerated and not settings.compile:
-            _log.warning("%s: %s", name, _FP8_IS_SLOW)
+        prepare: list[Callable[[nn.Module], None]] = [adapt_without_sums, group_experts]
+        if settings.compute_dtype is not None:
+            prepare.append(use_fp8(layers))
+            if is_accelerated and not settings.compile:
+                _log.warning("%s: %s", name, _FP8_IS_SLOW)
         self.room = HostRoom(
             settings.max_host_bytes,
             parameters,

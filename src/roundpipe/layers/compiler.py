@@ -47,7 +47,7 @@ class BlockCompiler:
         self,
         layers: Sequence[nn.Module],
         devices: Sequence[Device] = (),
-        prepare: Callable[[nn.Module], None] | None = None,
+        prepare: Sequence[Callable[[nn.Module], None]] = (),
     ) -> None:
         self._prepare = prepare
         counts = Counter(type(layer) for layer in layers)
@@ -59,8 +59,8 @@ class BlockCompiler:
     def apply(self, replica: nn.Module, device: Device, modes: Modes) -> None:
         """The replica's ``__call__``, hooks included, now runs the compiled forward. Called by the
         device's worker."""
-        if self._prepare is not None:
-            self._prepare(replica)
+        for change in self._prepare:
+            change(replica)
         kind = type(replica)
         if kind not in self._kinds or "forward" in replica.__dict__:
             return

@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..errors import ConfigError
 from . import trial
-from .balance import Balance, assemble, balance_of, routers_in, why_unheard
 from .calling import (
     by_name,
     note_lengths,
@@ -28,10 +27,11 @@ from .calling import (
     run_block,
 )
 from .causal_lm import LossState, wants_only_loss
+from .experts.balance import Balance, assemble, balance_of, routers_in, why_unheard
+from .experts.routing import Routed, chooses, run_routed, wants_auxiliary_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
 from .preset import Cut, DoesNotFit
-from .routing import Routed, chooses, run_routed, wants_auxiliary_loss
 
 # Describe the tokens, which are hidden states by the time the last part runs.
 _OF_TOKENS = (

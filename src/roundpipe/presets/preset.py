@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..layers.modes import has_hooks
 from ..microbatch import split
 from .adapters import base_of
-from .low_rank import run_without_sums
+from .experts.low_rank import refuse_other_layouts
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def cut(model: nn.Module) -> Cut | None:
         return None
     _refuse_left_out(model, made.sequential)
     _warn_not_run(model, made.sequential)
-    run_without_sums(made.sequential)
+    refuse_other_layouts(made.sequential)
     return made
 
 

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.olmoe import modeling_olmoe
 
 from roundpipe.errors import ConfigError
-from roundpipe.presets.balance import Balance
+from roundpipe.presets.experts.balance import Balance
 from roundpipe_hf.trl import RoundPipeSFTTrainer
 from tests.hf.trl import test_preferences as preferences
 from tests.hf.trl import test_rollouts as rollouts

@@ -23,10 +23,10 @@ from transformers.modeling_outputs import (
 )
 
 from ...errors import ConfigError
-from ..balance import assemble, balance_of
 from ..calling import causal_config
 from ..causal_lm import HeadAndLoss
 from ..decoder import Prefix, blocks_of
+from ..experts.balance import assemble, balance_of
 from ..parts import BlockCall
 from ..preset import Cut
 

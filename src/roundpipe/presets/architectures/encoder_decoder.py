@@ -32,10 +32,10 @@ from ..calling import (
 )
 from ..causal_lm import refuse_unread, wants_only_loss
 from ..decoder import Block
+from ..experts.routing import chooses, wants_auxiliary_loss
 from ..loss import chunked, is_plain_linear, merge_outputs, weighted
 from ..parts import BlockCall, Blocks, Part, Seen, by_kind, kinds_of
 from ..preset import Cut, DoesNotFit, SplitForward
-from ..routing import chooses, wants_auxiliary_loss
 
 # By the models' own losses, which take nothing but labels.
 UNREAD = ("num_items_in_batch", "shift_labels", "ignore_index")

@@ -33,7 +33,6 @@ _RECORDED_FREELY, _WORTH_RECORDING = 8, 20
 # recorded.
 _KNOWN = frozenset({"torch", "transformers", "peft", "roundpipe"})
 _PLAIN = (torch.Tensor, nn.Parameter)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class _Form(NamedTuple):
@@ -279,18 +278,11 @@ def called(module: nn.Module, value: Any, *, is_first: bool) -> Any:
 
 
 def _are_known(parts: Iterable[nn.Module]) -> bool:
-    """Whether all are of libraries whose forwards do nothing but compute, and none has a stack of
-    experts, whose kernels depend on where tokens go: that was not compared on a GPU."""
+    """Whether all are of libraries whose forwards do nothing but compute."""
     return all(
-        type(part).__module__.partition(".")[0] in _KNOWN
-        and "forward" not in vars(part)
-        and (isinstance(part, _CONVOLUTIONS) or all(w.ndim < 3 for w in _own_weights(part)))
+        type(part).__module__.partition(".")[0] in _KNOWN and "forward" not in vars(part)
         for part in parts
     )
-
-
-def _own_weights(part: nn.Module) -> list[torch.Tensor]:
-    return [weight for weight in part._parameters.values() if weight is not None]
 
 
 def _ways() -> tuple[Any, ...]:

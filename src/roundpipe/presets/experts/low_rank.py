@@ -9,7 +9,7 @@ it: ``x (W + L R)`` is ``x W + (x L) R``, for each group of tokens.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from ..errors import ConfigError
+from ...errors import ConfigError
+from .product import grouped_product
 
 _ALIGNMENT = 16  # bytes; kernels of grouped products want rows that are a multiple of it
 
@@ -80,17 +81,27 @@ class AdaptedWeight:
         """What ``multiply(input, weight)`` gives, where that is linear in both."""
         made = multiply(input, self._weight, **kwargs)
         for left, right, scaling in self._factors:
-            if multiply in _GROUPED:
-                left, right = _aligned(left, -1), _aligned(right, -2)
             inner = multiply(input, left, **kwargs)
             made.add_(multiply(inner if scaling == 1 else inner * scaling, right, **kwargs))
         return made
+
+    def grouped_product(self, input: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """The product with ``input`` (rows, width), each row with the matrix of its group.
+        ``ends`` (groups,) says where each group's rows end."""
+        first, *others = self._factors
+        if others:  # as one adapter with the ranks of all
+            lefts = [factors.left * factors.scaling for factors in self._factors]
+            left = torch.cat(lefts, -1)
+            right = torch.cat([factors.right for factors in self._factors], -2)
+            first = Factors(left, right, 1.0)
+        left, right = _aligned(first.left, -1), _aligned(first.right, -2)
+        return grouped_product(input, self._weight, ends, (left, right), first.scaling)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return _uncompiled()(func, args, kwargs or {})
+        return _applied(func, args, kwargs or {})
 
 
 _MATMUL = (
@@ -102,16 +113,10 @@ _MATMUL = (
     torch.Tensor.bmm,
     torch.Tensor.__matmul__,
 )
-_GROUPED = [
-    getattr(home, name)
-    for home, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
-    if hasattr(home, name)
-]
 
 
 def _applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_product = func in _MATMUL or (func in _GROUPED and kwargs.get("bias") is None)
-    if is_product and isinstance(args[1], AdaptedWeight):
+    if func in _MATMUL and isinstance(args[1], AdaptedWeight):
         return args[1].product(func, args[0], **kwargs)
     if func is torch.nn.functional.linear:
         return _linear(*args, **kwargs)
@@ -120,14 +125,6 @@ def _applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return turned.transpose(-2, -1)
     args, kwargs = pytree.tree_map(_plain, (args, kwargs))
     return func(*args, **kwargs)
-
-
-@cache
-def _uncompiled() -> Callable[..., Any]:
-    """The compiler cannot trace what is no tensor, and what it makes of these products fails as it
-    runs. Only when it is called, because importing an engine must not load the compiler."""
-    outside: Callable[..., Any] = torch.compiler.disable(_applied)
-    return outside
 
 
 def _linear(input: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -157,21 +154,25 @@ def _fits(length: int, factor: torch.Tensor) -> bool:
     return length * factor.element_size() % _ALIGNMENT == 0
 
 
-def run_without_sums(layers: Iterable[nn.Module]) -> None:
-    """Has layers with adapters of single parameters compute without the sum of both.
-
-    A layer's modules are a replica's while it runs, so nobody else sees what they are given.
+def refuse_other_layouts(layers: Iterable[nn.Module]) -> None:
+    """Looks whether adapters of single parameters are for these.
 
     Raises:
-        ConfigError: an adapter is for experts of another number or layout.
+        ConfigError: one is for experts of another number or layout.
     """
     for index, layer in enumerate(layers):
-        adapters = [pair for pair in layer.named_modules() if _is_adapter(pair[1])]
-        for name, adapter in adapters:
-            _refuse_other_layout(f"layer {index}, {name}.{adapter.parameter_name}", adapter)
-        if adapters:
-            layer.register_forward_pre_hook(_replace)
-            layer.register_forward_hook(_restore, always_call=True)
+        for name, module in layer.named_modules():
+            if _is_adapter(module):
+                _refuse_other_layout(f"layer {index}, {name}.{module.parameter_name}", module)
+
+
+def adapt_without_sums(replica: nn.Module) -> None:
+    """Has a replica's adapters of single parameters compute without the sum of both. The class of
+    the replica's module is another, so nobody else's module is touched."""
+    for module in replica.modules():
+        if _is_adapter(module):
+            kind: Any = type(module)
+            module.__class__ = _without_sums(kind)
 
 
 def _is_adapter(module: nn.Module) -> bool:
@@ -190,26 +191,24 @@ def _refuse_other_layout(where: str, wrapper: Any) -> None:
             )
 
 
-def _replace(layer: nn.Module, _: Any) -> None:
-    for module in filter(_is_adapter, layer.modules()):
-        vars(module)["_activate_lora"] = partial(_adapted, module)
-
-
-def _restore(layer: nn.Module, *_: Any) -> None:
-    for module in filter(_is_adapter, layer.modules()):
-        vars(module).pop("_activate_lora", None)
+@cache
+def _without_sums(kind: Any) -> Any:
+    """A class of such adapters, made of ``kind``, PEFT's."""
+    return type(
+        kind.__name__, (kind,), {"_activate_lora": _activate_lora, "__module__": kind.__module__}
+    )
 
 
 @contextmanager
-def _adapted(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
-    """Stands for `ParamWrapper._activate_lora`."""
-    factors = [_factors_of(wrapper, name) for name in active if name in wrapper.lora_A]
+def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
+    """Puts an `AdaptedWeight` in the parameter's place, where PEFT puts the sum."""
+    factors = [_factors_of(self, name) for name in active_adapters if name in self.lora_A]
     if not factors:
         yield
         return
-    base, name = wrapper.get_base_layer(), wrapper.parameter_name
+    base, name = self.get_base_layer(), self.parameter_name
     # An attribute of its own is found before a parameter.
-    vars(base)[name] = AdaptedWeight(wrapper.get_param(), factors)
+    vars(base)[name] = AdaptedWeight(self.get_param(), factors)
     try:
         yield
     finally:

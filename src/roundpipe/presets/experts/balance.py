@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..microbatch import merge
-from . import causal_lm
-from .calling import by_name
-from .loss import merge_outputs
-from .preset import Cut
-from .routing import KeptChoice, Routed, wants_auxiliary_loss
+from ...microbatch import merge
+from .. import causal_lm
+from ..calling import by_name
+from ..loss import merge_outputs
+from ..preset import Cut
+from .routing import KeptChoice, Routed, choices_of_the_forward, wants_auxiliary_loss
 
 
 class Balance:
@@ -47,7 +47,7 @@ class Balance:
         if state["router_logits"] is None:
             return output
         links = _links(state["router_logits"])
-        choice = KeptChoice()
+        choice = KeptChoice(choices_of_the_forward())
         with choice:
             made = self._sums if state["has_siblings"] else self._whole
             auxiliary = made(links, state["attention_mask"])

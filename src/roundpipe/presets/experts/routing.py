@@ -6,7 +6,7 @@ Knows no architecture: whatever a block chooses, it chooses with ``topk``.
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
+from ...recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
 
 Chain = tuple[Any, torch.Tensor]
 
@@ -39,30 +39,42 @@ class KeptChoice(TorchFunctionMode):
 
     Rounding may differ there (another kernel, another device), and a token close to the border
     between two experts would get the gradient of an expert that did not compute it.
+
+    Args:
+        kept: what the forward chose, from `choices_of_the_forward`; None: this is the forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Sequence[torch.Tensor] | None) -> None:
         super().__init__()
-        self._kept: Iterator[torch.Tensor] | None = (
-            iter(get_recompute_data()) if doing_recompute() else None
-        )
+        self._kept = kept
         self._chosen: list[torch.Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        is_choice = func is torch.topk or func is torch.Tensor.topk
-        if is_choice and self._kept is not None:
-            return _chosen_again(next(self._kept), *args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if is_choice:
-            self._chosen.append(result.indices)
+        if func is not torch.topk and func is not torch.Tensor.topk:
+            return func(*args, **(kwargs or {}))
+        if self._kept is not None:
+            indices = self._kept[len(self._chosen)]
+            result = _chosen_again(indices, *args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
+        self._chosen.append(result.indices)
         return result
 
     def save(self) -> None:
         """Hands what was chosen to the engine, which gives it back in the recompute."""
         if self._kept is None:
             save_for_recompute(*self._chosen)
+
+
+def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
+    """What the forward of the layer that recomputes chose; None where nothing is recomputed."""
+    return get_recompute_data() if doing_recompute() else None
+
+
+# A compiled layer must ask, and asks once, before it enters the mode: it cannot leave that halfway.
+setattr(choices_of_the_forward, "_torchdynamo_disable", True)  # noqa: B010
 
 
 def _chosen_again(
@@ -75,7 +87,7 @@ def run_routed(run: Callable[..., Any], state: Any, block: nn.Module, router: st
     """Has ``run`` run a block: a recompute chooses as the forward did, and what the ``router``
     says joins the chain where that is wanted. None: the block has no router."""
     logits = state["router_logits"]
-    choice = KeptChoice()
+    choice = KeptChoice(choices_of_the_forward())
     if logits is None or router is None:
         with choice:
             made = run(state)

@@ -1,0 +1,103 @@
+"""Stacked experts of transformers, computed in groups of the tokens that chose them.
+
+It is what transformers computes with ``experts_implementation="grouped_mm"``, in fewer passes over
+the rows: nothing is masked for experts on other devices, and the backward adds up a token's copies
+where transformers writes each to the token's place, in an order that is not fixed.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...device.facts import has_grouped_products
+from .low_rank import AdaptedWeight
+from .product import grouped_product
+
+
+def group_experts(replica: nn.Module) -> None:
+    """Has a replica compute its experts here, where transformers would in groups. The class of the
+    replica's module is another, so nobody else's module is touched."""
+    for module in replica.modules():
+        if _is_stack(module):
+            kind: Any = type(module)
+            module.__class__ = _grouped(kind)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether transformers chooses how it computes, by its decorator's attributes."""
+    has = vars(module).keys()
+    wanted = {"config", "has_gate", "has_bias", "is_transposed", "num_experts"}
+    return has >= wanted and "forward" not in has
+
+
+@cache
+def _grouped(kind: Any) -> Any:
+    """A class of experts that compute here, made of ``kind``, one of transformers'."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_grouped = self.config._experts_implementation == "grouped_mm"
+        is_here = is_grouped and has_grouped_products(self.down_proj.device)
+        return (_run_in_groups if is_here else kind.forward)(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _run_in_groups(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Returns (tokens, width): what each token's experts make of it, added up by their weights.
+
+    Args:
+        self: the experts module.
+        hidden_states: (tokens, width).
+        top_k_index: (tokens, chosen), the numbers of the experts.
+        top_k_weights: (tokens, chosen).
+    """
+    num_tokens, num_chosen = top_k_index.shape
+    experts, order = top_k_index.reshape(-1).sort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(self.num_experts, device=order.device)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def product(rows: Tensor, name: str) -> Tensor:
+        weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
+        made = _product(rows, weight if self.is_transposed else weight.transpose(-2, -1), ends)
+        return made if bias is None else made + bias[experts]
+
+    rows = _Moved.apply(hidden_states, order, place, num_chosen)
+    if self.has_gate:
+        inner = self._apply_gate(product(rows, "gate_up_proj"))
+    else:
+        inner = self.act_fn(product(rows, "up_proj"))
+    made = _Moved.apply(product(inner, "down_proj"), place, order, 1)
+    weighted: Tensor = made * top_k_weights.reshape(-1, 1)
+    return weighted.view(num_tokens, num_chosen, -1).sum(1).to(hidden_states.dtype)
+
+
+def _product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
+    rows = rows.to(weight.dtype)  # because autocast leaves these products alone
+    if isinstance(weight, AdaptedWeight):
+        return weight.grouped_product(rows, ends)
+    return grouped_product(rows, weight, ends)
+
+
+class _Moved(torch.autograd.Function):
+    """Rows in another order: row ``i`` is row ``order[i] // copies`` of the input. ``place`` is the
+    inverse of ``order``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.copies = copies
+        return rows[order // copies]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        moved = gradient[place]
+        if ctx.copies > 1:
+            moved = moved.view(-1, ctx.copies, moved.shape[-1]).sum(1)
+        return moved, None, None, None

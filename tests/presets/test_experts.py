@@ -1,0 +1,147 @@
+"""Stacked experts in groups of tokens: transformers' own numbers, for every layout that it has, and
+nothing of the user's model is touched."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import roundpipe
+from roundpipe.presets.experts.groups import group_experts
+from tests.support.device_sets import ONE
+from tests.support.engines import Engines
+from tests.support.preset_models import INPUTS, make_model
+from tests.support.tolerances import assert_same_sums
+
+WIDTH, NUM_TOKENS, NUM_EXPERTS, NUM_CHOSEN = 16, 12, 5, 2
+
+
+def qwen() -> nn.Module:
+    return Qwen3MoeExperts(
+        Qwen3MoeConfig(
+            hidden_size=WIDTH,
+            moe_intermediate_size=24,
+            num_experts=NUM_EXPERTS,
+            experts_implementation="grouped_mm",
+        )
+    )
+
+
+def gpt_oss() -> nn.Module:
+    """Matrices the other way round, with biases, and a gate of its own."""
+    return GptOssExperts(
+        GptOssConfig(
+            hidden_size=WIDTH,
+            intermediate_size=24,
+            num_local_experts=NUM_EXPERTS,
+            experts_implementation="grouped_mm",
+        )
+    )
+
+
+def nemotron() -> nn.Module:
+    """Without a gate."""
+    return NemotronHExperts(
+        NemotronHConfig(
+            hidden_size=WIDTH,
+            moe_intermediate_size=24,
+            moe_latent_size=None,
+            n_routed_experts=NUM_EXPERTS,
+            experts_implementation="grouped_mm",
+        )
+    )
+
+
+def routed(num_experts: int = NUM_EXPERTS) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, and for each token who is chosen and their shares."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator, requires_grad=True)
+    shares, chosen = torch.randn(NUM_TOKENS, num_experts, generator=generator).topk(NUM_CHOSEN)
+    return hidden, chosen, shares.softmax(-1).requires_grad_()
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("num_used", [NUM_EXPERTS, 3], ids=["all chosen", "some not chosen"])
+@pytest.mark.parametrize("make", [qwen, gpt_oss, nemotron])
+def test_they_are_transformers_own(make: Any, num_used: int, *, trains: bool) -> None:
+    """The same products, so the same outputs. A token's gradients are added up in another order."""
+    torch.manual_seed(0)
+    theirs = make().requires_grad_(trains)
+    for weight in theirs.parameters():
+        nn.init.normal_(weight, std=0.3)
+    ours = nn.Sequential(copy.deepcopy(theirs))
+    group_experts(ours)
+    results = []
+    for experts in (theirs, ours[0]):
+        hidden, chosen, shares = routed(num_used)
+        output = experts(hidden, chosen, shares)
+        output.square().sum().backward()
+        weights = {name: weight.grad for name, weight in experts.named_parameters()}
+        results.append((output, {"hidden": hidden.grad, "shares": shares.grad}, weights))
+    (output, gradients, of_weights), (found, ours_by, by_weights) = results
+    assert torch.equal(found, output)
+    assert_same_sums(ours_by, gradients, terms=WIDTH * NUM_CHOSEN)
+    if trains:
+        assert_same_sums(by_weights, of_weights, terms=NUM_TOKENS)
+    else:
+        assert set(by_weights.values()) == {None}
+
+
+def test_another_way_of_computing_is_left_as_it_is() -> None:
+    """One that a user has chosen or patched in."""
+    for change in ("chosen", "patched"):
+        layer = nn.Sequential(qwen())
+        if change == "chosen":
+            layer[0].config._experts_implementation = "eager"
+        else:
+            layer[0].forward = lambda *_: "patched"
+        plain = copy.deepcopy(layer[0])
+        for weight, other in zip(layer.parameters(), plain.parameters(), strict=True):
+            nn.init.normal_(weight, std=0.3)
+            other.data.copy_(weight.data)
+        group_experts(layer)
+        with torch.no_grad():
+            results = [experts(*routed()) for experts in (plain, layer[0])]
+        assert results[0] == results[1] if change == "patched" else torch.equal(*results)
+
+
+def test_the_users_modules_stay_what_they_are(engines: Engines) -> None:
+    model = make_model("qwen3-moe")
+    kinds = [type(module) for module in model.modules()]
+    engine = engines(model, ONE)
+    engine.forward_backward(input_kwargs=INPUTS["labels"]())
+    assert [type(module) for module in model.modules()] == kinds
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_recorded_layers_of_experts_train_as_others(engines: Engines, replays: list[int]) -> None:
+    """With adapters, which sit in the place of weights while a layer runs."""
+    from tests.presets.test_adapters import adapted
+
+    def losses(*, captures: bool) -> list[float]:
+        torch.manual_seed(0)
+        engine = engines(
+            adapted("qwen3-moe"),
+            ONE,
+            cuda_graphs=captures,
+            max_gpu_memory="1GB",
+            optim_dtype=torch.float32,
+        )
+        optimizer = roundpipe.optim.AdamW(engine.optim_parameters(), lr=1e-2)
+        made = []
+        for _ in range(8):
+            made.append(engine.forward_backward(input_kwargs=INPUTS["labels"]()).item())
+            engine.step(optimizer.step, is_async=False)
+        engine.close()
+        return made
+
+    expected = losses(captures=False)
+    assert not replays
+    assert losses(captures=True) == expected
+    assert replays
