@@ -4,7 +4,7 @@ devices."""
 import copy
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -211,6 +211,34 @@ def test_a_weight_with_an_adapter_is_its_sum_for_all_else() -> None:
         nn.functional.linear(x, adapted_weight[1], bias), nn.functional.linear(x, sum_[1], bias)
     )
     torch.testing.assert_close(x[:, :4] @ adapted_weight[1], x[:, :4] @ sum_[1])
+
+
+OPERATORS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "times a number": lambda weight, _: weight * 0.5,
+    "a number minus it": lambda weight, _: 1 - weight,
+    "over a number": lambda weight, _: weight / 3.0,
+    "negative": lambda weight, _: -weight,
+    "compared": lambda weight, _: weight > 0,
+    "equal to a number": lambda weight, _: weight == 0,
+    "times itself": lambda weight, _: weight @ weight,
+    "on the left": lambda weight, x: weight @ x,
+    "by name": lambda weight, x: torch.matmul(x, other=weight),
+    "into other memory": lambda weight, x: torch.matmul(x, weight, out=torch.empty(3, 4, 4)),
+    "with one row for all": lambda weight, x: torch.matmul(x[0, 0], weight),
+    "transposed by name": lambda weight, _: weight.transpose(dim0=1, dim1=2) + 0.0,
+    "its length": lambda weight, _: torch.tensor(len(weight)),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_of_a_weight_with_an_adapter(name: str) -> None:
+    """Python looks for those in the class alone; and products come in other forms than one input
+    after which the weight stands."""
+    torch.manual_seed(0)
+    weight, left, right = torch.randn(3, 4, 4), torch.randn(3, 4, 2), torch.randn(3, 2, 4)
+    x, sum_ = torch.randn(3, 4, 4), weight + 0.5 * (left @ right)
+    found = OPERATORS[name](AdaptedWeight(weight, [Factors(left, right, 0.5)]), x)
+    torch.testing.assert_close(found, OPERATORS[name](sum_, x))
 
 
 class Operations(TorchDispatchMode):

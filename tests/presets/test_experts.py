@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -125,6 +126,29 @@ def test_another_way_of_computing_is_left_as_it_is() -> None:
         with torch.no_grad():
             results = [experts(*routed()) for experts in (plain, layer[0])]
         assert results[0] == results[1] if change == "patched" else torch.equal(*results)
+
+
+class Doubled(Qwen3MoeExperts):
+    def forward(self, *args: Any) -> Any:
+        return 2 * super().forward(*args)
+
+
+@pytest.mark.parametrize("case", ["class", "registered"])
+def test_experts_of_the_users_own(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class made of transformers' own, and another function for ``"grouped_mm"``: neither was
+    asked."""
+    if case == "registered":
+        theirs = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        monkeypatch.setitem(
+            ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda *args: 2 * theirs(*args)
+        )
+    plain = (Doubled if case == "class" else Qwen3MoeExperts)(qwen().config)
+    for weight in plain.parameters():
+        nn.init.normal_(weight, std=0.3)
+    layer = nn.Sequential(copy.deepcopy(plain))
+    group_experts(layer)
+    with torch.no_grad():
+        assert torch.equal(layer[0](*routed()), plain(*routed()))
 
 
 def test_the_users_modules_stay_what_they_are(engines: Engines) -> None:

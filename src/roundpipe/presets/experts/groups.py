@@ -6,6 +6,8 @@ where transformers writes each to the token's place, in an order that is not fix
 """
 
 from functools import cache
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,19 +28,32 @@ def group_experts(replica: nn.Module) -> None:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether transformers chooses how it computes, by its decorator's attributes."""
+    """Whether transformers chooses how it computes, by its decorator's attributes and forward."""
     has = vars(module).keys()
     wanted = {"config", "has_gate", "has_bias", "is_transposed", "num_experts"}
-    return has >= wanted and "forward" not in has
+    return has >= wanted and "forward" not in has and _ways_of(type(module)) is not None
+
+
+def _ways_of(kind: Any) -> Any:
+    """What the decorator's forward chooses from; None if ``kind`` has a forward of its own, as a
+    user's class made of transformers' may."""
+    forward = kind.forward
+    is_function = isinstance(forward, FunctionType)
+    return getclosurevars(forward).nonlocals.get("experts_interface") if is_function else None
 
 
 @cache
 def _grouped(kind: Any) -> Any:
     """A class of experts that compute here, made of ``kind``, one of transformers'."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    ways = _ways_of(kind)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         is_grouped = self.config._experts_implementation == "grouped_mm"
-        is_here = is_grouped and has_grouped_products(self.down_proj.device)
+        # Quantized experts have another function of that name, and a user may register one.
+        is_theirs = is_grouped and ways["grouped_mm"] is grouped_mm_experts_forward
+        is_here = is_theirs and has_grouped_products(self.down_proj.device)
         return (_run_in_groups if is_here else kind.forward)(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})

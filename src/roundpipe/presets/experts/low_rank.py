@@ -59,14 +59,14 @@ class AdaptedWeight:
         made = [factors.each(lambda part: part[index]) for factors in self._factors]
         return AdaptedWeight(self._weight[index], made)
 
-    def transpose(self, first: int, second: int) -> Any:
-        if {first % self._weight.ndim, second % self._weight.ndim} != {
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        if {dim0 % self._weight.ndim, dim1 % self._weight.ndim} != {
             self._weight.ndim - 2,
             self._weight.ndim - 1,
         }:
-            return self.summed().transpose(first, second)
+            return self.summed().transpose(dim0, dim1)
         made = [factors.transposed() for factors in self._factors]
-        return AdaptedWeight(self._weight.transpose(first, second), made)
+        return AdaptedWeight(self._weight.transpose(dim0, dim1), made)
 
     def summed(self) -> torch.Tensor:
         """The weight that there never has to be."""
@@ -75,14 +75,12 @@ class AdaptedWeight:
             made = made + scaling * (left @ right)
         return made
 
-    def product(
-        self, multiply: Callable[..., torch.Tensor], input: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
+    def product(self, multiply: Callable[..., torch.Tensor], input: torch.Tensor) -> torch.Tensor:
         """What ``multiply(input, weight)`` gives, where that is linear in both."""
-        made = multiply(input, self._weight, **kwargs)
+        made = multiply(input, self._weight)
         for left, right, scaling in self._factors:
-            inner = multiply(input, left, **kwargs)
-            made.add_(multiply(inner if scaling == 1 else inner * scaling, right, **kwargs))
+            inner = multiply(input, left)
+            made.add_(multiply(inner if scaling == 1 else inner * scaling, right))
         return made
 
     def grouped_product(self, input: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -115,12 +113,26 @@ _MATMUL = (
 )
 
 
+def _of_sum(name: str) -> Callable[..., Any]:
+    """The operator of that name. Python looks for those in the class alone."""
+    return lambda self, *others: getattr(self.summed(), name)(*others)
+
+
+for _name in (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("radd", "rsub", "rmul", "rtruediv", "rfloordiv", "rmod", "rpow"),
+    *("neg", "abs", "len", "eq", "ne", "lt", "le", "gt", "ge"),
+):
+    setattr(AdaptedWeight, f"__{_name}__", _of_sum(f"__{_name}__"))
+
+
 def _applied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _MATMUL and isinstance(args[1], AdaptedWeight):
-        return args[1].product(func, args[0], **kwargs)
+    stands = [] if kwargs else [isinstance(value, AdaptedWeight) for value in args]
+    if func in _MATMUL and stands == [False, True] and args[0].ndim > 1:
+        return args[1].product(func, args[0])
     if func is torch.nn.functional.linear:
         return _linear(*args, **kwargs)
-    if func is torch.bmm and isinstance(args[0], AdaptedWeight):  # (n, r, c) @ (n, c, 1)
+    if func is torch.bmm and stands == [True, False]:  # (n, r, c) @ (n, c, 1)
         turned = args[0].transpose(-2, -1).product(torch.bmm, args[1].transpose(-2, -1))
         return turned.transpose(-2, -1)
     args, kwargs = pytree.tree_map(_plain, (args, kwargs))
