@@ -11,7 +11,7 @@ from workload import MODELS
 
 import roundpipe
 from roundpipe.errors import PlanError
-from roundpipe.forecast.estimate import PROCESS_BYTES
+from roundpipe.forecast.machine import PROCESS_BYTES
 
 CARDS = ("12GB", "24GB", "80GB")
 SEQ, ROWS = 2048, 8

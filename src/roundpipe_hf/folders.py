@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from roundpipe.errors import ConfigError
+from roundpipe.system.disk import free_bytes, is_full
 from roundpipe.system.progress import progress
 
 CONFIG = "config.json"
 _MARK = "made_from"  # in the files' metadata, so that a finished folder is known again
 _SPARED_BYTES = 2**28  # that stay free on the disk: other programs write there too
-# None is what a system without any says.
-_NO_LOCKS = (None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 SAFETENSORS_NAMES = {
     "float64": "F64",
     "float32": "F32",
@@ -56,44 +55,54 @@ class NewFolder:
     Args:
         path: where it is to be.
         note: the name of a file that is there until the folder is complete.
-        begun: what the note says: whatever tells this work from any other.
+        begun: what the note says: whatever tells this work from any other. Its "identity" is that
+            in the files' `metadata`.
     """
 
     def __init__(self, path: Path, note: str, begun: Mapping[str, Any]) -> None:
         self.path, self._note, self._begun = path, path / note, dict(begun)
-        self._shared = FileLock(self._note.with_suffix(".lock"))
+        self._shared = _lock(self._note.with_suffix(".lock"))
 
     @staticmethod
     def metadata(identity: str) -> dict[str, str]:
         """What safetensors files in it say of themselves: that they are of that work."""
         return {"format": "pt", _MARK: identity}
 
-    def is_finished(self, identity: str) -> bool:
-        """Tells whether it is complete, and its files are of that work.
+    def is_finished(self) -> bool:
+        """Tells whether it is complete, and its files are of this work.
 
         Raises:
-            ConfigError: it is complete, and damaged.
+            ConfigError: it is, and a file is damaged or missing.
         """
-        for file in sorted(self.path.glob("*.safetensors"))[:1] if self.has(CONFIG) else []:
-            try:
-                with safe_open(file, "pt") as opened:
-                    return bool((opened.metadata() or {}).get(_MARK) == identity)
-            except SafetensorError as error:
-                raise ConfigError(
-                    f"{file} is damaged ({error}); empty its folder and call again"
-                ) from error
-        return False
+        files = sorted(self.path.glob("*.safetensors")) if self.has(CONFIG) else []
+        if not files or _mark_of(files[0]) != self._begun["identity"]:
+            return False
+        for file in files[1:]:
+            _mark_of(file)
+        index = self.path / SAFE_WEIGHTS_INDEX_NAME
+        named = json.loads(index.read_text())["weight_map"].values() if index.exists() else ()
+        missing = sorted(set(named) - {file.name for file in files})
+        if missing:
+            raise ConfigError(
+                f"{self.path / missing[0]} is missing, which {index.name} names; empty its folder "
+                "and call again"
+            )
+        return True
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Others that write the same folder wait, in whatever process they are: on this machine
         here, on others that share the folder when they `begin` it."""
-        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
-        with FileLock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock"):
-            try:
-                yield
-            finally:
-                self._shared.release()
+        # Because a user may not open what another one has made among temporary files.
+        user = getattr(os, "getuid", int)()
+        name = hashlib.sha256(f"{user} {self.path.resolve()}".encode()).hexdigest()[:16]
+        own = _lock(Path(tempfile.gettempdir()) / f"roundpipe-{name}.lock")
+        _acquire(own)
+        try:
+            yield
+        finally:
+            self._shared.release()
+            own.release()
 
     def has(self, name: str) -> bool:
         """Whether that file is there, and so is whole."""
@@ -118,14 +127,15 @@ class NewFolder:
 
     def begin(self) -> None:
         """Makes the folder, unless it is there, waits for another machine that writes it, and says
-        in it what it will be."""
+        in it what it will be.
+
+        Raises:
+            ConfigError: another machine has begun something else there since it was checked.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self._shared.acquire()
-        except (OSError, NotImplementedError) as error:
-            # Some file systems have no locks. What is not shared does not need one.
-            if getattr(error, "errno", None) not in _NO_LOCKS:
-                raise
+        _acquire(self._shared)
+        if not self.is_finished():
+            self.check()
         self.write(self._note.name, json.dumps(self._begun).encode())
 
     def write_files(
@@ -147,17 +157,17 @@ class NewFolder:
         with progress(total=sum(sizes.values()), desc=doing, unit="B", unit_scale=True) as bar:
             for name, size in sizes.items():
                 if name in missing:
-                    self.save(name, partial(write, name, bar.update))
+                    self.save(name, partial(write, name, bar.update), size)
                 else:
                     bar.update(size)
 
-    def save(self, name: str, write: Callable[[Path], Any]) -> None:
-        """Has ``write`` make a file and gives it its name once it is on the disk."""
-        save_whole(self.path / name, write)
+    def save(self, name: str, write: Callable[[Path], Any], num_bytes: int) -> None:
+        """Has ``write`` make a file of that size and gives it its name once it is on the disk."""
+        save_whole(self.path / name, write, num_bytes)
 
     def write(self, name: str, content: bytes) -> None:
         """Makes a file of that content."""
-        self.save(name, lambda path: path.write_bytes(content))
+        self.save(name, lambda path: path.write_bytes(content), len(content))
 
     def write_index(self, weight_map: Mapping[str, str], total_size: int) -> None:
         """Writes which of several files each tensor is in. ``total_size`` is in bytes."""
@@ -177,15 +187,16 @@ class NewFolder:
             is_kind = other.suffix in (".json", ".txt", ".model", ".jinja", *also)
             is_copied = is_kind and other.is_file()
             if is_copied and other.name not in (CONFIG, SAFE_WEIGHTS_INDEX_NAME):
-                shutil.copyfile(other, self.path / other.name)
+                self.save(other.name, partial(shutil.copyfile, other), other.stat().st_size)
         # Last, because a folder with a config is taken for complete.
         self.write(CONFIG, json.dumps(config, indent=2).encode())
         self.tidy()
 
     def tidy(self) -> None:
         """Takes the note away from a folder that is complete."""
-        self._note.unlink(missing_ok=True)
-        Path(self._shared.lock_file).unlink(missing_ok=True)
+        for left in (self._note, Path(self._shared.lock_file)):
+            with suppress(OSError):  # who only reads the folder may not
+                left.unlink(missing_ok=True)
 
 
 def identity_of(said: str, files: Iterable[Path]) -> str:
@@ -195,11 +206,35 @@ def identity_of(said: str, files: Iterable[Path]) -> str:
     return hashlib.sha256(repr((said, stats)).encode()).hexdigest()[:16]
 
 
+def _lock(path: Path) -> FileLock:
+    """Makes a lock that ends with its process, whatever ends that. Where a file system has none, a
+    soft one would be a file that stays, and another machine would wait for it forever."""
+    return FileLock(path, fallback_to_soft=False)
+
+
+def _acquire(lock: FileLock) -> None:
+    try:
+        lock.acquire()
+    except OSError as error:
+        # Some file systems have no locks. What is not shared does not need one.
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def _mark_of(file: Path) -> str | None:
+    try:
+        with safe_open(file, "pt") as opened:
+            return (opened.metadata() or {}).get(_MARK)
+    except SafetensorError as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}); empty its folder and call again"
+        ) from error
+
+
 def check_room(path: Path, num_bytes: float) -> None:
     """Raises ConfigError if the disk that ``path`` is on, or will be, has no room for that many
     bytes more."""
-    folder = next(parent for parent in (path, *path.resolve().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
+    free = free_bytes(path)
     if num_bytes + _SPARED_BYTES > free:
         raise ConfigError(
             f"{path}: about {num_bytes / 1e9:.1f} GB are to be written and {free / 1e9:.1f} GB are "
@@ -207,9 +242,11 @@ def check_room(path: Path, num_bytes: float) -> None:
         )
 
 
-def save_whole(target: Path, write: Callable[[Path], Any], *, beside: Path | None = None) -> None:
-    """Has ``write`` make a file ``beside`` the ``target``, which gets that name once it is on the
-    disk. Default: in a folder that is locked, one that is nobody else's.
+def save_whole(
+    target: Path, write: Callable[[Path], Any], num_bytes: int, *, beside: Path | None = None
+) -> None:
+    """Has ``write`` make a file of about that size ``beside`` the ``target``, which gets that name
+    once it is on the disk. Default: in a folder that is locked, one that is nobody else's.
 
     Raises:
         OSError: the disk is full. What was written of the file is gone.
@@ -218,14 +255,16 @@ def save_whole(target: Path, write: Callable[[Path], Any], *, beside: Path | Non
     try:
         write(beside)
         _keep(beside, target)
-    except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) in _FULL or "os error 28" in str(error):
-            raise OSError(
-                errno.ENOSPC,
-                f"No space left on the disk of {target.parent} while {target.name} was written; "
-                "make room and call again: that goes on with what is missing",
-            ) from error
-        raise
+    except OSError as error:
+        if not is_full(error, target):
+            raise
+        beside.unlink(missing_ok=True)
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left on the disk of {target.parent} while {target.name} was written: it "
+            f"takes about {num_bytes} bytes, and {free_bytes(target)} are free without it; make "
+            "room and call again: that goes on with what is missing",
+        ) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -1,6 +1,7 @@
 """A sharded checkpoint has what the one file has, in any number of processes, and becomes that file
 when it is consolidated."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import format_utils
 
 import roundpipe
 from roundpipe import ConfigError, consolidate_checkpoint, load_checkpoint, save_checkpoint
+from roundpipe.engine.checkpoints import one_file, shards
 from roundpipe.errors import RankError
 from tests.support.models import make_mlp, mlp_batch
 from tests.support.processes import check_in_processes
@@ -126,6 +129,77 @@ def test_what_is_no_whole_checkpoint_is_refused(
     with pytest.raises(ConfigError, match="out-folder is a folder"):
         consolidate_checkpoint("shards", "out-folder")
     assert not os.path.exists("out")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_too_little_room_is_refused_with_both_numbers(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error was that of a library, which said neither."""
+    monkeypatch.chdir(tmp_path)
+    with trained(range(1)) as (engine, optimizer):
+        save_checkpoint("before", engine, optimizer, sharded=sharded)
+        usage: Any = shutil._ntuple_diskusage(2000, 1993, 7)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(ConfigError, match=r"saved: \d+ bytes are to be written and 7 are free"):
+            save_checkpoint("saved", engine, optimizer, sharded=sharded)
+    if sharded:
+        with pytest.raises(ConfigError, match=r"one: \d+ bytes are to be written and 7 are free"):
+            consolidate_checkpoint("before", "one")
+    assert os.listdir() == ["before"]
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails_as_safetensors(*_: Any, **__: Any) -> None:
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+FULL: dict[str, tuple[Any, str, Callable[..., None], Callable[..., None]]] = {
+    "one file": (
+        one_file,
+        "save_file",
+        fails_as_safetensors,
+        lambda *made: save_checkpoint("saved", *made),
+    ),
+    "sharded": (
+        shards.FileSystemWriter,
+        "write_data",
+        fails,
+        lambda *made: save_checkpoint("more", *made, sharded=True),
+    ),
+    "consolidated": (
+        os,
+        "posix_fallocate",
+        fails,
+        lambda *_: consolidate_checkpoint("saved", "one"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_disk_that_others_fill_meanwhile(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file was mapped the process ended without a word."""
+    monkeypatch.chdir(tmp_path)
+    owner, name, function, save = FULL[what]
+    with trained(range(1)) as made:
+        save_checkpoint("saved", *made, sharded=what != "one file")
+        before = contents("saved")
+        message = r"No space left on the disk of \w+, to which \d+ bytes .*\(\d+ are free\)"
+        monkeypatch.setattr(owner, name, function)
+        with pytest.raises(OSError, match=message):
+            save(*made)
+    assert os.listdir() == ["saved"]
+    assert contents("saved") == before
+
+
+def contents(path: str) -> list[bytes]:
+    files = sorted(Path(path).iterdir()) if os.path.isdir(path) else [Path(path)]
+    return [file.read_bytes() for file in files]
 
 
 def cut(path: Path) -> None:

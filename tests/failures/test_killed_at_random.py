@@ -1,7 +1,9 @@
-"""A process killed with SIGKILL at any time, and not only between two of its calls, while it packs,
-merges or saves: what has its name is whole, and the next process goes on to the same bytes.
+"""A process killed with SIGKILL while it packs, merges, stacks or saves: what has its name is
+whole, and the next process, which no lock keeps waiting, goes on to the same bytes.
 
-Each test is a program of its own, which forks children before any thread exists.
+Each test is a program of its own, which forks children before any thread exists. Where one thread
+does all, they are killed after ten of the calls that change the disk or a lock, drawn from a seed;
+engines, which have several, are killed at any time.
 """
 
 import subprocess
@@ -18,7 +20,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import torch
 import torch._dynamo  # what the first optimizer would import, once instead of in each child
 from pathlib import Path
-from tests.support.killed import kill, kill_often, times_of
+from tests.support.killed import count_changes, kill_after, kill_often, start, times_of
 torch.set_num_threads(1)
 out = Path("out")
 
@@ -33,10 +35,11 @@ def content(folder):
 
 # What makes a checkpoint out of another goes on with the files that are missing.
 FILES = """
-def write_again_and_again(write):
-    import shutil
+import random, shutil
 
-    longest = in_child(lambda: write(Path("whole")))
+
+def write_again_and_again(write):
+    in_child(lambda: write(Path("whole")))
     whole = content(Path("whole"))
 
     def look(_):
@@ -49,7 +52,10 @@ def write_again_and_again(write):
         assert all(file.stat().st_mtime_ns == time for file, time in kept.items())
         shutil.rmtree(out)
 
-    kill_often(lambda tell: (tell(), write(out)), longest, look)
+    changes = range(1, count_changes(lambda: write(out)) + 1)
+    shutil.rmtree(out)
+    kill_after(lambda: write(out), sorted(random.Random(0).sample(changes, 10)), look)
+    print("killed: 10 of 10")
 """
 
 PACKING = """
@@ -61,6 +67,53 @@ files = sorted(Path("source").glob("*.safetensors"))
 write_again_and_again(
     lambda folder: packing.quantize_checkpoint(files, folder, "nf4", lambda key: "proj" in key)
 )
+"""
+
+# One that waits for the lock, on the same machine or on another that shares the folder, goes on
+# when the one that holds it is killed.
+WAITING = """
+import shutil, signal, tempfile
+from filelock import FileLock
+from roundpipe_hf.quantization import packing
+from tests.hf.quantization.test_reading import llama
+
+
+def write(folder):
+    packing.quantize_checkpoint(files, folder, "nf4", lambda key: "proj" in key)
+
+
+def hold(tell):
+    packing.write_tensors = lambda *_: (tell(), signal.pause())
+    write(out)
+
+
+def wait(tell):
+    acquire = FileLock.acquire
+
+    def tells(lock):
+        tell()
+        acquire(lock)
+
+    FileLock.acquire = tells
+    tempfile.tempdir = machine
+    write(out)
+
+
+in_child(lambda: llama().save_pretrained("source", max_shard_size="40KB"))
+files = sorted(Path("source").glob("*.safetensors"))
+in_child(lambda: write(Path("whole")))
+os.mkdir("other")
+for machine, locks in ((None, 1), ("other", 2)):
+    holder, told = start(hold)
+    os.read(told, 1)
+    waiter, waits = start(wait)
+    for _ in range(locks):
+        os.read(waits, 1)
+    os.kill(holder, signal.SIGKILL)
+    assert os.waitpid(holder, 0)[1] == signal.SIGKILL
+    assert os.waitpid(waiter, 0)[1] == 0
+    assert content(out) == content(Path("whole"))
+    shutil.rmtree(out)
 """
 
 MERGING = """
@@ -76,6 +129,16 @@ def make():
 
 in_child(make)
 write_again_and_again(lambda folder: merge_and_save("adapter", "base", folder))
+"""
+
+STACKING = """
+from roundpipe_hf import stack_experts
+from roundpipe_hf.export import stacking
+from tests.hf.export.test_merging import base
+
+stacking._FILE_BYTES = 20_000
+in_child(lambda: base("qwen3-moe", Path("made")))
+write_again_and_again(lambda folder: stack_experts("made/base", folder))
 """
 
 # All tensors of a checkpoint have to be those of one and the same step, which is not before the
@@ -196,19 +259,30 @@ assert sorted(os.listdir("out")) == sorted(f"checkpoint-{n}" for n in (steps, st
     [
         pytest.param(FILES + PACKING, id="packing"),
         pytest.param(FILES + MERGING, id="merging"),
+        pytest.param(FILES + STACKING, id="stacking"),
         pytest.param("SHARDED = False" + SAVING, id="one file"),
         pytest.param("SHARDED = True" + SAVING, id="sharded"),
         pytest.param(TRAINER, id="trainer"),
     ],
 )
 def test_killed_ten_times(program: str, tmp_path: Path) -> None:
+    assert "killed: 10 of" in output_of(program, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+def test_killed_while_another_waits(tmp_path: Path) -> None:
+    output_of(WAITING, tmp_path)
+
+
+def output_of(program: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, "-c", BEGIN + program],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]
-    assert "killed: 10 of" in done.stdout
+    return done.stdout

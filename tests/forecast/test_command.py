@@ -18,6 +18,7 @@ import roundpipe
 from roundpipe.forecast import doctor, measure
 from roundpipe.forecast.command import run
 from roundpipe.forecast.doctor import Finding
+from roundpipe.forecast.table import _joined as table_joined
 from roundpipe.trace import table
 from tests.support import ROOT
 
@@ -82,6 +83,25 @@ def test_plan_prints_a_table_or_json(
     found = json.loads(capsys.readouterr().out)
     assert len(found) == 4 * 2
     assert all(sum(each["device"].values()) == each["device_bytes"] for each in found)
+
+
+def test_what_people_type_is_what_is_said(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes without a unit had none; eighty stages took a line of 160 characters; a library warned
+    of patterns that nobody had given."""
+    typed = ["plan", folder, "--seq", "16", "--no-async", "--rows", "1", "--assumed"]
+    assert run([*typed, "--gpu-memory", "24", "--ram", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert "LoRA of rank 16, 8 x 16 tokens on 1 x 24 GB, 64 GB of RAM" in out
+    assert err == ""
+    assert table_joined([2, *[1] * 79]) == "2 + 79 x 1"
+    assert table_joined([]) == "none"
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run(["explain", "ConfigError"])
+        assert run([*typed, "--quantization", "mxfp4"]) == 2
+    assert not warned
+    check = capsys.readouterr().err
+    assert "no weights that mxfp4 is for" in check
 
 
 def test_help_states_every_rate_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +211,7 @@ def test_contradictory_options_are_one_line(
     ("arguments", "said"),
     [
         (["plan", "a", "--full", "--lora", "4"], "--lora: not allowed with argument --full"),
+        (["plan", "a", "--lora", "16", "--full"], "--full: not allowed with argument --lora"),
         (["plan", "a", "--rows", "many"], "--rows: invalid int value: 'many'"),
         (["plan", "a", "--ram", "-3GB"], "--ram: expected one argument"),
         (["plan", "a", "--async", "--no-async"], "--no-async: not allowed with argument --async"),

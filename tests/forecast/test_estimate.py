@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, ViTConfig
+from transformers import GptOssConfig, LlamaConfig, ViTConfig
 
 import roundpipe
 from roundpipe.errors import ConfigError, PlanError
@@ -85,7 +85,7 @@ def test_state_on_a_disk_takes_little_memory_and_the_disks_time(tmp_path: Path) 
     assert on_disk.host["state_pages"] == state, "as it is smaller than what is read ahead"
     assert on_disk.disk_bytes == stored.disk_bytes + state
     assert on_disk.update_ms == pytest.approx(2 * state / 1e3)
-    assert on_disk.bound == "optimizer"
+    assert on_disk.bound == "disk"
     assert on_disk.arguments["optimizer_state_dir"] == folder
     assert not any(tmp_path.iterdir())
 
@@ -97,6 +97,14 @@ def test_weights_in_their_files_take_no_memory() -> None:
     assert mapped.host["weights"] < stored.host["weights"] / 4
     assert mapped.host["staging"] > 0
     assert mapped.disk_bytes == stored.disk_bytes
+
+
+def test_a_base_that_is_read_again_waits_for_the_disk() -> None:
+    """The link was said to be what it waits for, which a faster one would not have changed."""
+    options = {"lora": 4, "async_optimizer": False, "gpu_memory": "60MB"}
+    how = {**options, "pin_model": "off", "quantization": "none"}
+    assert estimates(**how, link=1e-3)[0].bound == "link"
+    assert estimates(**how, ram="31MB", disk=1e-3)[0].bound == "disk"
 
 
 def test_long_rows_run_in_parts_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +123,56 @@ def test_nothing_that_fits_says_what_would() -> None:
         estimates(gpu_memory="2MB")
     with pytest.raises(PlanError, match=r"10MB of host memory.*needs \d+\.\d GB of that"):
         estimates(ram="10MB")
+
+
+DENSE = {"lora": 4, "quantization": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "remedies"),
+    [
+        ({"ram": "60MB"}, "put optimizer state on a disk .*, or train adapters .*"),
+        ({"ram": "10MB"}, "train adapters .*"),
+        ({"ram": "10MB", **DENSE, "pin_model": "alloc"}, "quantize the weights .*, or leave .*"),
+        ({"ram": 0.001, **DENSE, "pin_model": "off"}, "make batch or seq smaller"),
+        ({"gpu_memory": "2MB"}, "make seq smaller or num_microbatch larger"),
+        ({"gpu_memory": "2MB", "lora": 4, "num_microbatch": 4}, "make seq smaller"),
+    ],
+)
+def test_it_says_what_is_left_to_do_for_what_is_short(
+    options: dict[str, Any], remedies: str
+) -> None:
+    """Whoever planned adapters of a quantized model was told to plan these, and to make rows
+    shorter where the host was too small."""
+    with pytest.raises(PlanError, match=rf"GB of that; {remedies}\n"):
+        estimates(**options)
+
+
+def test_stacked_experts_may_be_made_mxfp4(tmp_path: Path) -> None:
+    """`load_pretrained` does; plans knew it of checkpoints only that were, and `plan` took no such
+    flag for those either."""
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_local_experts=4,
+    )
+    how = {**SMALL, "lora": 4, "dtype": torch.bfloat16, "async_optimizer": False}
+    dense, made, nf4 = (
+        roundpipe.estimate(config, **how, pin_model="alloc", quantization=name)[0]
+        for name in ("none", "mxfp4", "nf4")
+    )
+    stacked = 2 * 4 * 3 * 64 * 64
+    packed = dense.host["weights"] - stacked * 2 + stacked * 4.25 / 8
+    assert made.host["weights"] == pytest.approx(packed, rel=1e-3)
+    assert nf4.host["weights"] < made.host["weights"], "because it is for attention, too"
+    assert made.arguments["quantization"] == "mxfp4"
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no weights that mxfp4 is for"):
+        estimates(lora=4, quantization="mxfp4")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import roundpipe
+from roundpipe.presets.experts import product
 from roundpipe.presets.experts.groups import group_experts
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines
@@ -92,6 +93,21 @@ def test_they_are_transformers_own(make: Any, num_used: int, *, trains: bool) ->
         assert_same_sums(by_weights, of_weights, terms=NUM_TOKENS)
     else:
         assert set(by_weights.values()) == {None}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("rank", [None, 8])
+def test_the_compiler_is_told_what_a_product_is(rank: int | None, *, trains: bool) -> None:
+    """Shapes, memory and gradients of the operation are those that it says it has, by torch's own
+    check."""
+    ends = torch.tensor([3, 3, 10, 11, NUM_TOKENS], dtype=torch.int32)
+    rows = torch.randn(NUM_TOKENS, WIDTH, requires_grad=True)
+    weight = torch.randn(NUM_EXPERTS, WIDTH, 24, requires_grad=trains)
+    left, right = (
+        None if rank is None else torch.randn(NUM_EXPERTS, *shape, requires_grad=True)
+        for shape in ((WIDTH, rank), (rank, 24))
+    )
+    torch.library.opcheck(product._product, (rows, weight, left, right, ends, 0.5))
 
 
 def test_another_way_of_computing_is_left_as_it_is() -> None:

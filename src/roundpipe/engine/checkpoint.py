@@ -76,8 +76,10 @@ def save_checkpoint(
             for one file. All have to see the folder. One that is there is not replaced.
 
     Raises:
-        ConfigError: ``path`` is a folder (``sharded``: is there already), or an optimizer is over
-            other parameters, here or in another process; nothing was written.
+        ConfigError: ``path`` is a folder (``sharded``: is there already), an optimizer is over
+            other parameters, here or in another process, or there is too little room on the disk;
+            nothing was written.
+        OSError: the disk ran full; what was at ``path`` is still there.
 
     Example:
         >>> roundpipe.save_checkpoint("step-1000.safetensors", engine, optimizer)
@@ -222,8 +224,9 @@ def consolidate_checkpoint(folder: str | os.PathLike[str], path: str | os.PathLi
         path: the file; one of the same name is replaced at the end.
 
     Raises:
-        ConfigError: ``folder`` is no whole sharded checkpoint, or ``path`` is a folder; nothing was
-            written.
+        ConfigError: ``folder`` is no whole sharded checkpoint, ``path`` is a folder, or there is
+            too little room on its disk; nothing was written.
+        OSError: the disk ran full; there is no new file.
 
     Example:
         >>> roundpipe.consolidate_checkpoint("step-1000", "step-1000.safetensors")

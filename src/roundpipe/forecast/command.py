@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, RoundPipeError
+from ..system.sizes import in_gb
 from ..trace import summary, table
 from ..trace.plot import figure_of, save
 from .doctor import COLUMNS, examine
@@ -26,12 +27,13 @@ train that fits, best first. Of the model only its config.json is read; nothing 
 
 A way is its quantization, whether steps are asynchronous, its optimizer and pin_model. Then come
 the milliseconds of a step and its tokens a second. What it is bound by is compute, the link, the
-optimizer, or memory, where devices compute again what they could not keep. Sizes are in GB, disk
-that of the weights' files and of their quantized copy where one is made; up and down is what passes
-the link in a step. VRAM and RAM are peaks, with 0.6 GB that
-CUDA takes of a device and 1 GB that Python and its libraries take of the host. Times come from
-operations and bytes at the rates that --tflops, --link, --host, --cores and --disk state: left out,
-those that `bench` has measured here, or modest ones. Checkpoints take disk on top.
+disk, the optimizer, or memory, where devices compute again what they could not keep: then more
+microbatches (--num-microbatch) may be faster. Sizes are in GB, disk that of the weights' files and
+of their quantized copy where one is made; up and down is what passes the link in a step. VRAM and
+RAM are peaks, with 0.6 GB that CUDA takes of a device and 1 GB that Python and its libraries take
+of the host. Times come from operations and bytes at the rates that --tflops, --link, --host,
+--cores and --disk state: left out, those that `bench` has measured here, or modest ones.
+Checkpoints take disk on top.
 """
 _DOCTOR = """Looks at devices, drivers, links (measured), page-locking, the compiler, cores, host
 memory and its limits, and says what will be slow and why. Exit status 1 if there is something."""
@@ -44,6 +46,7 @@ _EXPLAIN = """Prints what the troubleshooting guide says about an error's name, 
 or a symptom; all of the guide where nothing is named."""
 
 _BROKEN_PIPE = 128 + 13
+_RANK = 16  # no default of argparse's, which overlooks that who names it has also said --full
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -54,8 +57,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     name = "--help"  # ends the process, else there is a command
     try:
         with warnings.catch_warnings():
-            # Libraries call each other by old names, and who types a command cannot change that.
-            warnings.simplefilter("ignore", FutureWarning)
+            # Libraries call each other by old names, or in vain, and who types a command cannot
+            # change that.
+            for kind in (FutureWarning, RuntimeWarning):
+                warnings.simplefilter("ignore", kind)
             try:
                 options = vars(_parser().parse_args(arguments))
                 name = options.pop("command")
@@ -84,7 +89,8 @@ def _plan(
     for field in fields(Machine):
         if options[field.name] is None:
             options[field.name] = measured.get(field.name, field.default)
-    options["lora"] = None if full else options["lora"]
+    if options["lora"] is None and not full:
+        options["lora"] = _RANK
     if rows < 1:
         raise ConfigError(f"--rows is {rows}; give at least 1")
     found = estimate(model, **options)
@@ -94,7 +100,7 @@ def _plan(
     how = "all weights" if full else f"LoRA of rank {options['lora']}"
     title = (
         f"{model}, {how}, {options['batch']} x {options['seq']} tokens on "
-        f"{options['gpus']} x {options['gpu_memory']}, {options['ram']} of RAM"
+        f"{options['gpus']} x {in_gb(options['gpu_memory'])}, {in_gb(options['ram'])} of RAM"
     )
     show_estimates(title, found[:rows])
     if not measured and not assumed:
@@ -180,9 +186,8 @@ def _add_plan(commands: Any) -> None:
     trains.add_argument(
         "--lora",
         type=int,
-        default=16,
         metavar="RANK",
-        help="train adapters of that rank on all linear layers but the head (16)",
+        help=f"train adapters of that rank on all linear layers but the head ({_RANK})",
     )
     trains.add_argument("--full", action="store_true", help="train all weights")
     batch = plan.add_argument_group("the batch")

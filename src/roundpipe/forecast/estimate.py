@@ -11,19 +11,16 @@ from ..autoplan.cutting import TOKENS_AT_ONCE
 from ..autoplan.problem import MOST_SHORTAGES
 from ..errors import ConfigError, PlanError
 from ..memory.state_file import check_folder
-from ..plan.memory import readable
 from ..recompute.row_wise import can_cut
 from ..transfer.read_ahead import KEPT_OF_FREE
 from .host import host_bytes, optimizer_bytes
-from .machine import CONTEXT_BYTES, Machine
+from .machine import PROCESS_BYTES, Failure, Machine, what_would_fit
 from .models import ImaginedModel, imagine
 from .planned import PlannedStep
 from .sketch import LayerSketch, batch_of, sketches, tokens_at_once
 from .ways import Choice, choices
 
-Bound = Literal["compute", "link", "optimizer", "memory"]
-# What Python, torch and the Hugging Face libraries take of the host before a model is loaded.
-PROCESS_BYTES = 1_000_000_000
+Bound = Literal["compute", "link", "disk", "optimizer", "memory"]
 _UNLIMITED = 1 << 59
 # Relative: steps whose predicted times differ by less are as fast.
 _ALIKE = 0.02
@@ -120,8 +117,8 @@ def estimate(
         batch: rows of a step, all devices together.
         num_microbatch: default: the number of devices + 1, but no more than rows.
         quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
-            "none", "nf4", "nf4_double" (tried only if given), "fp8" or "int8"; a name in
-            `OPTIMIZERS`; True or False; "alloc" or "off", which leaves weights in their files.
+            "none", "nf4", "fp8", "int8", or "nf4_double" and "mxfp4" (tried only if given); a name
+            in `OPTIMIZERS`; True or False; "alloc" or "off", which leaves weights in their files.
         optimizer_state_dir: as of `RoundPipe`; times are as if no state stayed in memory.
         dtype: of the weights; default: that of the config.
         devices: what devices are; "cpu" for virtual ones.
@@ -156,22 +153,31 @@ def estimate(
     ways = [way._replace(optimizer_state_dir=optimizer_state_dir) for way in ways]
     said = {} if num_microbatch is None else {"num_microbatch": count}
     asked = _Asked(imagined, known, on, count, batch, seq, devices, said, at_once)
-    found, failures, cut = list[Estimate](), list[_Failure](), None
+    found, failures, cut = list[Estimate](), list[Failure](), None
     for way in ways:
         try:
             with imagined.quantized(way.quantization):
                 made = asked.answer(way)
-                if isinstance(made, _Failure) and made.device_bytes > on.device_bytes(devices):
+                if isinstance(made, Failure) and made.device_bytes > on.device_bytes(devices):
                     cut = cut or asked.in_parts(size)
                     made = made if cut is None else cut.answer(way)
         except ConfigError as error:  # weights that do not divide into blocks
             if quantization is not None:
                 raise
-            failures.append(_Failure(way, 0, 0, str(error)))
+            failures.append(Failure(way, 0, 0, 0, str(error)))
             continue
         (found if isinstance(made, Estimate) else failures).append(made)  # type: ignore[arg-type]
     if not found:
-        raise PlanError(_what_would_fit(failures, on, devices))
+        raise PlanError(
+            what_would_fit(
+                failures,
+                on,
+                on.device_bytes(devices),
+                asked.ram_bytes,
+                is_full=lora is None,
+                can_split=count < batch,
+            )
+        )
     # What is as fast as the plainest way that is, within what can be told, is no better.
     places = {way: place for place, way in enumerate(ways)}
     found.sort(key=lambda each: (round(math.log(each.step_ms) / _ALIKE), places[each.choice]))
@@ -184,16 +190,6 @@ def _machine(given: dict[str, Any]) -> Machine:
     except TypeError as error:
         known = ", ".join(Machine.__dataclass_fields__)
         raise ConfigError(f"estimate() takes of a machine: {known}; {error}") from error
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """A failed way needs this much of a device and of the host; ``why`` if it fails otherwise."""
-
-    choice: Choice
-    device_bytes: int
-    host_bytes: int
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -221,32 +217,33 @@ class _Asked:
         known = sketches(self.model.layers, batch_of(*size), TOKENS_AT_ONCE)
         return replace(self, sketches=known, tokens_at_once=TOKENS_AT_ONCE)
 
-    def answer(self, way: Choice) -> Estimate | _Failure:
+    def answer(self, way: Choice) -> Estimate | Failure:
         """With the model's weights as the way has them."""
         try:
             step = self._planned(way)
-            host = host_bytes(step, self._free)
+            host = host_bytes(step, self.ram_bytes)
             kept, in_files = (
-                KEPT_OF_FREE * (self._free - sum(host.values())),
+                KEPT_OF_FREE * (self.ram_bytes - sum(host.values())),
                 self._in_files(step, way),
             )
             if in_files > kept > 0:
                 # The rest is read again in each sweep.
                 step = self._planned(way, from_disk=1 - kept / in_files)
-                host = host_bytes(step, self._free)
+                host = host_bytes(step, self.ram_bytes)
         except PlanError:
             step = self._planned(way, device_bytes=_UNLIMITED, has_states=False)
             needed = sum(host_bytes(step, math.inf).values())
-            return _Failure(way, step.least_device_bytes(), needed)
+            return Failure(way, step.least_device_bytes(), needed, sum(optimizer_bytes(step)))
         device = step.device_bytes()
         for shortages in range(1, MOST_SHORTAGES + 1):
             if sum(device.values()) <= self._device_bytes:
                 break
             # As an engine does that runs out of memory: it plans again, with less.
             step = self._planned(way, from_disk=step.from_disk, shortages=shortages)
-            device, host = step.device_bytes(), host_bytes(step, self._free)
-        if sum(host.values()) > self._free or sum(device.values()) > self._device_bytes:
-            return _Failure(way, sum(device.values()), sum(host.values()))
+            device, host = step.device_bytes(), host_bytes(step, self.ram_bytes)
+        if sum(host.values()) > self.ram_bytes or sum(device.values()) > self._device_bytes:
+            state = sum(optimizer_bytes(step))
+            return Failure(way, sum(device.values()), sum(host.values()), state)
         times, (up, down) = step.times(), step.link_bytes()
         plan = step.planned.plan
         return Estimate(
@@ -261,7 +258,7 @@ class _Asked:
             compute_ms=times.compute,
             link_ms=times.link,
             update_ms=times.update,
-            bound=_bound(times.compute, times.again, times.link, times.update),
+            bound=self._bound(step),
             stages=(tuple(map(len, plan.fwd_plan)), tuple(map(len, plan.bwd_plan))),
             spilled=len(step.planned.spilled),
             tokens=self.rows * self.seq,
@@ -269,7 +266,8 @@ class _Asked:
         )
 
     @property
-    def _free(self) -> int:
+    def ram_bytes(self) -> int:
+        """Of the host, for tensors."""
         return self.machine.ram_bytes - (PROCESS_BYTES if self.kind != "cpu" else 0)
 
     @property
@@ -300,6 +298,23 @@ class _Asked:
             tokens_at_once=self.tokens_at_once,
         )
 
+    def _bound(self, step: PlannedStep) -> Bound:
+        """Where the disk makes the longest of them longer, that is what it waits for."""
+        times = step.times()
+        most = max(times.compute, times.link, times.update)
+        if most == times.link:
+            pinned = step.choice.pin_model
+            slow, fast = (
+                self.machine.up_bytes_per_ms(pinned, from_disk=share)
+                for share in (step.from_disk, 0.0)
+            )
+            return "disk" if slow < fast else "link"
+        if most == times.update:
+            is_on_disk = step.choice.optimizer_state_dir is not None
+            moved = 2 * sum(optimizer_bytes(step)) / (self.machine.disk * 1e6)
+            return "disk" if is_on_disk and moved > 0.99 * most else "optimizer"
+        return "memory" if times.again > _NOTABLE * times.compute else "compute"
+
     def _in_files(self, step: PlannedStep, way: Choice) -> int:
         if way.pin_model != "off":
             return 0
@@ -322,31 +337,3 @@ def _frozen_bytes(step: PlannedStep) -> int:
         if not use.parameter.requires_grad
     }
     return sum(frozen.values())
-
-
-def _bound(compute: float, again: float, link: float, update: float) -> Bound:
-    most = max(compute, link, update)
-    if most == link:
-        return "link"
-    if most == update:
-        return "optimizer"
-    return "memory" if again > _NOTABLE * compute else "compute"
-
-
-def _what_would_fit(failures: Sequence[_Failure], machine: Machine, kind: str) -> str:
-    could = [each for each in failures if not each.why]
-    if not could:
-        return f"nothing fits: {failures[0].why}"
-    device = min(could, key=lambda each: each.device_bytes)
-    host = min(could, key=lambda each: each.host_bytes)
-    # A plan fills nine tenths of what is free (`autoplan/memory_limit.py`).
-    gpu = (device.device_bytes / 0.9 + CONTEXT_BYTES) / 1e9
-    beside, ram = ((one.host_bytes + PROCESS_BYTES) / 1e9 for one in (device, host))
-    return (
-        f"nothing fits into {machine.gpus} x {machine.gpu_memory} of device memory "
-        f"({readable(machine.device_bytes(kind))} for tensors) and {machine.ram} of host memory. "
-        f"Of {len(could)} ways the smallest on a device ({device.choice}) needs {gpu:.1f} GB there "
-        f"and {beside:.1f} GB of host memory, the smallest on the host ({host.choice}) needs "
-        f"{ram:.1f} GB of that; make seq smaller or num_microbatch larger, put optimizer state on "
-        "a disk (optimizer_state_dir), or train adapters of a quantized model (lora, quantization)"
-    )

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,13 @@ class ImaginedModel:
 
     Args:
         layers: dense ones, with adapters.
-        owners: the weights that may be quantized, as modules and the names of their parameters.
+        owners: the weights that each format is for, as modules and the names of their parameters.
         quantization: of the checkpoint, "none" if it is dense.
         file_bytes: of the dense weights, without adapters.
     """
 
     layers: list[nn.Module]
-    owners: list[Owner]
+    owners: Mapping[str, list[Owner]]
     quantization: str
     file_bytes: int
     name: str
@@ -51,22 +51,27 @@ class ImaginedModel:
         """The weights that may be are in that format while the context lasts.
 
         Raises:
-            ConfigError: one of them does not divide into the format's blocks.
+            ConfigError: there are none, or one does not divide into the format's blocks.
         """
         if quantization == "none":
             yield
             return
-        dense = [getattr(owner, name) for owner, name in self.owners]
+        owners = self.owners[quantization]
+        if not owners:
+            raise ConfigError(
+                f"{self.name} has no weights that {quantization} is for; leave quantization out"
+            )
+        dense = [getattr(owner, name) for owner, name in owners]
         made: dict[Any, QuantizedWeight] = {}
         try:
-            for (owner, name), weight in zip(self.owners, dense, strict=True):
+            for (owner, name), weight in zip(owners, dense, strict=True):
                 key = weight.shape, weight.dtype
                 if key not in made:
                     made[key] = QuantizedWeight.quantize(weight.detach(), FORMATS[quantization])
                 setattr(owner, name, nn.Parameter(made[key], requires_grad=False))
             yield
         finally:
-            for (owner, name), weight in zip(self.owners, dense, strict=True):
+            for (owner, name), weight in zip(owners, dense, strict=True):
                 setattr(owner, name, weight)
 
 
@@ -90,8 +95,12 @@ def imagine(source: Any, *, lora: int | None, dtype: torch.dtype | None = None) 
             f"{source} is quantized ({quantization}), and quantized weights do not train; "
             "plan for adapters (--lora 16)"
         )
-    wanted = quantizable(model, quantization)
-    owners = [(model.get_submodule(path), own) for path, own in map(_split, wanted)]
+    owners = {
+        form: [
+            (model.get_submodule(path), own) for path, own in map(_split, quantizable(model, form))
+        ]
+        for form in FORMATS
+    }
     file_bytes = sum(parameter.nbytes for parameter in model.parameters())
     vocabulary: Any = getattr(getattr(model, "config", None), "vocab_size", None)
     if lora is not None:

@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from ..trace.table import as_html, show
-from .estimate import PROCESS_BYTES, Estimate
-from .machine import CONTEXT_BYTES
+from .estimate import Estimate
+from .machine import CONTEXT_BYTES, PROCESS_BYTES
 
 COLUMNS = ("way", "ms", "tok/s", "bound", "VRAM", "RAM", "disk", "up", "down")
 
@@ -72,4 +73,6 @@ def _said(value: Any) -> str:
 
 
 def _joined(counts: Sequence[int]) -> str:
-    return "+".join(map(str, counts)) or "none"
+    """Stages of as many layers in a row once: ``2 + 79 x 1``."""
+    runs = [(count, len([*same])) for count, same in groupby(counts)]
+    return " + ".join(f"{many} x {n}" if many > 1 else f"{n}" for n, many in runs) or "none"

@@ -23,7 +23,9 @@ OPTIMIZERS = {
     "lion": OptimizerCosts(4, 450e3, "roundpipe.optim.Lion"),
     "sgd": OptimizerCosts(0, 900e3, "roundpipe.optim.SGD"),
 }
-MADE_FROM_DENSE = ("nf4", "fp8", "int8", "nf4_double")
+MADE_FROM_DENSE = ("nf4", "fp8", "int8", "nf4_double", "mxfp4")
+# As fast as "nf4" and a little less exact, so only where they are asked for.
+_ASKED_FOR = ("nf4_double", "mxfp4")
 
 
 class Choice(NamedTuple):
@@ -93,8 +95,7 @@ def choices(
     optimizers = _chosen("optimizer", optimizer, tuple(OPTIMIZERS))
     chosen = _chosen("quantization", quantization, formats)
     if quantization is None and of_checkpoint == "none":
-        # As fast as "nf4" and a little less exact, so only where it is asked for.
-        chosen = [name for name in chosen if name != "nf4_double"]
+        chosen = [name for name in chosen if name not in _ASKED_FOR]
     found = product(
         chosen,
         (False, True) if is_async is None else (is_async,),

@@ -1,5 +1,5 @@
-"""What the operating system and its control groups give this process: cores and host memory, and a
-terminal.
+"""What the operating system and its control groups give this process: cores, host memory and disk,
+and a terminal.
 
 Imports nothing of this package.
 """

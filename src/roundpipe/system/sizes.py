@@ -18,6 +18,12 @@ _BYTES = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+def in_gb(size: str | float) -> str:
+    """The ``size`` as `bytes_of` takes it, with a unit."""
+    is_number = not isinstance(size, str) or size.replace(".", "", 1).strip().isdigit()
+    return f"{size} GB" if is_number else str(size)
+
+
 def bytes_of(size: str | float, name: str) -> int:
     """The bytes of ``size``: a string with a unit (``"24GB"``, ``"900MiB"``) or a number of GB.
 

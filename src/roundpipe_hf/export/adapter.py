@@ -25,8 +25,10 @@ from transformers.utils.hub import cached_file
 from roundpipe.errors import ConfigError
 
 from ..compat import AuxiliaryTrainingWrapper, BaseTunerLayer, TrainableTokensWrapper
+from ..quantization.reading import refuse_damaged
 
 _NAME = "default"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # What PEFT does to the base's weights when it makes an adapter with another one is not in the
 # adapter's files.
 _LEAVES_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
@@ -45,15 +47,24 @@ def model_of_stand_ins(model_class: Any, config: Any) -> PreTrainedModel:
 
 def folder_of(adapter: str | Path) -> Path:
     """Where an adapter is, if need be in the Hub's cache, where the folder's name tells its
-    revision. Raises ConfigError if there is none."""
+    revision. Raises ConfigError if there is none, or its weights are missing or damaged."""
     config = Path(adapter) / "adapter_config.json"
+    is_here = Path(adapter).is_dir()
     try:
-        found = config if Path(adapter).is_dir() else cached_file(str(adapter), config.name)
+        found = config if is_here else cached_file(str(adapter), config.name)
+        if not is_here:
+            how: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+            any(cached_file(str(adapter), name, **how) for name in _WEIGHTS)
     except OSError as error:
         raise ConfigError(f"{adapter} is no adapter's folder, nor on the Hub: {error}") from error
     if found is None or not Path(found).is_file():
         raise ConfigError(f"{adapter} has no adapter_config.json; name an adapter's folder")
-    return Path(found).parent.resolve()
+    folder = Path(found).parent.resolve()
+    weights = [folder / name for name in _WEIGHTS if (folder / name).is_file()]
+    if not weights:
+        raise ConfigError(f"{folder} has no {_WEIGHTS[0]}; get it again")
+    refuse_damaged(file for file in weights if file.name == _WEIGHTS[0])
+    return folder
 
 
 class Adapter:

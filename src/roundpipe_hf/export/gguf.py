@@ -70,7 +70,7 @@ def export_gguf(model: str | Path, out: str | Path, dtype: str = "f16") -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     # Because others may write here, and have files of any name.
     beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-    save_whole(target, file.write, beside=beside)
+    save_whole(target, file.write, file.num_bytes, beside=beside)
 
 
 def _architecture(config: Any) -> str:

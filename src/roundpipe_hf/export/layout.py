@@ -6,11 +6,15 @@ writes them again; this asks it for single parameters, first with shapes alone.
 """
 
 import copy
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from roundpipe.errors import ConfigError
 
 from ..compat import (
     WeightConverter,
@@ -35,6 +39,7 @@ class Source:
         name: of the first parameter, which the files' keys lead to.
         names: of the parameters.
         fault: why these cannot be written as they were, if they cannot.
+        other_size: which parameter has another number of elements in the model, if one has.
     """
 
     def __init__(self, model: PreTrainedModel | None, name: str, converter: Any) -> None:
@@ -44,6 +49,7 @@ class Source:
         self._shapes: dict[str, torch.Size] = {}
         self.names: tuple[str, ...] = (name,)
         self.fault: str | None = None
+        self.other_size: str | None = None
 
     @classmethod
     def of_one(cls, name: str) -> "Source":
@@ -82,6 +88,8 @@ class Source:
                 if name not in parameters or parameters[name].shape != value.shape:
                     wanted = tuple(parameters[name].shape) if name in parameters else "no such one"
                     self.fault = f"{name} has shape {tuple(value.shape)}, the model has {wanted}"
+                    if name in parameters and parameters[name].numel() != value.numel():
+                        self.other_size = self.fault
             written = self.unload(made)
             left = [k for k in self.keys if k not in written]
             if left:
@@ -120,6 +128,34 @@ class Source:
         assert self._model is not None
         made = converter.convert(name, model=self._model, config=self._model.config)
         return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+def refuse_other_weights(model: PreTrainedModel, found: Mapping[str, Source], folder: Path) -> None:
+    """Raises ConfigError if the files lack a parameter, or have one of another size.
+
+    Args:
+        model: without adapters.
+        found: what its parameters are made of.
+        folder: of the files.
+    """
+    remedy = f"a file or config.json of {folder} is missing or another checkpoint's; get it again"
+    for source in found.values():
+        if source.other_size:
+            raise ConfigError(f"{source.other_size}: {remedy}")
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    known = {*found, *(name for name, other in tied.items() if other in found)}
+    known |= {other for name, other in tied.items() if name in found}
+    made_anew = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [
+        name
+        for name, _ in model.named_parameters()
+        if name not in known and not any(re.search(pattern, name) for pattern in made_anew)
+    ]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} and {len(missing) - 1} others of {type(model).__name__} are in no file: "
+            f"{remedy}"
+        )
 
 
 def sources(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[str, Source]:

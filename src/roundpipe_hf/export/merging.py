@@ -15,7 +15,7 @@ from ..files import Checkpoint
 from ..folders import CONFIG, NewFolder, Progress, identity_of, write_tensors
 from ..loading import class_of, config_of
 from .adapter import Adapter, folder_of, model_of_stand_ins
-from .layout import Source, Tensors, sources
+from .layout import Source, Tensors, refuse_other_weights, sources
 from .weights import Weights, dense
 
 
@@ -39,9 +39,10 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
 
     Raises:
         ConfigError: an adapter that cannot be merged exactly (another method than LoRA or DoRA, an
-            initialization that changed the base, shapes of another model), weights that the files
-            hold in a way that cannot be written again, a folder that holds something else, or too
-            little room on its disk. Nothing has been written.
+            initialization that changed the base, shapes of another model), files that are damaged,
+            missing or another checkpoint's, weights that they hold in a way that cannot be written
+            again, a folder that holds something else, or too little room on its disk. Nothing has
+            been written.
         OSError: the disk ran full. What was finished stays.
 
     Example:
@@ -57,7 +58,7 @@ def merge_and_save(adapter: str | Path, base: str | Path, out: str | Path) -> No
     begun = {"base": str(files.folder.resolve()), "adapter": str(adapter), "identity": identity}
     folder = NewFolder(Path(out), "merging.json", begun)
     with folder.locked():
-        if folder.is_finished(identity):
+        if folder.is_finished():
             folder.tidy()
             return
         folder.check()
@@ -89,6 +90,7 @@ class _Merge:
         model, adapted = (model_of_stand_ins(model_class, config) for _ in range(2))
         tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
         found = sources(model, {name: one.shape for name, one in self._weights.items()})
+        refuse_other_weights(model, found, checkpoint.folder)
         self._adapter = Adapter(adapter, adapted)
         self._part_ties(tied, found)
         self._groups = _groups(self._adapter, found, set(tied))

@@ -15,7 +15,7 @@ from ..folders import CONFIG, NewFolder, Progress, identity_of, write_tensors
 from ..loading import class_of, config_of
 from ..quantization.reading import EXPERT, method_of
 from .adapter import model_of_stand_ins
-from .layout import Source, sources
+from .layout import Source, refuse_other_weights, sources
 from .weights import Weights
 
 _FILE_BYTES = 4 * 10**9
@@ -51,7 +51,7 @@ def stack_experts(base: str | Path, out: str | Path) -> None:
     begun = {"base": str(checkpoint.folder.resolve()), "identity": identity}
     folder = NewFolder(Path(out), "stacking.json", begun)
     with folder.locked():
-        if folder.is_finished(identity):
+        if folder.is_finished():
             folder.tidy()
             return
         folder.check()
@@ -96,6 +96,7 @@ def _files(checkpoint: Checkpoint, config: Any) -> dict[str, list[_Held]]:
     model = model_of_stand_ins(model_class_of(class_of("", {"config": config}), config), config)
     parameters = model.state_dict()
     found = sources(model, {key: one.shape for key, one in weights.items()})
+    refuse_other_weights(model, found, checkpoint.folder)
     files: list[list[_Held]] = [[]]
     for source in {id(one): one for one in found.values()}.values():
         own = {key: weights.pop(key) for key in source.keys}

@@ -75,7 +75,7 @@ def quantize_checkpoint(
     folder = NewFolder(out, "quantizing.json", begun)
     # Because every process of a run loads the model: the first one writes, the others find it.
     with folder.locked():
-        if folder.is_finished(identity):
+        if folder.is_finished():
             folder.tidy()
             return
         folder.check()
@@ -99,7 +99,8 @@ def _quantize(
         target = folder.path / file.name
         if not target.exists():
             tensors = dict(_quantized(file, quantization, is_quantized, shapes))
-            folder.save(file.name, partial(_write, tensors, metadata))
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            folder.save(file.name, partial(_write, tensors, metadata), num_bytes)
         with safe_open(target, "pt") as opened:
             index |= dict.fromkeys(opened.keys(), file.name)
     if [file.name for file in files] != [SAFE_WEIGHTS_NAME]:

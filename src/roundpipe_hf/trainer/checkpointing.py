@@ -11,6 +11,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from errno import ENOSPC
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from roundpipe import OptimizerCtx, RoundPipe
 from roundpipe.engine.checkpoints import REST, packed, refused_alike, unpacked, writable
 from roundpipe.engine.optimizer_files import check_optimizers, describe, restore, together
 from roundpipe.errors import ConfigError
+from roundpipe.system.disk import free_bytes, is_full
 
 from ..compat import OPTIMIZER_NAME
 
@@ -45,6 +47,9 @@ def whole_folder(
         is_owner: whether this is the one process of those that write together which makes and
             renames folders.
         wait: waits for the others.
+
+    Raises:
+        OSError: the disk is full. What was written is gone; what was at ``path`` is still there.
     """
     unfinished = Path(path).parent / UNFINISHED_NAME
     if is_owner:
@@ -59,6 +64,17 @@ def whole_folder(
             if os.path.isdir(path):
                 os.rename(path, unfinished / "replaced")
             os.rename(made, path)
+    except Exception as error:
+        if not is_owner or not is_full(error, unfinished):
+            raise
+        written = sum(file.stat().st_size for file in unfinished.rglob("*") if file.is_file())
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(
+            ENOSPC,
+            f"No space left on the disk of {unfinished.parent} when {written} bytes of "
+            f"{Path(path).name} were written ({free_bytes(unfinished)} are free without them); "
+            "make room, or keep fewer checkpoints (save_total_limit), and resume from the last one",
+        ) from error
     finally:
         if is_owner:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -14,8 +14,8 @@ import torch
 
 from roundpipe import estimate
 from roundpipe.device.facts import facts_of
-from roundpipe.forecast.estimate import PROCESS_BYTES, Estimate
-from roundpipe.forecast.machine import CONTEXT_BYTES, Machine
+from roundpipe.forecast.estimate import Estimate
+from roundpipe.forecast.machine import CONTEXT_BYTES, PROCESS_BYTES, Machine
 from roundpipe.forecast.measure import measured_machine
 from roundpipe.plan.memory import readable
 from roundpipe.system.host_memory import all_host_bytes

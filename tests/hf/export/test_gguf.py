@@ -314,7 +314,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("4096 requested and 1024 written")  # as NumPy says it
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fails)
-    with pytest.raises(OSError, match=f"No space left on the disk of {tmp_path}"):
+    with pytest.raises(OSError, match=rf"disk of {tmp_path} .* takes about \d+ bytes, and \d+"):
         export_gguf(tmp_path / "model", tmp_path / "model.gguf")
     assert {file.name for file in tmp_path.iterdir()} == {"model"}
 

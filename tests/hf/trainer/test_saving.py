@@ -1,6 +1,7 @@
 """What is saved loads in plain transformers and PEFT, holds every update, and resumes as if nothing
 had happened."""
 
+import errno
 import logging
 import shutil
 import subprocess
@@ -271,6 +272,27 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
     (tmp_path / "_unfinished" / "checkpoint-2").mkdir(parents=True)
     write("new")
     assert (path / "optimizer.pt").read_text() == "new"
+    assert [child.name for child in tmp_path.iterdir()] == ["checkpoint-3"]
+
+
+def test_a_disk_that_is_full_is_told_of_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error was torch's, of a position in a file."""
+    usage: Any = shutil._ntuple_diskusage(2000, 1993, 7)
+    path = tmp_path / "checkpoint-3"
+    path.mkdir()
+
+    def write() -> None:
+        with whole_folder(path) as folder:
+            (Path(folder) / "checkpoint-3").mkdir(parents=True)
+            (Path(folder) / "checkpoint-3" / "optimizer.pt").write_bytes(bytes(300))
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+            raise RuntimeError("unexpected pos 576 vs 534")
+
+    with pytest.raises(OSError, match=r"when 300 bytes of checkpoint-3 .*\(7 are free") as raised:
+        write()
+    assert raised.value.errno == errno.ENOSPC
     assert [child.name for child in tmp_path.iterdir()] == ["checkpoint-3"]
 
 

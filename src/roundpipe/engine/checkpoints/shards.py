@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...errors import ConfigError
 from ...params.ranks import Ranks
-from .one_file import REST, sync
+from .one_file import (
+    REST,
+    bytes_of,
+    refuse_lack_of_room,
+    sync,
+    telling_of_a_full_disk,
+)
 from .refused import refused_alike
 
 _METADATA = ".metadata"
@@ -35,12 +41,13 @@ def write_shards(target: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
     it.
 
     Raises:
-        ConfigError: a rank does not see the folder that the first one has made; all go on.
+        ConfigError: a rank does not see the folder that the first one has made, or has no room for
+        its shard on the disk; all go on.
         What else kept this rank from writing; on the others a RankError that names it. There is no
         folder then.
     """
     unfinished = target.with_name(target.name + ".unfinished")
-    is_first = ranks.rank == 0
+    is_first, num_bytes = ranks.rank == 0, bytes_of(tensors.values())
     try:
         with ranks.agreeing("making the folder of the checkpoint"):
             if is_first:
@@ -53,7 +60,11 @@ def write_shards(target: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks
                     f"{unfinished.absolute()} is not there, which the first process has made: name "
                     "a folder on a disk that all processes see, by a path that is the same for all"
                 )
-        with ranks.agreeing("writing its shard of the checkpoint"):
+            refuse_lack_of_room(target, num_bytes)
+        with (
+            ranks.agreeing("writing its shard of the checkpoint"),
+            telling_of_a_full_disk(target, num_bytes),
+        ):
             writer, planner = FileSystemWriter(unfinished), DefaultSavePlanner(False)
             # Each names its file by its number, so that no plan need come back to it.
             writer.set_up_storage_writer(is_first, rank=ranks.rank, use_collectives=False)
@@ -149,13 +160,21 @@ class Shards:
 @contextmanager
 def mapped_copies(shards: Shards, target: Path) -> Iterator[dict[str, torch.Tensor]]:
     """All tensors of the ``shards``, in a file beside ``target`` that is gone afterwards, so that
-    they need no memory."""
+    they need no memory.
+
+    Raises:
+        ConfigError: there is no room for that file and the ``target``; nothing was written.
+        OSError: the disk ran full.
+    """
     places, end = dict[str, int](), 0
     for key in shards.keys():  # noqa: SIM118  # it is no mapping
         places[key] = end
         end += -(-shards.num_bytes(key) // _ALIGNMENT) * _ALIGNMENT
     unfinished = target.with_name(target.name + ".tensors")
+    refuse_lack_of_room(target, 2 * end)
     try:
+        with telling_of_a_full_disk(target, 2 * end):
+            _allocate(unfinished, end)
         mapped = torch.from_file(str(unfinished), shared=True, size=end, dtype=torch.uint8)
         tensors = {}
         for key, begin in places.items():
@@ -165,6 +184,13 @@ def mapped_copies(shards: Shards, target: Path) -> Iterator[dict[str, torch.Tens
         yield tensors
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    """Because a write to a mapped page that finds the disk full ends the process."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
 
 
 class _Slice(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn import functional
 
 
 def grouped_product(
@@ -44,11 +44,11 @@ def _product(
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     """The second output, ``scaling * input @ left`` (rows, rank), is kept for the backward."""
-    made = grouped_mm(input, weight, offs=ends)
+    made = _grouped(input, weight, offs=ends)
     if left is None or right is None:
         return made, input.new_empty(0)
-    inner = _scaled(grouped_mm(input, left, offs=ends), scaling)
-    return made.add_(grouped_mm(inner, right, offs=ends)), inner
+    inner = _scaled(_grouped(input, left, offs=ends), scaling)
+    return made.add_(_grouped(inner, right, offs=ends)), inner
 
 
 @_product.register_fake
@@ -80,14 +80,14 @@ def _backward(
     """Gradients by input, weight, left and right; empty where none is wanted."""
     gradient = gradient.contiguous()
     none = [gradient.new_empty(0) for _ in range(3)]  # one each, because outputs share no memory
-    by_input = grouped_mm(gradient, weight.mT, offs=ends)
-    by_weight = grouped_mm(input.mT, gradient, offs=ends) if trains_weight else none[0]
+    by_input = _grouped(gradient, weight.mT, offs=ends)
+    by_weight = _grouped(input.mT, gradient, offs=ends) if trains_weight else none[0]
     if left is None or right is None:
         return by_input, by_weight, none[1], none[2]
-    by_inner = _scaled(grouped_mm(gradient, right.mT, offs=ends), scaling)
-    by_input.add_(grouped_mm(by_inner, left.mT, offs=ends))
-    by_left = grouped_mm(input.mT, by_inner, offs=ends)
-    return by_input, by_weight, by_left, grouped_mm(inner.mT, gradient, offs=ends)
+    by_inner = _scaled(_grouped(gradient, right.mT, offs=ends), scaling)
+    by_input.add_(_grouped(by_inner, left.mT, offs=ends))
+    by_left = _grouped(input.mT, by_inner, offs=ends)
+    return by_input, by_weight, by_left, _grouped(inner.mT, gradient, offs=ends)
 
 
 @_backward.register_fake
@@ -124,6 +124,12 @@ def _gradients(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 
 _product.register_autograd(_gradients, setup_context=_keep)
+
+
+def _grouped(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
+    """In rows without gaps, as the compiler is told, where torch leaves some at the ends of odd
+    ones."""
+    return functional.grouped_mm(left, right, offs=offs).contiguous()
 
 
 def _scaled(made: Tensor, scaling: float) -> Tensor:
