@@ -6,9 +6,10 @@ memory, host memory, time of a step.
 
 Each setting trains random weights in a process of its own. Rates decide the times that are
 predicted: give those that ceilings.py finds. The device's figure is that of tensors. The host's is
-the most anonymous and shared memory at any moment, less what the process had before the model was
-made; on a virtual device, whose memory is the host's too, it says nothing and is left out. Fails if
-a peak is more than a tenth from what was predicted, or a twentieth above it.
+the most anonymous and shared memory at any moment of wrapping and training, less what the process
+had before the model was made; on a virtual device, whose memory is the host's too, it says nothing
+and is left out. Fails if a peak is more than a tenth from what was predicted, or a twentieth above
+it.
 """
 
 import argparse
@@ -136,8 +137,8 @@ def run_setting(index: int, options: argparse.Namespace) -> int:
     train(small, optimizer, 2, 16, is_async=is_async, limit=1)  # what every process has once
     del small
     before, peak = host_memory.resident_bytes(), host_memory.Peak()
-    peak.start()
     model = model_of(config_of(name, tiny=options.tiny), lora, quantization, maker)
+    peak.start()  # not before, because a dense model was there until it was quantized
     measure.reset_peaks()
     times, device = train(model, optimizer, rows, tokens, is_async=is_async, limit=gigabytes)
     host = peak.stop() - before

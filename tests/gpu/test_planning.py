@@ -70,8 +70,15 @@ def whole_device_afterwards() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("whole_device_afterwards")
-def test_the_limit_is_the_least_of_what_is_free_allowed_and_asked_for(engines: Engines) -> None:
+def test_the_limit_is_the_least_of_what_is_free_allowed_and_asked_for(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
+    # Other processes may be taking memory at this moment: here they have what they had.
+    was_free = torch.cuda.mem_get_info(0)[0] + torch.cuda.memory_reserved(0)
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda _: (was_free - torch.cuda.memory_reserved(0), total)
+    )
     (device,) = engines(make_sleepers(1), ACCELERATORS[0]).devices
     free = device.limit_bytes()
     taken = torch.empty(2**30, dtype=torch.uint8, device="cuda:0")
