@@ -308,11 +308,12 @@ def blocks_of(model: PreTrainedModel, blocks: list[nn.Module], kinds: list[int])
     ]
 
 
-def collects_router_logits(model: PreTrainedModel) -> bool:
+def collects_router_logits(model: PreTrainedModel, language_model: Any = None) -> bool:
     """Whether a model of any architecture says in transformers' way what its routers return and
-    what an auxiliary loss is made of."""
+    what an auxiliary loss is made of. ``language_model``: where its blocks are, if not all are."""
+    decoder = model if language_model is None else language_model
     try:
-        path = path_of_blocks(model)
+        path = path_of_blocks(decoder)
     except DoesNotFit:
         return False
-    return balance_of(model, model.get_submodule(".".join(path)).children()) is not None
+    return balance_of(model, decoder.get_submodule(".".join(path)).children()) is not None

@@ -284,13 +284,6 @@ def _make(
     )
 
 
-def collects_router_logits(model: PreTrainedModel) -> bool:
-    """Whether routers of the language model are understood, so that its auxiliary loss is made."""
-    language_model: Any = model.model.language_model
-    blocks = language_model.get_submodule(".".join(path_of_blocks(language_model)))
-    return balance_of(model, blocks.children()) is not None
-
-
 def _check(
     family: Family, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:

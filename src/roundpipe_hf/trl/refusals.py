@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe.errors import ConfigError
-from roundpipe.presets import decoder, vision
+from roundpipe.presets import decoder
 from roundpipe.presets.preset import has_causal_preset, has_images
 
 from ..compat import base_model
@@ -50,7 +50,7 @@ def refuse_data_and_model(trainer: Any) -> None:
 
 def _hears_routers(model: Any) -> bool:
     if has_images(model):
-        return vision.collects_router_logits(model)
+        return decoder.collects_router_logits(model, model.model.language_model)
     return has_causal_preset(model) or decoder.collects_router_logits(model)
 
 
