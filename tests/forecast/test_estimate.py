@@ -9,6 +9,7 @@ from transformers import GptOssConfig, LlamaConfig, ViTConfig
 
 import roundpipe
 from roundpipe.errors import ConfigError, PlanError
+from roundpipe.forecast.ways import microbatch_counts
 
 from .runs import small_config
 
@@ -67,6 +68,30 @@ def test_rows_that_fit_no_device_are_refused_without_running_them() -> None:
     for lora in (None, 4):
         with pytest.raises(PlanError, match=message):
             estimates(seq=100_000_000, lora=lora, num_microbatch=2)
+
+
+def test_more_microbatches_are_tried_and_named_where_they_pay() -> None:
+    """Two left no room, or room for fewer layers at once, and nothing said that eight would do."""
+    only = {"lora": 4, "quantization": "none", "optimizer": "adamw", "async_optimizer": False}
+    long = {**only, "pin_model": "alloc", "seq": 2048, "batch": 8, "ram": "64GB"}
+    with pytest.raises(PlanError, match="nothing fits"):
+        estimates(**long, gpu_memory="150MB", num_microbatch=2)
+    for memory in ("150MB", "400MB"):
+        (best,) = estimates(**long, gpu_memory=memory)
+        assert best.arguments["num_microbatch"] == 8
+        assert [best] == estimates(**long, gpu_memory=memory, num_microbatch=8)
+    (roomy,) = estimates(**long, gpu_memory="8GB")
+    assert "num_microbatch" not in roomy.arguments
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "counts"),
+    [(8, 4096, [2, 4, 8]), (7, 4096, [2, 4]), (8, 1024, [2, 4]), (8, 16, [2]), (1, 4096, [1])],
+)
+def test_microbatches_that_a_device_would_wait_for_are_not_tried(
+    batch: int, seq: int, counts: list[int]
+) -> None:
+    assert microbatch_counts(min(2, batch), batch, seq) == counts
 
 
 def test_a_folder_for_state_that_cannot_be_written_is_refused() -> None:

@@ -27,13 +27,13 @@ train that fits, best first. Of the model only its config.json is read; nothing 
 
 A way is its quantization, whether steps are asynchronous, its optimizer and pin_model. Then come
 the milliseconds of a step and its tokens a second. What it is bound by is compute, the link, the
-disk, the optimizer, or memory, where devices compute again what they could not keep: then more
-microbatches (--num-microbatch) may be faster. Sizes are in GB, disk that of the weights' files and
-of their quantized copy where one is made; up and down is what passes the link in a step. VRAM and
-RAM are peaks, with 0.6 GB that CUDA takes of a device and 1 GB that Python and its libraries take
-of the host. Times come from operations and bytes at the rates that --tflops, --link, --host,
---cores and --disk state: left out, those that `bench` has measured here, or modest ones.
-Checkpoints take disk on top.
+disk, the optimizer, or memory, where devices compute again what they could not keep. More
+microbatches than the default are tried too, unless --num-microbatch says how many. Sizes are in GB,
+disk that of the weights' files and of their quantized copy where one is made; up and down is what
+passes the link in a step. VRAM and RAM are peaks, with 0.6 GB that CUDA takes of a device and 1 GB
+that Python and its libraries take of the host. Times come from operations and bytes at the rates
+that --tflops, --link, --host, --cores and --disk state: left out, those that `bench` has measured
+here, or modest ones. Checkpoints take disk on top.
 """
 _DOCTOR = """Looks at devices, drivers, links (measured), page-locking, the compiler, cores, host
 memory and its limits, and says what will be slow and why. Exit status 1 if there is something."""

@@ -1,7 +1,7 @@
 """Answers which ways to train a model fit a machine, what each takes, and which is best."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,12 +13,12 @@ from ..errors import ConfigError, PlanError
 from ..memory.state_file import check_folder
 from ..recompute.row_wise import can_cut
 from ..transfer.read_ahead import KEPT_OF_FREE
-from .host import host_bytes, optimizer_bytes
+from .host import frozen_bytes, host_bytes, optimizer_bytes
 from .machine import PROCESS_BYTES, Failure, Machine, what_would_fit
 from .models import ImaginedModel, imagine
 from .planned import PlannedStep
 from .sketch import LayerSketch, batch_of, sketches, tokens_at_once
-from .ways import Choice, choices
+from .ways import Choice, choices, microbatch_counts
 
 Bound = Literal["compute", "link", "disk", "optimizer", "memory"]
 _UNLIMITED = 1 << 59
@@ -115,7 +115,8 @@ def estimate(
         lora: rank of adapters on all linear layers but the head; None trains all weights.
         seq: tokens of a row.
         batch: rows of a step, all devices together.
-        num_microbatch: default: the number of devices + 1, but no more than rows.
+        num_microbatch: default: the number of devices + 1, but no more than rows; twice and four
+            times as many are tried too, and named where they are faster.
         quantization, optimizer, async_optimizer, pin_model: only ways with that; None tries all.
             "none", "nf4", "fp8", "int8", or "nf4_double" and "mxfp4" (tried only if given); a name
             in `OPTIMIZERS`; True or False; "alloc" or "off", which leaves weights in their files.
@@ -141,47 +142,49 @@ def estimate(
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
     imagined = imagine(model, lora=lora, dtype=dtype)
-    count = min(num_microbatch or on.gpus + 1, batch)
+    default = min(num_microbatch or on.gpus + 1, batch)
     if optimizer_state_dir is not None:
         check_folder(optimizer_state_dir)
-    size = -(-batch // count), seq
-    at_once = tokens_at_once(imagined.layers, *size, on.device_bytes(devices))
-    known = sketches(imagined.layers, batch_of(*size), at_once)
     ways = choices(
         quantization, async_optimizer, optimizer, pin_model, imagined.quantization, is_full=not lora
     )
     ways = [way._replace(optimizer_state_dir=optimizer_state_dir) for way in ways]
-    said = {} if num_microbatch is None else {"num_microbatch": count}
-    asked = _Asked(imagined, known, on, count, batch, seq, devices, said, at_once)
-    found, failures, cut = list[Estimate](), list[Failure](), None
-    for way in ways:
+    answers: dict[Choice, list[Estimate | Failure]] = {way: [] for way in ways}
+    counts = [default] if num_microbatch else microbatch_counts(default, batch, seq)
+    for count in counts:
+        size = -(-batch // count), seq
         try:
-            with imagined.quantized(way.quantization):
-                made = asked.answer(way)
-                if isinstance(made, Failure) and made.device_bytes > on.device_bytes(devices):
-                    cut = cut or asked.in_parts(size)
-                    made = made if cut is None else cut.answer(way)
-        except ConfigError as error:  # weights that do not divide into blocks
-            if quantization is not None:
+            at_once = tokens_at_once(imagined.layers, *size, on.device_bytes(devices))
+        except PlanError:
+            if count == counts[-1]:
                 raise
-            failures.append(Failure(way, 0, 0, 0, str(error)))
             continue
-        (found if isinstance(made, Estimate) else failures).append(made)  # type: ignore[arg-type]
+        known = sketches(imagined.layers, batch_of(*size), at_once)
+        said = {} if count == default and num_microbatch is None else {"num_microbatch": count}
+        asked = _Asked(imagined, known, on, count, batch, seq, devices, said, at_once)
+        for way, made in asked.answers(ways, size, is_strict=quantization is not None):
+            answers[way].append(made)
+    best = [_best(made) for made in answers.values()]
+    found = [made for made in best if isinstance(made, Estimate)]
     if not found:
+        failures = [made for made in best if isinstance(made, Failure)]
+        room, can_split = (on.device_bytes(devices), asked.ram_bytes), counts[-1] < batch
         raise PlanError(
-            what_would_fit(
-                failures,
-                on,
-                on.device_bytes(devices),
-                asked.ram_bytes,
-                is_full=lora is None,
-                can_split=count < batch,
-            )
+            what_would_fit(failures, on, *room, is_full=lora is None, can_split=can_split)
         )
     # What is as fast as the plainest way that is, within what can be told, is no better.
     places = {way: place for place, way in enumerate(ways)}
     found.sort(key=lambda each: (round(math.log(each.step_ms) / _ALIKE), places[each.choice]))
     return Estimates(found)
+
+
+def _best(answers: Sequence[Estimate | Failure]) -> Estimate | Failure:
+    """Of one way, fewest microbatches first: the fastest, or the first if that is as fast."""
+    found = [made for made in answers if isinstance(made, Estimate)]
+    if not found:
+        return answers[-1]
+    fastest = min(found, key=lambda made: made.step_ms)
+    return found[0] if found[0].step_ms <= (1 + _ALIKE) * fastest.step_ms else fastest
 
 
 def _machine(given: dict[str, Any]) -> Machine:
@@ -206,12 +209,28 @@ class _Asked:
     said: dict[str, Any]  # of the arguments, what was asked for
     tokens_at_once: int = 0
 
-    def in_parts(self, size: tuple[int, int]) -> "_Asked | None":
-        """The same with row-wise modules cut; None if there are none, or they are.
+    def answers(
+        self, ways: Sequence[Choice], size: tuple[int, int], *, is_strict: bool
+    ) -> Iterator[tuple[Choice, Estimate | Failure]]:
+        """Answers for each way, in parts where the device is too small for the whole. ``size`` is a
+        microbatch's, rows and tokens. If ``is_strict``, weights that do not divide into blocks
+        raise ConfigError."""
+        cut = None
+        for way in ways:
+            try:
+                with self.model.quantized(way.quantization):
+                    made = self.answer(way)
+                    if isinstance(made, Failure) and made.device_bytes > self._device_bytes:
+                        cut = cut or self.in_parts(size)
+                        made = made if cut is None else cut.answer(way)
+            except ConfigError as error:
+                if is_strict:
+                    raise
+                made = Failure(way, 0, 0, 0, str(error))
+            yield way, made
 
-        Args:
-            size: of a microbatch, rows and tokens.
-        """
+    def in_parts(self, size: tuple[int, int]) -> "_Asked | None":
+        """The same with row-wise modules cut; None if there are none, or they are."""
         if self.tokens_at_once or not can_cut(self.model.layers):
             return None
         known = sketches(self.model.layers, batch_of(*size), TOKENS_AT_ONCE)
@@ -318,22 +337,11 @@ class _Asked:
     def _in_files(self, step: PlannedStep, way: Choice) -> int:
         if way.pin_model != "off":
             return 0
-        return _frozen_bytes(step)
+        return frozen_bytes(step)
 
     def _disk_bytes(self, step: PlannedStep, way: Choice) -> int:
         state = 0 if way.optimizer_state_dir is None else sum(optimizer_bytes(step))
         if way.quantization == "none":
             return self.model.file_bytes + state
         is_copy = self.model.quantization == "none"
-        return _frozen_bytes(step) + (self.model.file_bytes if is_copy else 0) + state
-
-
-def _frozen_bytes(step: PlannedStep) -> int:
-    """Counts frozen weights as they lie in files, tied ones once."""
-    frozen = {
-        id(use.parameter): use.image_bytes
-        for layer in step.store.layers
-        for use in layer.uses
-        if not use.parameter.requires_grad
-    }
-    return sum(frozen.values())
+        return frozen_bytes(step) + (self.model.file_bytes if is_copy else 0) + state

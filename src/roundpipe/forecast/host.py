@@ -84,3 +84,14 @@ def _second_buffer_bytes(step: PlannedStep) -> int:
         return store.second_buffer_bytes()
     finally:
         store.device_states.clear()
+
+
+def frozen_bytes(step: PlannedStep) -> int:
+    """Counts frozen weights as they lie in files, tied ones once."""
+    frozen = {
+        id(use.parameter): use.image_bytes
+        for layer in step.store.layers
+        for use in layer.uses
+        if not use.parameter.requires_grad
+    }
+    return sum(frozen.values())

@@ -26,6 +26,7 @@ OPTIMIZERS = {
 MADE_FROM_DENSE = ("nf4", "fp8", "int8", "nf4_double", "mxfp4")
 # As fast as "nf4" and a little less exact, so only where they are asked for.
 _ASKED_FOR = ("nf4_double", "mxfp4")
+_FEWEST_TOKENS = 2048  # of a microbatch
 
 
 class Choice(NamedTuple):
@@ -111,3 +112,11 @@ def _chosen(name: str, given: str | None, known: Sequence[str]) -> Sequence[str]
     if given not in known:
         raise ConfigError(f"{name} is {given!r}; use one of {', '.join(map(repr, known))}")
     return (given,)
+
+
+def microbatch_counts(default: int, batch: int, seq: int) -> list[int]:
+    """Numbers of microbatches that are tried: smaller ones leave room for more layers at once, and
+    with more of them devices are less idle. None is so small that a device may wait for its kernels
+    to be queued, which takes no time in what is predicted."""
+    more = [times * default for times in (2, 4) if times * default <= batch]
+    return [default, *(count for count in more if batch // count * seq >= _FEWEST_TOKENS)]
