@@ -125,7 +125,8 @@ def run(setup: Setup, predicted: Estimate) -> Measured:
             if step == 0:
                 first_spilled = engine.statistics()["spill_bytes"]
             engine.step(optimizer.step, setup.is_async)
-        engine.synchronize()
+            # Because a slow machine's update may still read gradients when the next ones come.
+            engine.synchronize()
         return Measured(
             max(device.capacity.peak for device in engine.devices),
             _host_bytes(engine, optimizer, first_spilled),
