@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.training_args import OptimizerNames
 
 from roundpipe.errors import ConfigError
+from roundpipe.presets.experts.routing import wants_auxiliary_loss
 
 __all__ = [
     "OPTIMIZER_NAME",
@@ -136,9 +137,8 @@ def adds_router_loss(model: nn.Module, asked: bool | None = None) -> bool:
 
     ``asked``: ``output_router_logits`` of a call, which beats the config where it says something.
     """
-    config = getattr(base_model(model), "config", None)
-    in_config = getattr(config, "output_router_logits", False)
-    return bool(in_config if asked is None else asked)
+    base = base_model(model)
+    return wants_auxiliary_loss(type(base), getattr(base, "config", None), asked)
 
 
 def makes_causal_loss(model: nn.Module) -> bool:

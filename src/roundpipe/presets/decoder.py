@@ -109,7 +109,8 @@ class Prefix(nn.Module):
         """The state that the first block gets. ``stand_ins``: see `Part.first`."""
         refuse_cache(named)
         refuse_unsupported(self.config, named)
-        wanted = wants_auxiliary_loss(self.config, named.get("output_router_logits"))
+        asked = named.get("output_router_logits")
+        wanted = wants_auxiliary_loss(self.model_class, self.config, asked)
         if wanted and not self.collects:
             raise ConfigError(
                 f"output_router_logits: what routers of {self.model_class.__name__} say is not "
@@ -236,13 +237,15 @@ def cut(
     """
     path = path or path_of_blocks(model)
     blocks = list(model.get_submodule(".".join(path)).children())
-    balance = None if make is not None else balance_of(model, blocks)
-    asks = wants_auxiliary_loss(model.config, None)
+    balance = balance_of(model, blocks)
+    asks = wants_auxiliary_loss(type(model), model.config, None)
     if balance is None and asks:
         raise DoesNotFit(
             "its config asks for output_router_logits, and what its routers say is not understood: "
             f"{why_unheard(model, blocks)}"
         )
+    if make is not None:  # which makes one itself, that is tried where the config asks for it
+        balance = None
     with trial.in_evaluation(model):
         try:
             made = _tried(model, path, blocks, balance, make)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from .calling import parameters_of
+from .experts.routing import wants_auxiliary_loss
 from .parts import BlockCall, Blocks, Part, SkippedBlocks
 from .preset import Cut, DoesNotFit, unreached
 
@@ -160,7 +161,9 @@ def find(model: PreTrainedModel, blocks: Blocks, inputs: dict[str, Any]) -> Find
         hidden_states, calls = everything.first(**inputs, use_cache=False)
     embeds = hidden_states.new_zeros(*hidden_states.shape[:2], width_of(model))
     # Its stand-ins have no routers, so it could make no auxiliary loss.
-    silent = {"output_router_logits": False} if "output_router_logits" in inputs else {}
+    is_asked = wants_auxiliary_loss(type(model), model.config, None)
+    is_asked = is_asked or "output_router_logits" in inputs
+    silent = {"output_router_logits": False} if is_asked else {}
     with called_in(everything) as by_last, outputs_of_head(model) as returned:
         output = everything.last(
             hidden_states,

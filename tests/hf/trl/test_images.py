@@ -90,6 +90,7 @@ class OfPatches(ProcessorMixin):
 
     valid_processor_kwargs = Qwen2_5_VLProcessorKwargs
     replace_image_token = Qwen2_5_VLProcessor.replace_image_token
+    return_mm_token_type_ids = True  # as Qwen's, from transformers 5.24 on
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, **kwargs: Any) -> None:
         self.image_token = "<|image_pad|>"

@@ -77,7 +77,8 @@ class Prefix(nn.Module):
         refuse_cache(named)
         refuse_unsupported(self.config, named)
         refuse_encoder_outputs(named)
-        if wants_auxiliary_loss(self.config, named.get("output_router_logits")):
+        asked = named.get("output_router_logits")
+        if wants_auxiliary_loss(self.model_class, self.config, asked):
             raise ConfigError("output_router_logits: there is no preset that collects them")
         if self.training and _augments(self.config):
             raise ConfigError(

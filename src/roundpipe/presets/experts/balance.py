@@ -170,7 +170,7 @@ def wanted_in_call(
 ) -> bool:
     """Whether a call of ``model`` asks for the auxiliary loss."""
     named = by_name(type(model), args, dict(kwargs))
-    return wants_auxiliary_loss(model.config, named.get("output_router_logits"))
+    return wants_auxiliary_loss(type(model), model.config, named.get("output_router_logits"))
 
 
 def balance_of(model: PreTrainedModel, blocks: Iterable[nn.Module]) -> Balance | None:

@@ -8,6 +8,7 @@ import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, TypedDict
 
 import torch
@@ -105,10 +106,17 @@ def chooses(block: nn.Module) -> bool:
     return any(name.split(".")[-1] == "experts" for name, _ in block.named_modules())
 
 
-def wants_auxiliary_loss(config: Any, output_router_logits: bool | None) -> bool:
-    """What a call says beats the config."""
-    in_config = getattr(config, "output_router_logits", False)
-    return bool(in_config if output_router_logits is None else output_router_logits)
+def wants_auxiliary_loss(
+    model_class: type[nn.Module], config: Any, output_router_logits: bool | None
+) -> bool:
+    """What a call says beats the config: the model's own, or of a model that sees that of its text,
+    where its forward has an argument of that name (from transformers 5.24 on)."""
+    if output_router_logits is not None:
+        return bool(output_router_logits)
+    name = "output_router_logits"
+    if not hasattr(config, name) and name in signature(model_class.forward).parameters:
+        config = config.get_text_config()
+    return bool(getattr(config, name, False))
 
 
 @contextmanager
