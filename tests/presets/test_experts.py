@@ -36,7 +36,7 @@ def qwen() -> nn.Module:
 
 
 def gpt_oss() -> nn.Module:
-    """Matrices the other way round, with biases, and a gate of its own."""
+    """Its matrices lie the other way round, and it has biases and a gate of its own."""
     return GptOssExperts(
         GptOssConfig(
             hidden_size=WIDTH,
@@ -48,7 +48,7 @@ def gpt_oss() -> nn.Module:
 
 
 def nemotron() -> nn.Module:
-    """Without a gate."""
+    """It has no gate."""
     return NemotronHExperts(
         NemotronHConfig(
             hidden_size=WIDTH,
@@ -61,7 +61,7 @@ def nemotron() -> nn.Module:
 
 
 def routed(num_experts: int = NUM_EXPERTS) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, and for each token who is chosen and their shares."""
+    """Makes hidden states, and for each token who is chosen and their shares."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator, requires_grad=True)
     shares, chosen = torch.randn(NUM_TOKENS, num_experts, generator=generator).topk(NUM_CHOSEN)
@@ -111,7 +111,7 @@ def test_the_compiler_is_told_what_a_product_is(rank: int | None, *, trains: boo
 
 
 def test_another_way_of_computing_is_left_as_it_is() -> None:
-    """One that a user has chosen or patched in."""
+    """A user may have chosen it or patched it in."""
     for change in ("chosen", "patched"):
         layer = nn.Sequential(qwen())
         if change == "chosen":
@@ -163,7 +163,7 @@ def test_the_users_modules_stay_what_they_are(engines: Engines) -> None:
 
 
 def test_recorded_layers_of_experts_train_as_others(engines: Engines, replays: list[int]) -> None:
-    """With adapters, which sit in the place of weights while a layer runs."""
+    """They have adapters, which sit in the place of weights while a layer runs."""
     from tests.presets.test_adapters import adapted
 
     def losses(*, captures: bool) -> list[float]:

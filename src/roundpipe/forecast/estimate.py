@@ -179,7 +179,8 @@ def estimate(
 
 
 def _best(answers: Sequence[Estimate | Failure]) -> Estimate | Failure:
-    """Of one way, fewest microbatches first: the fastest, or the first if that is as fast."""
+    """Chooses the fastest answer for one way, or the first, of the fewest microbatches, if that is
+    as fast."""
     found = [made for made in answers if isinstance(made, Estimate)]
     if not found:
         return answers[-1]
@@ -230,7 +231,7 @@ class _Asked:
             yield way, made
 
     def in_parts(self, size: tuple[int, int]) -> "_Asked | None":
-        """The same with row-wise modules cut; None if there are none, or they are."""
+        """Asks the same with row-wise modules cut; None if there are none, or they are."""
         if self.tokens_at_once or not can_cut(self.model.layers):
             return None
         known = sketches(self.model.layers, batch_of(*size), TOKENS_AT_ONCE)
@@ -286,7 +287,7 @@ class _Asked:
 
     @property
     def ram_bytes(self) -> int:
-        """Of the host, for tensors."""
+        """What the host has for tensors."""
         return self.machine.ram_bytes - (PROCESS_BYTES if self.kind != "cpu" else 0)
 
     @property

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def in_gb(size: str | float) -> str:
-    """The ``size`` as `bytes_of` takes it, with a unit."""
+    """Writes ``size``, as `bytes_of` takes it, with a unit."""
     is_number = not isinstance(size, str) or size.replace(".", "", 1).strip().isdigit()
     return f"{size} GB" if is_number else str(size)
 

@@ -185,7 +185,7 @@ def sources(model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> dict[st
 
 
 def _shaped(value: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """As it lies in the file. transformers leaves out dimensions of one, and does not turn back
-    what it turned because files have experts the other way round (Qwen3-VL-MoE)."""
+    """Returns it as it lies in the file. transformers leaves out dimensions of one, and does not
+    turn back what it turned because files have experts the other way round (Qwen3-VL-MoE)."""
     is_turned = value.shape != shape and value.ndim > 1 and value.mT.shape == shape
     return value.mT.contiguous() if is_turned else value.reshape(shape)

@@ -95,8 +95,8 @@ def is_known(trainer: Any, batches: Sequence[StashedBatch], engine: RoundPipe) -
 
 
 def _has_router_loss(trainer: Any, batches: Sequence[StashedBatch]) -> bool:
-    """Not where the loss is code of the user's, which may make it of logits alone. A batch may ask
-    for it by itself."""
+    """Says so not where the loss is code of the user's, which may make it of logits alone. A batch
+    may ask for it by itself."""
     if trainer.router_loss is not None:
         return bool(trainer.router_loss)
     if is_users(trainer) or trainer.label_smoother is not None:

@@ -39,7 +39,7 @@ class Balance:
 
     @property
     def coefficient(self) -> float:
-        """As it is when called, because the model's own forward reads it then."""
+        """It is read at the call, because the model's own forward reads it then."""
         return float(self._named.router_aux_loss_coef)
 
     @classmethod

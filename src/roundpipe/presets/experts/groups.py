@@ -28,15 +28,16 @@ def group_experts(replica: nn.Module) -> None:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether transformers chooses how it computes, by its decorator's attributes and forward."""
+    """Says whether transformers chooses how it computes, by its decorator's attributes and
+    forward."""
     has = vars(module).keys()
     wanted = {"config", "has_gate", "has_bias", "is_transposed", "num_experts"}
     return has >= wanted and "forward" not in has and _ways_of(type(module)) is not None
 
 
 def _ways_of(kind: Any) -> Any:
-    """What the decorator's forward chooses from; None if ``kind`` has a forward of its own, as a
-    user's class made of transformers' may."""
+    """Finds what the decorator's forward chooses from; None if ``kind`` has a forward of its own,
+    as a user's class made of transformers' may."""
     forward = kind.forward
     is_function = isinstance(forward, FunctionType)
     return getclosurevars(forward).nonlocals.get("experts_interface") if is_function else None
@@ -44,7 +45,7 @@ def _ways_of(kind: Any) -> Any:
 
 @cache
 def _grouped(kind: Any) -> Any:
-    """A class of experts that compute here, made of ``kind``, one of transformers'."""
+    """Makes a class of experts that compute here, of ``kind``, one of transformers'."""
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     ways, their_forward = _ways_of(kind), kind.forward

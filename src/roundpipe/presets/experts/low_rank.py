@@ -86,7 +86,7 @@ class AdaptedWeight:
         return made
 
     def grouped_product(self, input: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """The product with ``input`` (rows, width), each row with the matrix of its group.
+        """Returns the product with ``input`` (rows, width), each row with the matrix of its group.
         ``ends`` (groups,) says where each group's rows end."""
         first, *others = self._factors
         if others:  # as one adapter with the ranks of all
@@ -116,7 +116,7 @@ _MATMUL = (
 
 
 def _of_sum(name: str) -> Callable[..., Any]:
-    """The operator of that name. Python looks for those in the class alone."""
+    """Makes the operator of that name. Python looks for those in the class alone."""
     return lambda self, *others: getattr(self.summed(), name)(*others)
 
 
@@ -207,7 +207,7 @@ def _refuse_other_layout(where: str, wrapper: Any) -> None:
 
 @cache
 def _without_sums(kind: Any) -> Any:
-    """A class of such adapters, made of ``kind``, PEFT's."""
+    """Makes a class of such adapters, of ``kind``, PEFT's."""
     return type(
         kind.__name__, (kind,), {"_activate_lora": _activate_lora, "__module__": kind.__module__}
     )

@@ -127,7 +127,7 @@ _product.register_autograd(_gradients, setup_context=_keep)
 
 
 def _grouped(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    """In rows without gaps, as the compiler is told, where torch leaves some at the ends of odd
+    """Leaves no gaps between rows, as the compiler is told, where torch does at the ends of odd
     ones."""
     return functional.grouped_mm(left, right, offs=offs).contiguous()
 

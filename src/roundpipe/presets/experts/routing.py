@@ -70,7 +70,7 @@ class KeptChoice(TorchFunctionMode):
 
 
 def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
-    """What the forward of the layer that recomputes chose; None where nothing is recomputed."""
+    """Returns what the forward chose of the layer that recomputes; None where nothing does."""
     return get_recompute_data() if doing_recompute() else None
 
 

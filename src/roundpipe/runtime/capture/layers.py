@@ -278,7 +278,7 @@ def called(module: nn.Module, value: Any, *, is_first: bool) -> Any:
 
 
 def _are_known(parts: Iterable[nn.Module]) -> bool:
-    """Whether all are of libraries whose forwards do nothing but compute."""
+    """Says whether all are of libraries whose forwards do nothing but compute."""
     return all(
         type(part).__module__.partition(".")[0] in _KNOWN and "forward" not in vars(part)
         for part in parts
