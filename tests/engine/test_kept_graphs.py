@@ -195,7 +195,9 @@ def test_what_memory_holds_is_kept_and_the_rest_made_again(count: int) -> None:
     """The deepest layers' graphs are."""
     model, oracle, data = make(width=128), make(width=128), batches(7, 128)
     layer_bytes = sum(p.nbytes for p in model[0].parameters())
-    with engine_on(count, model, (12 if count == 1 else 7) * layer_bytes) as engine:
+    # Three have a layer's bytes more than they need, because gradients on their way down are there
+    # for as long as a device takes that copies late.
+    with engine_on(count, model, (12 if count == 1 else 8) * layer_bytes) as engine:
         losses = train(engine, data, KEEP)
         runs = [Block.runs[number] // KEEP.num_microbatch for number in range(NUM_LAYERS)]
     close(losses, plain(oracle, data))
