@@ -287,7 +287,7 @@ class _Asked:
 
     @property
     def ram_bytes(self) -> int:
-        """What the host has for tensors."""
+        """Counts what the host has for tensors."""
         return self.machine.ram_bytes - (PROCESS_BYTES if self.kind != "cpu" else 0)
 
     @property

@@ -2,7 +2,7 @@
 
 It is what transformers computes with ``experts_implementation="grouped_mm"``, in fewer passes over
 the rows: of experts on other devices shares are masked, not rows, and the backward adds up a
-token's copies where transformers writes each to the token's place, in an order that is not fixed.
+token's copies in one sum, where indexing's own adds each to the token's place.
 """
 
 from functools import cache
