@@ -13,6 +13,7 @@ it.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -133,9 +134,13 @@ def run_setting(index: int, options: argparse.Namespace) -> int:
         tflops=options.tflops, link=options.link, host=options.host, cores=options.cores,
     )  # fmt: skip
     maker = torch.device("cuda" if has_gpu else "cpu")
-    small = model_of(config_of(name, tiny=True), None, "none", maker)
-    train(small, optimizer, 2, 16, is_async=is_async, limit=1)  # what every process has once
+    # What every process has once: libraries, and the kernels for these shapes.
+    config = config_of(name, tiny=options.tiny)
+    config.num_hidden_layers, config.vocab_size = 1, 4096
+    small = model_of(config, lora, quantization, maker)
+    train(small, optimizer, rows, tokens, is_async=is_async, limit=gigabytes)
     del small
+    gc.collect()
     before, peak = host_memory.resident_bytes(), host_memory.Peak()
     model = model_of(config_of(name, tiny=options.tiny), lora, quantization, maker)
     peak.start()  # not before, because a dense model was there until it was quantized

@@ -289,7 +289,8 @@ def test_a_full_disk_is_one_line(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_text", full)
         check_one_line(["bench"], "No space left on device", capsys)
-    assert list((tmp_path / "roundpipe").iterdir()) == []
+    left = [path.name for path in (tmp_path / "roundpipe").iterdir()]
+    assert [name for name in left if not name.startswith("update-")] == []  # the compiled pass
     with monkeypatch.context() as patched:
         patched.setattr("roundpipe.kernels.native.tempfile.TemporaryFile", full)
         check_one_line(["bench"], "has no room, so plans would not find", capsys)

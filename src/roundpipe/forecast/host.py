@@ -38,12 +38,14 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     masters, moments = optimizer_bytes(step)
     on_disk = masters + moments if choice.optimizer_state_dir is not None else 0
     largest = max((p.numel() for p in trained), default=0) * on_disk // max(elements, 1)
+    if on_disk:
+        masters = moments = 0
     made = {
         "weights": weights,
-        "masters": 0 if on_disk else masters,
-        "moments": 0 if on_disk else moments,
+        "masters": masters,
+        "moments": moments,
         "state_pages": min(on_disk, AHEAD_BYTES + BEHIND_BYTES + 3 * largest),
-        "gradients": int(gradients * step.gradient_sets()),
+        "gradients": int(gradients * step.gradient_sets(moments)),
         "spilled": step.spilled_bytes(),
         "staging": _staging_bytes(step, store),
     }

@@ -32,6 +32,8 @@ from .ways import OPTIMIZERS, Choice
 
 # Updates after which an engine believes their times (`autoplan/rates.py`).
 _UPDATES = 8
+# Of memory that is written to for the first time (docs/internals/host-and-pages.md).
+_NEW_BYTES_PER_MS = 4e6
 
 
 @dataclass(frozen=True)
@@ -319,18 +321,18 @@ class PlannedStep:
         inputs, spilled = self.problem[0].input_bytes, (planned or self.planned).spilled
         return sum(inputs[layer] for layer in spilled) * self.num_microbatches
 
-    def gradient_sets(self) -> float:
+    def gradient_sets(self, moments: int) -> float:
         """How many sets of gradients the host holds at most. Asynchronous updates go from the
         deepest layer to the shallowest, as the next call's gradients come: a second set is needed
-        of the layers in whose update they would have to wait."""
-        costs, workload = self._left_to_send
-        totals, update = StageSums(costs), workload.optimizer_ms
+        of the layers in whose update they would have to wait. The first is the slowest: it makes
+        ``moments``, bytes of the host's."""
         if not self.choice.is_async:
             return 1.0
-        ms = {
-            run: totals.compute_ms(*run) * workload.num_microbatches / workload.num_devices
-            for run in self.passes
-        }
+        costs, workload = self._left_to_send
+        totals = StageSums(costs)
+        update = workload.optimizer_ms + moments / _NEW_BYTES_PER_MS
+        each = workload.num_microbatches / workload.num_devices
+        ms = {run: totals.compute_ms(*run) * each for run in self.passes}
         backward = sum(own for (pass_, _), own in ms.items() if pass_ is Pass.BACKWARD)
         # The last microbatch of the fused stage brings the first.
         before = sum(ms.values()) - backward

@@ -3,7 +3,7 @@ user's model."""
 
 import copy
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -146,7 +146,6 @@ class ParameterStore:
         self._arenas: dict[int, tuple[HostArena, int]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
-            return_freed()
         only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
         self.writes = Writes(self.parameters, set(only_on_host))
         memory.lock_in_place(
@@ -267,25 +266,40 @@ class ParameterStore:
         ]
 
     def _rehome(self, memory: HostMemory, layers: Sequence[LayerParameters]) -> None:
-        """Moves working copies into one arena per layer. A tied parameter moves with its first
-        layer."""
+        """Moves working copies into one arena per layer, as they lie in its image. A tied parameter
+        moves with its first layer; later ones have no room for it, and no image."""
         for layer in progress(layers, desc="Moving weights", unit="layer"):
             own = [
                 use for use in layer.uses if self.uses[id(use.parameter)][0].layer == layer.layer
             ]
             if not own:
                 continue
-            arena = memory.arena(layer.image_bytes)
+            is_whole = len(own) == len(layer.uses)
+            arena = memory.arena(layer.image_bytes if is_whole else _packed_bytes(own))
+            at = 0
             for use in own:
-                homes = [
-                    arena.tensor(offset, source.shape, source.dtype).copy_(source)
-                    for offset, source in use.sources
-                ]
+                homes = []
+                for offset, source in use.sources:
+                    place = offset if is_whole else at
+                    homes.append(arena.tensor(place, source.shape, source.dtype).copy_(source))
+                    at += _aligned(source.nbytes)
                 if isinstance(use.parameter, QuantizedWeight):
                     use.parameter.move_to(homes)
                 else:
                     (use.parameter.data,) = homes
-            self._arenas[layer.layer] = (arena, arena.bytes.data_ptr())
+            if is_whole:
+                self._arenas[layer.layer] = (arena, arena.bytes.data_ptr())
+            # Because of small weights, as quantized ones are, malloc keeps what was freed: without
+            # this the model would be in memory twice while its last layers move.
+            return_freed()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _packed_bytes(uses: Iterable[ParameterUse]) -> int:
+    return sum(_aligned(source.nbytes) for use in uses for _, source in use.sources)
 
 
 def _trained_bytes(layer: LayerParameters) -> int:
@@ -316,7 +330,7 @@ def _layout(index: int, module: nn.Module, device: str) -> LayerParameters:
 
     def place(tensor: torch.Tensor) -> int:
         nonlocal end
-        begin, end = end, end + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        begin, end = end, end + _aligned(tensor.nbytes)
         return begin
 
     quantized = [p for _, p in named if isinstance(p, QuantizedWeight)]
