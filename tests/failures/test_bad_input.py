@@ -1,6 +1,7 @@
 """Bad input gets a clear error and changes nothing: the engine trains on afterwards as if nobody
 had asked."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -261,3 +262,39 @@ def test_parameters_beside_each_other_in_one_matrix_share_nothing() -> None:
         x = torch.randn(2, 4)
         expected = x @ whole[:, :4].T @ whole[:, 4:].T
         torch.testing.assert_close(engine(x), expected)  # of rows that lie otherwise in a slot
+
+
+class Sloped(nn.Module):
+    """Adds how steep a sum of squares is where it is, as force fields and gradient penalties do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.linear(x).square().sum(), x, create_graph=True)
+        return self.linear(x) + slope
+
+
+def test_gradients_in_a_forward_need_one_stage(engines: Engines) -> None:
+    """They died of an assertion of ours where a layer's forward keeps no graph."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Sloped(), Sloped(), Sloped())
+    plain = copy.deepcopy(model)
+    engine = engines(model, TWO)
+    before = engine_weights(engine)
+    for _ in range(2):  # what was refused once must not be half known
+        with pytest.raises(ConfigError, match=r"layer 0.* takes gradients in its own forward"):
+            call_and_wait(engine, BATCH)
+    TWO.check(engine_weights(engine), before)
+    plan = ModelExecutePlan(fwd_plan=[], bwd_plan=[range(3)])
+    engine.forward_backward(
+        BATCH.args,
+        label=BATCH.label,
+        loss_fn=BATCH.loss_fn,
+        run_config=roundpipe.RoundPipeRunConfig(num_microbatch=1, execute_plan=plan),
+    )
+    BATCH.loss_fn(plain(*BATCH.args), BATCH.label).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    TWO.check(engine_gradients(engine), wanted)

@@ -125,7 +125,7 @@ class LayerRunner:
         graph = self._graph(run, layer, boundary.leaves)
         with (
             self.entered(run.call, grad=True),
-            torch.autograd.graph.saved_tensors_hooks(graph.count, _forgotten),
+            torch.autograd.graph.saved_tensors_hooks(graph.count, self._refuse_backward),
         ):
             flags = zip(boundary.leaves, boundary.carries, strict=True)
             given = [
@@ -145,6 +145,13 @@ class LayerRunner:
             self._knowledge.put(run.stage, layer, boundary, LayerFacts(carries, writes))
         _report(run.call, layer, graph, boundary.leaves)
         return boundary_of(pytree.tree_map(detached, output), self._device, None, carries)
+
+    def _refuse_backward(self, nothing: None) -> torch.Tensor:
+        raise ConfigError(
+            f"layer {self.current} takes gradients in its own forward, whose graph is not kept "
+            "where the layer is run again for its backward; give an execute_plan of one stage, "
+            "or take them in loss_fn"
+        )
 
     def _check_output(self, output: Any) -> None:
         for leaf in pytree.tree_leaves(output):
@@ -324,6 +331,3 @@ def tracked(leaf: Any) -> bool:
 def detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
-
-def _forgotten(nothing: None) -> torch.Tensor:
-    raise AssertionError("a graph made only to learn from was run backward")
