@@ -231,7 +231,7 @@ def make_quantized_model(workload: Workload, device: torch.device) -> nn.Module:
     """Made on ``device`` one matrix at a time, and kept on the host."""
     import transformers
 
-    from roundpipe.quantized import FORMATS, QuantizedWeight
+    from roundpipe.quantized import FORMATS, QuantizedWeight, quantizable
 
     form = FORMATS[workload.quantization]
     has_sinks = workload.shapes.config_class == "GptOssConfig"
@@ -240,15 +240,14 @@ def make_quantized_model(workload: Workload, device: torch.device) -> nn.Module:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="eager" if has_sinks else "sdpa"
         )
-    head = model.get_output_embeddings()
-    for owner in list(model.modules()):
+    packed = set(quantizable(model, workload.quantization))
+    for path, owner in list(model.named_modules()):
         if any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
             owner.__init__(config=config)  # rotary embeddings compute theirs
         for name, weight in list(owner.named_parameters(recurse=False)):
             made = torch.empty(weight.shape, dtype=weight.dtype, device=device)
             made = made.fill_(1.0) if made.ndim == 1 else made.normal_(std=0.02)
-            is_matrix = isinstance(owner, nn.Linear) and made.ndim == 2
-            if made.ndim == 3 if form.name == "mxfp4" else is_matrix and owner is not head:
+            if f"{path}.{name}" in packed:
                 parts = [part.cpu() for part in form.quantize(made)]
                 made = QuantizedWeight(form, parts, made.shape, made.dtype)
             setattr(owner, name, nn.Parameter(made.cpu(), requires_grad=False))
