@@ -1,5 +1,5 @@
-"""Adapters of stacked experts over packed ones: losses and gradients are those of the model with the
-dense weights that the parts stand for."""
+"""Adapters of stacked experts over packed ones: losses and gradients are those of the model with
+the dense weights that the parts stand for."""
 
 from typing import Any
 
