@@ -143,7 +143,7 @@ class ParameterStore:
         self.written: set[int] = set()
         refuse_overlaps(layers)
         self._memory = memory
-        self._arenas: dict[int, tuple[HostArena, int]] = {}
+        self._arenas: dict[int, tuple[HostArena, int | None]] = {}
         if memory.rehomes:
             self._rehome(memory, staged)
         only_on_host = (key for key, uses in self.uses.items() if uses[0].layer >= len(staged))
@@ -216,7 +216,7 @@ class ParameterStore:
     def image_of(self, layer: LayerParameters) -> torch.Tensor | None:
         """The user's own parameters of the layer as one block of bytes, if they (still) lie in
         one."""
-        arena, first_address = self._arenas.get(layer.layer, (None, 0))
+        arena, first_address = self._arenas.get(layer.layer, (None, None))
         if arena is None or any(
             use.parameter.data_ptr() - use.image_offset != first_address for use in layer.uses
         ):
@@ -287,8 +287,8 @@ class ParameterStore:
                     use.parameter.move_to(homes)
                 else:
                     (use.parameter.data,) = homes
-            if is_whole:
-                self._arenas[layer.layer] = (arena, arena.bytes.data_ptr())
+            # Kept, because a copy may be on its way when its user puts another in a weight's place.
+            self._arenas[layer.layer] = (arena, arena.bytes.data_ptr() if is_whole else None)
             # Because of small weights, as quantized ones are, malloc keeps what was freed: without
             # this the model would be in memory twice while its last layers move.
             return_freed()
