@@ -330,4 +330,3 @@ def tracked(leaf: Any) -> bool:
 
 def detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
