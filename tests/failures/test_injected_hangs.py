@@ -97,7 +97,7 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(
     """The call has returned: it is `synchronize` that is interrupted, and the call's gradients
     arrive all the same."""
     engine, twin = make_engine(engines, count, 0.0), make_engine(engines, count, 0.0)
-    memory = held(engine)
+    memory = held(engine, twin)
     with Interruption(is_allowed=False) as interruption:
         INJECTION.arm(
             site,
@@ -112,7 +112,7 @@ def test_an_interrupted_wait_leaves_what_it_waited_for(
     for one in (engine, twin):
         call(one)
     ONE.check(engine_gradients(engine), engine_gradients(twin))
-    check_held(engine, memory)
+    check_held(engine, memory, twin)
     check_no_fault(engine)
 
 

@@ -7,6 +7,7 @@ committed one after the other.
 """
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +115,12 @@ def test_a_call_counts_whole_or_not_at_all(name: str, engines: Engines) -> None:
     reset()
     ends = set()
     num_interrupted = 0
-    for place in places_in(lambda: CALLS[name](engine), reset):
+    places = places_in(lambda: CALLS[name](engine), reset)
+    # How many there are wavers, because a wait looks up more often when the machine is busy: more
+    # follow, until one was late enough.
+    for place in itertools.chain(places, itertools.count(places[-1] + 1)):
+        if place > places[-1] and len(allowed) - 1 in ends:
+            break
         reset()
         num_interrupted += interrupted(lambda: CALLS[name](engine), place)
         found = state(engine)
@@ -129,9 +135,7 @@ def test_a_call_counts_whole_or_not_at_all(name: str, engines: Engines) -> None:
             f"after an interrupt at place {place} the next call is another one"
         )
     assert num_interrupted > NUM_PLACES * 0.8, "hardly any interrupt came through"
-    assert {0, len(allowed) - 1} <= ends, (
-        "no place was early enough, or none was late enough, to tell"
-    )
+    assert 0 in ends, "no place was early enough to tell"
     assert threading.enumerate() == threads
 
 

@@ -357,18 +357,19 @@ Held = dict[str, int]
 STRAY_TENSORS = 1
 
 
-def held(engine: RoundPipe) -> Held:
+def held(engine: RoundPipe, *others: RoundPipe) -> Held:
     """What an idle engine keeps: slots by device, and all tensors and gradient memory of the
     process.
 
-    Free blocks, free gradient memory and devices' copies of buffers are let go of first: how many
-    there ever were is a matter of timing, and which device has come by a layer with a buffer one of
-    how many calls there were.
+    Free blocks, free gradient memory and devices' copies of buffers are let go of first, those of
+    ``others`` in the process too: how many there ever were is a matter of timing, and which device
+    has come by a layer with a buffer one of how many calls there were.
     """
-    engine._host.worker_pool.blocks.clear()
-    engine._host.buffers.clear()
-    for executor in engine._runner.executors:
-        executor._replicas.buffers.clear()
+    for one in (engine, *others):
+        one._host.worker_pool.blocks.clear()
+        one._host.buffers.clear()
+        for executor in one._runner.executors:
+            executor._replicas.buffers.clear()
     gc.collect()
     kinds = [type(thing) for thing in gc.get_objects()]
     return {
@@ -378,11 +379,11 @@ def held(engine: RoundPipe) -> Held:
     }
 
 
-def check_held(engine: RoundPipe, before: Held) -> None:
+def check_held(engine: RoundPipe, before: Held, *others: RoundPipe) -> None:
     """The engine holds no more than before. Its threads may take a moment to let go of their last
     job."""
     for _ in range(50):
-        now = held(engine)
+        now = held(engine, *others)
         if all(
             now[name] <= count + STRAY_TENSORS * (name == "tensors")
             for name, count in before.items()
