@@ -18,7 +18,7 @@ from roundpipe import ConfigError, ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets import preset as presets
 from roundpipe.presets.experts.groups import group_experts
 from roundpipe.presets.experts.low_rank import AdaptedWeight, Factors, adapt_without_sums
-from tests.support.device_sets import ONE, THREE
+from tests.support.device_sets import ONE, THREE, DeviceSet
 from tests.support.engines import Engines, engine_gradients
 from tests.support.preset_models import (
     INPUTS,
@@ -145,6 +145,31 @@ def test_other_adapters_of_parameters(engines: Engines, case: str) -> None:
         loss = engine.forward_backward(input_kwargs=kwargs, run_config=config)
         assert_same_sums(engine_gradients(engine), expected, terms=REASSOCIATED)
     assert_same_sums(loss, theirs.loss.detach(), terms=ROWS * TOKENS)
+
+
+@pytest.mark.parametrize("devices", [ONE, THREE], ids=["one device", "three devices"])
+def test_merged_adapters_that_are_switched_off_are_refused(
+    engines: Engines, devices: DeviceSet
+) -> None:
+    """PEFT's forward took them out of the device's copy of the weights alone, and noted for the
+    user's that they were out: from then on their weights had the adapters twice."""
+    model, kwargs = adapted("qwen3-moe"), INPUTS["labels"]()
+    with torch.no_grad():
+        expected = model(**kwargs).loss
+    engine = engines(model, devices)
+    config = RoundPipeRunConfig(num_microbatch=3, execute_plan=MANY_STAGES)
+    model.base_model.merge_adapter()
+    merged = engine.forward_loss(input_kwargs=kwargs, run_config=config)
+    with (
+        model.disable_adapter(),
+        pytest.raises(ConfigError, match=r"q_proj: .*\['default'\] are merged.*unmerge_adapter"),
+    ):
+        engine.forward_loss(input_kwargs=kwargs, run_config=config)
+    again = engine.forward_loss(input_kwargs=kwargs, run_config=config)
+    model.base_model.unmerge_adapter()
+    unmerged = engine.forward_loss(input_kwargs=kwargs, run_config=config)
+    for found in (merged, again, unmerged):
+        assert_same_sums(found, expected, terms=REASSOCIATED)
 
 
 def test_adapted_experts_run_on_several_devices_at_once(engines: Engines) -> None:

@@ -200,6 +200,22 @@ def test_the_coefficient_is_the_one_of_the_call(engines: Engines, count: int) ->
         assert_same_loss(loss, model(**kwargs).loss)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_number_of_chosen_experts_is_the_one_of_the_call(engines: Engines, count: int) -> None:
+    """The auxiliary loss counted as many choices as there were when the model was wrapped."""
+    model = made_to_listen("qwen3-moe")
+    kwargs = {**INPUTS["labels"](), "output_router_logits": True}
+    engine = engines(model, ONE)
+    for num_chosen in (2, 1, 3):
+        model.num_experts_per_tok = num_chosen
+        for index in (0, 2):
+            model.model.layers[index].mlp.gate.top_k = num_chosen
+        loss = engine.forward_loss(
+            input_kwargs=kwargs, run_config=RoundPipeRunConfig(num_microbatch=count)
+        )
+        assert_same_loss(loss, model(**kwargs).loss)
+
+
 @pytest.mark.parametrize("name", ["qwen3-moe", "olmoe"])
 def test_a_microbatch_of_padding_counts_no_token(engines: Engines, name: str) -> None:
     """The model's own function would divide by no tokens there."""

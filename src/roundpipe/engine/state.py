@@ -32,7 +32,7 @@ from ..params.ranks import Ranks
 from ..params.window import GradientWindow, Master
 from ..params.working import ParameterStore
 from ..presets.experts.groups import group_experts
-from ..presets.experts.low_rank import adapt_without_sums
+from ..presets.experts.low_rank import adapt_without_sums, refuse_to_unmerge
 from ..runtime.worker_pool import WorkerPool
 from ..step import context
 from ..step.hyperparameters import WorkingWeights
@@ -135,7 +135,11 @@ class Host:
         self.rules = rules = GradientRules(settings.optim_dtype, settings.grad_dtype)
         is_accelerated = any(device.torch_device.type != "cpu" for device in devices)
         # Both before weights are moved, because they may be refused.
-        prepare: list[Callable[[nn.Module], None]] = [adapt_without_sums, group_experts]
+        prepare: list[Callable[[nn.Module], None]] = [
+            refuse_to_unmerge,
+            adapt_without_sums,
+            group_experts,
+        ]
         if settings.compute_dtype is not None:
             prepare.append(use_fp8(layers))
             if is_accelerated and not settings.compile:

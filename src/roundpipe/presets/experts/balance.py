@@ -31,15 +31,23 @@ class Balance:
     def __init__(self, model: Any) -> None:
         text = model.config.get_text_config()
         self._named = model if text is model.config else text  # where models that see have these
-        self.num_experts: int = self._named.num_experts
-        self.num_chosen: int = self._named.num_experts_per_tok
         self.function: Callable[..., torch.Tensor] = _function_of(model)
-        if not hasattr(self._named, "router_aux_loss_coef"):
-            raise AttributeError(f"{type(model).__name__} has no router_aux_loss_coef")
+        for name in ("num_experts", "num_experts_per_tok", "router_aux_loss_coef"):
+            if not hasattr(self._named, name):
+                raise AttributeError(f"{type(model).__name__} has no attribute {name!r}")
+
+    # These are read at the call, because the model's own forward reads them then.
+
+    @property
+    def num_experts(self) -> int:
+        return int(self._named.num_experts)
+
+    @property
+    def num_chosen(self) -> int:
+        return int(self._named.num_experts_per_tok)
 
     @property
     def coefficient(self) -> float:
-        """It is read at the call, because the model's own forward reads it then."""
         return float(self._named.router_aux_loss_coef)
 
     @classmethod

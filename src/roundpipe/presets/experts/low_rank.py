@@ -180,6 +180,25 @@ def refuse_other_layouts(layers: Iterable[nn.Module]) -> None:
                 _refuse_other_layout(f"layer {index}, {name}.{module.parameter_name}", module)
 
 
+def refuse_to_unmerge(replica: nn.Module) -> None:
+    """Looks whether PEFT's forward would take merged adapters out of the weights again.
+
+    It would do so with the device's copy of the weights, but note it in a list that replicas share
+    with the user's modules, whose weights would have the adapters still.
+
+    Raises:
+        ConfigError: adapters are merged and switched off.
+    """
+    for name, module in replica.named_modules():
+        merged = getattr(module, "merged_adapters", None)
+        if merged and getattr(module, "disable_adapters", False):
+            raise ConfigError(
+                f"{name}: the adapters {merged} are merged into the weights and switched off, and "
+                "PEFT would take them out in the forward, which has a copy of the weights; call "
+                "unmerge_adapter() before they are switched off"
+            )
+
+
 def adapt_without_sums(replica: nn.Module) -> None:
     """Has a replica's adapters of single parameters compute without the sum of both. The class of
     the replica's module is another, so nobody else's module is touched."""
