@@ -62,13 +62,18 @@ def test_a_plain_optimizer_is_refused_while_any_engine_is_open(how: str, engines
     """It would train nothing: gradients go to the engine's copies."""
     model = make_mlp()
     engines(model)
+    before = set(threading.enumerate())
     second = RoundPipe(model, devices=1)
+    started = set(threading.enumerate()) - before
     if how == "closed":
         second.close()
     del second
     gc.collect()
     with pytest.raises(ConfigError, match="working weights"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for thread in started:
+        thread.join(PATIENCE_S)  # because a forgotten engine's end when they get round to it
+        assert not thread.is_alive()
 
 
 class Mine(torch.optim.SGD):
