@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForSequenceClassification,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -56,7 +57,7 @@ def test_a_classifier_has_a_dense_head_that_trains(
     source: Path, tmp_path: Path, has_own_head: bool
 ) -> None:
     """Scripts load it from a language model's files by ``num_labels``, and PEFT trains its head."""
-    how: dict[str, Any] = {"model_class": LlamaForSequenceClassification, "num_labels": 3}
+    how: dict[str, Any] = {"model_class": AutoModelForSequenceClassification, "num_labels": 3}
     plain = LlamaForSequenceClassification.from_pretrained(source, num_labels=3)
     if has_own_head:
         source = tmp_path / "classifier"
