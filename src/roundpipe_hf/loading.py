@@ -6,6 +6,7 @@ asks for that, looks afterwards whether it was so, and says which weights were c
 why.
 """
 
+import copy
 import json
 import logging
 import re
@@ -46,6 +47,8 @@ _COPIES_ALL = (
     "distributed_config",
     "gguf_file",
 )
+# What a model has beside its config, though that knows of it.
+_OF_THE_MODEL = ("dtype", "torch_dtype", "attn_implementation")
 
 
 def load_pretrained_mmap(
@@ -131,6 +134,8 @@ def load_pretrained(
     method = method_of(config)
     if mmap or quantization is not None or method is not None:
         _refuse_copies(kwargs)
+    if quantization is not None or method is not None:
+        config, kwargs = _with_settings(config, kwargs)
     if quantization is not None and method is None:
         checkpoint = Checkpoint(name_or_path, kwargs)
         files = checkpoint.files_with_tensors
@@ -143,7 +148,8 @@ def load_pretrained(
         keys = quantized_keys(model, quantization)
         quantize_checkpoint(files, out, quantization, keys, shapes)
         name_or_path, kwargs = out, {key: kwargs[key] for key in kwargs if key not in OF_THE_FILES}
-        config, method = config_of(out, {}), quantization
+        config.quantization_config = config_of(out, {}).quantization_config
+        method = quantization
     elif quantization not in (None, method):
         raise ConfigError(
             f"quantization={quantization!r}: {name_or_path} is quantized already, as {method}; "
@@ -218,6 +224,20 @@ def class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     config = kwargs.get("config") or config_of(name_or_path, kwargs)
     name = (config.architectures or [""])[0]
     return getattr(transformers, name, AutoModelForCausalLM)
+
+
+def _with_settings(config: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A copy of ``config``, and the ``kwargs`` that it has no use for. As in ``from_pretrained``
+    the others are set there, unless the config is the caller's."""
+    config, is_given = copy.deepcopy(config), kwargs.get("config") is not None
+    settings = {
+        name: value
+        for name, value in kwargs.items()
+        if not is_given and name not in _OF_THE_MODEL and hasattr(config, name)
+    }
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return config, {name: value for name, value in kwargs.items() if name not in settings}
 
 
 def config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:

@@ -204,6 +204,15 @@ class HostWeights(ForwardingModule):
         for parameter, _ in self._masters.existing():
             self._masters.follow_load(parameter, None)
 
+    def send_again(self) -> None:
+        """Has the next call send devices every weight and buffer again, because somebody may have
+        written to them through ``.data`` or NumPy. May be called at any time.
+
+        Masters do not follow, other than in `reload_parameters`: weights may be exchanged and put
+        back.
+        """
+        self._steps.send_again()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients not yet stepped, and the copies ``synchronize()`` made of them.
 

@@ -151,15 +151,16 @@ class StepThread:
     def note_load(self) -> None:
         """The user's parameters are about to hold other weights, or do so already. With no job
         left."""
-        self._note_others()
+        self.send_again()
         self.turns.tell_others()
 
     def follow_others(self) -> None:
         """Goes on from what other engines have made of the weights."""
-        self._note_others()
+        self.send_again()
         self._masters.follow_others()
 
-    def _note_others(self) -> None:
+    def send_again(self) -> None:
+        """Devices take no weight or buffer that they hold for the same from the next call on."""
         self.num_loads += 1
         for listener in self.load_listeners:
             listener()

@@ -174,6 +174,12 @@ class EngineSlot:
             self.current.ranks.share([*trained, *model.buffers()])
             self.reload(model)
 
+    def send_again(self) -> None:
+        """Weights may have been written in a way that torch does not count: devices take them from
+        the model again."""
+        if self.current is not None:
+            self.current.send_again()
+
     def rest(self) -> None:
         """No run is going on: what is dropped now, the trainer itself for example, can be
         collected."""

@@ -26,7 +26,7 @@ from ..errors import UnknownModelCall
 ComputeLoss = Callable[..., Any]
 _NEVER_CALLED = (
     "compute_loss never called the model it was given; the pipeline trains through that call only. "
-    "Call its `model` argument, not `self.model`"
+    "Call its `model` argument, not `self.model`, nor a module of it such as `model.model`"
 )
 
 

@@ -73,6 +73,9 @@ def read_quantized(
     loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
+    if config.architectures and type(model).__name__ not in config.architectures:
+        # Another head than that of the files is made anew, which transformers warns of.
+        missing = [key for key in missing if _is_of_base(key, model)]
     if missing:
         raise ConfigError(
             f"{files[0].parent} has no {missing[0]} and lacks {len(missing) - 1} others of "
@@ -82,6 +85,11 @@ def read_quantized(
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
     return model
+
+
+def _is_of_base(key: str, model: PreTrainedModel) -> bool:
+    prefix = model.base_model_prefix
+    return not hasattr(model, prefix) or key.startswith(f"{prefix}.")
 
 
 def tensors_of(file: Path) -> Tensors:

@@ -202,6 +202,7 @@ class EvaluationMixin(_Base):
         """Runs Trainer's loop on the newest weights. A batch that is too large for a device raises
         an error that says what to lower."""
         self.synchronize()
+        self._slot.send_again()  # because PEFT merges adapters through ``.data``
         if hasattr(self, "model_preparation_time"):
             # Because Trainer subtracts it from every evaluation's time, and it was one's alone.
             self.model_preparation_time = 0.0
@@ -218,6 +219,7 @@ class EvaluationMixin(_Base):
             raise EvaluationOutOfMemory(str(error), "lower per_device_eval_batch_size") from error
         finally:
             self._full_eval = None
+            self._slot.send_again()  # because averaged weights are put back through ``.data``
             self.args.bf16_full_eval, self.args.fp16_full_eval = given
             if not self.is_in_loop:
                 self._rest()

@@ -30,6 +30,10 @@ BAD: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
         lambda trainer, model, inputs: trainer.model(**inputs).loss,
         "never called the model it was given",
     ),
+    "calls a module of the model": (
+        lambda trainer, model, inputs: model.model(inputs["input_ids"])[0].mean(),
+        "never called the model it was given.*nor a module of it",
+    ),
     "no tensor": (
         lambda trainer, model, inputs: own(model, inputs).item(),
         "returned a float; it must be a tensor",

@@ -17,7 +17,14 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 from roundpipe.errors import ConfigError
 from roundpipe.quantized import FORMATS, QuantizedWeight
@@ -43,6 +50,38 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("has_own_head", [False, True], ids=["of a language model", "its own"])
+def test_a_classifier_has_a_dense_head_that_trains(
+    source: Path, tmp_path: Path, has_own_head: bool
+) -> None:
+    """Scripts load it from a language model's files by ``num_labels``, and PEFT trains its head."""
+    how: dict[str, Any] = {"model_class": AutoModelForSequenceClassification, "num_labels": 3}
+    plain = LlamaForSequenceClassification.from_pretrained(source, num_labels=3)
+    if has_own_head:
+        source = tmp_path / "classifier"
+        plain.save_pretrained(source)
+    for _ in range(2):  # quantized here, and as it was quantized
+        model = load_pretrained(source, quantization="int8", quantized_dir=tmp_path / "out", **how)
+        assert model.config.num_labels == 3
+        assert model.score.weight.shape == plain.score.weight.shape
+        assert torch.equal(model.score.weight, plain.score.weight) == has_own_head
+        assert {name for name, one in model.named_parameters() if one.requires_grad} >= {
+            "score.weight"
+        }
+        quantized = {n for n, one in model.named_parameters() if isinstance(one, QuantizedWeight)}
+        assert quantized == {n for n, _ in plain.named_parameters() if n.endswith("proj.weight")}
+        source = tmp_path / "out"
+
+
+def test_a_config_of_the_callers_counts(source: Path, tmp_path: Path) -> None:
+    config = LlamaConfig.from_pretrained(source, rms_norm_eps=0.25)
+    model = load_pretrained(
+        source, quantization="int8", quantized_dir=tmp_path / "out", config=config
+    )
+    assert model.model.norm.variance_epsilon == 0.25
+    assert not hasattr(config, "quantization_config")
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "nf4_double", "fp8", "int8"])

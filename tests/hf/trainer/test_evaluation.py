@@ -1,7 +1,7 @@
 """`evaluate` and `predict` give the plain Trainer's metrics, keys and arrays, and always see every
 update."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from roundpipe_hf import RoundPipeTrainer
 from tests.support.trainers import (
     MODELS,
     Pair,
+    assert_same,
     logged,
     make_both,
     make_trainer,
@@ -63,6 +64,51 @@ def test_during_training_every_update_is_in() -> None:
         [entry["eval_loss"] for entry in logged(t) if "eval_loss" in entry] for t in pair
     )
     assert ours == pytest.approx(plain, abs=1e-5)
+
+
+class Averaged:
+    """Evaluates the average of all weights so far in place of the model, as `torch_ema` does."""
+
+    model: Any
+    mean: Sequence[Tensor] | None = None
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        parameters = list(self.model.parameters())
+        own = [parameter.detach().clone() for parameter in parameters]
+        before = own if self.mean is None else self.mean
+        self.mean = [(old + new) / 2 for old, new in zip(before, own, strict=True)]
+        _put(self.mean, parameters)
+        try:
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+            return metrics
+        finally:
+            _put(own, parameters)
+
+
+def _put(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.data.copy_(value)  # which torch does not count
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_weights_are_exchanged_for_an_evaluation_and_put_back(kind: str, devices: int) -> None:
+    """Layers with frozen weights stay on one device, where the next step would have trained from
+    the average."""
+    settings: dict[str, Any] = {"eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1}
+    pair = make_both(MODELS[kind], token_rows(12), Averaged, devices=devices, **settings)
+    assert_same(Pair(*map(run, pair)))
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_merged_adapters_are_evaluated(devices: int) -> None:
+    """PEFT adds them to frozen weights through ``.data``."""
+    pair = Pair(*map(run, make_both(MODELS["lora"], token_rows(9), devices=devices)))
+    pair.ours.synchronize()
+    for change in ("merge_adapter", "unmerge_adapter"):
+        for trainer in pair:
+            getattr(trainer.model, change)()
+        assert_same_metrics(pair, "evaluate", ROWS)
 
 
 def test_the_mode_is_back_to_training_afterwards() -> None:
