@@ -50,7 +50,7 @@ class KeptChoice(TorchFunctionMode):
     def __init__(self, kept: Sequence[torch.Tensor] | None) -> None:
         super().__init__()
         self._kept = kept
-        self._chosen: list[torch.Tensor] = []
+        self.chosen: list[torch.Tensor] = []  # within it, (tokens, experts of a token) each
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,17 +58,12 @@ class KeptChoice(TorchFunctionMode):
         if func is not torch.topk and func is not torch.Tensor.topk:
             return func(*args, **(kwargs or {}))
         if self._kept is not None:
-            indices = self._kept[len(self._chosen)]
+            indices = self._kept[len(self.chosen)]
             result = _chosen_again(indices, *args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        self._chosen.append(result.indices)
+        self.chosen.append(result.indices)
         return result
-
-    @property
-    def chosen(self) -> tuple[torch.Tensor, ...]:
-        """What was chosen within it, (tokens, experts of a token) each."""
-        return tuple(self._chosen)
 
 
 def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
@@ -122,7 +117,7 @@ def run_routed(
             made = run(state)
         (said,) = outputs
         logits = logits, said[0] if isinstance(said, tuple) else said
-    return {**made, "router_logits": logits}, choice.chosen
+    return {**made, "router_logits": logits}, tuple(choice.chosen)
 
 
 def chooses(block: nn.Module) -> bool:
