@@ -1,0 +1,95 @@
+"""Models of a known architecture on which users have put something of their own train as in the
+plain `Trainer`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from tests.support.models import make_llama
+from tests.support.trainers import assert_same, token_rows, train_both
+
+ROWS = token_rows(12)
+
+
+class LowerInEvaluation(LlamaForCausalLM):
+    """Keeps its lower blocks, which drop half of what they attend to, in evaluation mode."""
+
+    def train(self, mode: bool = True) -> "LowerInEvaluation":
+        super().train(mode)
+        for block in self.model.layers[:2]:
+            block.eval()
+        return self
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_model_that_keeps_some_modules_in_evaluation_mode(devices: int) -> None:
+    """From the first step on, though all of a new model's modules are in training mode."""
+
+    def make() -> nn.Module:
+        model: Any = make_llama(tied=False)
+        for block in model.model.layers[:2]:
+            block.self_attn.attention_dropout = 0.5
+        model.__class__ = LowerInEvaluation
+        return model  # type: ignore[no-any-return]
+
+    more: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS[:5]}
+    pair = train_both(make, ROWS, devices=devices, gradient_accumulation_steps=2, **more)
+    assert_same(pair)
+    for trainer in pair:
+        modes = [block.training for block in trainer.model.train().model.layers]
+        assert modes == [False, False] + [True] * (len(modes) - 2)
+
+
+def token_mean(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def knows_no_items(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    return 2 * token_mean(logits, labels)
+
+
+def never_reads_items(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> Tensor:
+    return 2 * token_mean(logits, labels)
+
+
+def hands_items_on(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+    return 2 * ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
+def divides_by_items(
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> Tensor:
+    targets = labels[:, 1:].flatten()
+    losses = nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets, reduction="none", ignore_index=-100
+    )
+    items = targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+    return losses.sum() / items
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    "loss", [knows_no_items, never_reads_items, hands_items_on, divides_by_items]
+)
+def test_a_loss_function_of_the_models_own(loss: Callable[..., Tensor], devices: int) -> None:
+    """The Trainer tells it how many items a window has. What does not divide by them is a mean over
+    its batch, and no sum over microbatches."""
+
+    def make() -> nn.Module:
+        model: Any = make_llama(tied=False)
+        model.loss_function = loss
+        return model  # type: ignore[no-any-return]
+
+    more: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS[:5]}
+    pair = train_both(
+        make, ROWS, devices=devices, num_microbatch=3, gradient_accumulation_steps=2, **more
+    )
+    assert_same(pair)
+    assert torch.tensor(pair.ours.state.log_history[0]["loss"]) > 1.0
