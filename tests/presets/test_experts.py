@@ -14,13 +14,15 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import roundpipe
+from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.presets.experts import product
 from roundpipe.presets.experts.groups import group_experts
 from tests.support.device_sets import ONE
-from tests.support.engines import Engines
-from tests.support.preset_models import INPUTS, make_model
+from tests.support.engines import Engines, engine_gradients
+from tests.support.preset_models import INPUTS, ROWS, TOKENS, make_model, own_forward
 from tests.support.tolerances import assert_same_sums
 
+RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
 WIDTH, NUM_TOKENS, NUM_EXPERTS, NUM_CHOSEN = 16, 12, 5, 2
 
 
@@ -187,3 +189,42 @@ def test_recorded_layers_of_experts_train_as_others(engines: Engines, replays: l
     assert not replays
     assert losses(captures=True) == expected
     assert replays
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["auxiliary loss", "no auxiliary loss"])
+def test_blocks_of_every_engine_are_compiled(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, listens: bool
+) -> None:
+    """As one piece, with code of their own: of code that engines shared the compiler would make
+    eight variants for the process, and leave the blocks of all further engines as they are."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend=backend))
+    from torch._dynamo.utils import counters
+
+    counters["graph_break"].clear()
+    inputs = {**INPUTS["labels"](), "output_router_logits": listens}
+    model = make_model("qwen3-moe")
+    model.config._experts_implementation = "grouped_mm"
+    expected = own_forward(copy.deepcopy(model), inputs)
+    numbers = []
+    for _ in range(4):
+        engine = engines(copy.deepcopy(model), ONE, compile=True)
+        before = len(graphs)
+        for plan in (None, RECOMPUTED):
+            engine.zero_grad()
+            loss = engine.forward_backward(
+                input_kwargs=inputs, run_config=RoundPipeRunConfig(execute_plan=plan)
+            )
+            assert_same_sums(loss, expected[0].loss, terms=ROWS * TOKENS)
+            assert_same_sums(engine_gradients(engine), expected[1], terms=ROWS * TOKENS)
+        numbers.append(len(graphs) - before)
+        engine.close()
+    assert not counters["graph_break"]
+    assert len(set(numbers)) == 1
+    assert numbers[0] >= 2

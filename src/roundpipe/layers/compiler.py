@@ -15,6 +15,9 @@ from ..device import Device
 from .modes import Modes, hook_tables
 
 _log = logging.getLogger("roundpipe")
+# Where a forward says that only a part of it can be compiled: that function, and what makes the
+# forward of it.
+COMPILES = "_roundpipe_compiles"
 
 
 class BlockCompiler:
@@ -71,9 +74,9 @@ class BlockCompiler:
         """The compiled forward of ``kind``, made once for each ``key``."""
         if key not in self._compiled:
             backend = _Backend(f"{kind.__name__} for {device.name}", self._in_cpp)
-            self._compiled[key] = _entered_alone(
-                torch.compile(_own_code(kind.forward), backend=backend)
-            )
+            part, around = getattr(kind.forward, COMPILES, (kind.forward, None))
+            compiled = _entered_alone(torch.compile(_own_code(part), backend=backend))
+            self._compiled[key] = compiled if around is None else around(compiled)
         return self._compiled[key]
 
     def part_of(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,7 +29,7 @@ from .calling import (
 )
 from .causal_lm import LossState, wants_only_loss
 from .experts.balance import Balance, assemble, balance_of, routers_in, why_unheard
-from .experts.routing import Routed, chooses, run_routed, wants_auxiliary_loss
+from .experts.routing import Routed, chooses, keeps_choices, run_routed, wants_auxiliary_loss
 from .loss import Loss, chunked, is_plain_linear, weighted
 from .parts import BlockCall, Blocks, Part, by_kind, kinds_of, path_of_blocks
 from .preset import Cut, DoesNotFit
@@ -157,9 +158,11 @@ class RoutedBlock(Block):
         super().__init__(block, kind)
         self.router = router
 
-    def forward(self, state: State) -> State:
-        made: State = run_routed(super().forward, state, self.block, self.router)
-        return made
+    @keeps_choices
+    def forward(
+        self, state: State, kept: tuple[torch.Tensor, ...] | None
+    ) -> tuple[State, tuple[torch.Tensor, ...]]:
+        return run_routed(super().forward, state, self.block, self.router, kept)
 
 
 class Suffix(nn.Module):

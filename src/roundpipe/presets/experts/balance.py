@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...microbatch import merge
+from ...recompute.user_data import save_for_recompute
 from .. import causal_lm
 from ..calling import by_name
 from ..loss import merge_outputs
@@ -68,7 +69,7 @@ class Balance:
         with choice:
             made = self._sums if state["has_siblings"] else self._whole
             auxiliary = made(links, state["attention_mask"])
-        choice.save()
+        save_for_recompute(*choice.chosen)
         has_logits = output.get("logits") is not None or not state["has_siblings"]
         kept = {"router_logits": links} if has_logits and hasattr(output, "router_logits") else {}
         if state["has_siblings"]:

@@ -15,9 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...layers.compiler import COMPILES
 from ...recompute.user_data import doing_recompute, get_recompute_data, save_for_recompute
 
 Chain = tuple[Any, torch.Tensor]
+_OURS = -1  # torch's own hooks are numbered from 0
 
 
 class Routed(TypedDict):
@@ -42,7 +44,7 @@ class KeptChoice(TorchFunctionMode):
     between two experts would get the gradient of an expert that did not compute it.
 
     Args:
-        kept: what the forward chose, from `choices_of_the_forward`; None: this is the forward.
+        kept: what the forward chose; None: this is the forward.
     """
 
     def __init__(self, kept: Sequence[torch.Tensor] | None) -> None:
@@ -63,10 +65,10 @@ class KeptChoice(TorchFunctionMode):
         self._chosen.append(result.indices)
         return result
 
-    def save(self) -> None:
-        """Hands what was chosen to the engine, which gives it back in the recompute."""
-        if self._kept is None:
-            save_for_recompute(*self._chosen)
+    @property
+    def chosen(self) -> tuple[torch.Tensor, ...]:
+        """What was chosen within it, (tokens, experts of a token) each."""
+        return tuple(self._chosen)
 
 
 def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
@@ -74,8 +76,22 @@ def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
     return get_recompute_data() if doing_recompute() else None
 
 
-# A compiled layer must ask, and asks once, before it enters the mode: it cannot leave that halfway.
-setattr(choices_of_the_forward, "_torchdynamo_disable", True)  # noqa: B010
+def keeps_choices(run: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]]) -> Callable[..., Any]:
+    """Makes a layer's forward of ``run(layer, state, kept)``, which returns what `run_routed` does:
+    in a recompute it is given what it chose in the forward.
+
+    A compiled layer must ask for that each time, which is no code that can be compiled. So the
+    asking stays outside, and ``run`` compiles as one piece.
+    """
+
+    def forward(layer: nn.Module, state: Any) -> Any:
+        kept = choices_of_the_forward()
+        made, chosen = run(layer, state, kept)
+        save_for_recompute(*chosen)
+        return made
+
+    setattr(forward, COMPILES, (run, keeps_choices))
+    return forward
 
 
 def _chosen_again(
@@ -84,11 +100,20 @@ def _chosen_again(
     return torch.return_types.topk((input.gather(dim, indices), indices))
 
 
-def run_routed(run: Callable[..., Any], state: Any, block: nn.Module, router: str | None) -> Any:
+def run_routed(
+    run: Callable[..., Any],
+    state: Any,
+    block: nn.Module,
+    router: str | None,
+    kept: Sequence[torch.Tensor] | None,
+) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Has ``run`` run a block: a recompute chooses as the forward did, and what the ``router``
-    says joins the chain where that is wanted. None: the block has no router."""
+    says joins the chain where that is wanted. Returns what the block made, and what it chose.
+
+    ``router``: None, the block has none. ``kept``: see `KeptChoice`.
+    """
     logits = state["router_logits"]
-    choice = KeptChoice(choices_of_the_forward())
+    choice = KeptChoice(kept)
     if logits is None or router is None:
         with choice:
             made = run(state)
@@ -97,8 +122,7 @@ def run_routed(run: Callable[..., Any], state: Any, block: nn.Module, router: st
             made = run(state)
         (said,) = outputs
         logits = logits, said[0] if isinstance(said, tuple) else said
-    choice.save()
-    return {**made, "router_logits": logits}
+    return {**made, "router_logits": logits}, choice.chosen
 
 
 def chooses(block: nn.Module) -> bool:
@@ -128,8 +152,9 @@ def _outputs_of(module: nn.Module) -> Iterator[list[Any]]:
     """
     outputs: list[Any] = []
     before = module._forward_hooks
+    # By hand, because the compiler cannot follow torch's own way of adding one.
     module._forward_hooks = OrderedDict(before)
-    module.register_forward_hook(lambda _, __, output: outputs.append(output))
+    module._forward_hooks[_OURS] = lambda _, __, output: outputs.append(output)
     try:
         yield outputs
     finally:
