@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.support.models import make_llama
-from tests.support.trainers import assert_same, token_rows, train_both
+from tests.support.trainers import assert_same, differ, run, token_rows, train_both, weights
 
 ROWS = token_rows(12)
 
@@ -93,3 +94,33 @@ def test_a_loss_function_of_the_models_own(loss: Callable[..., Tensor], devices:
     )
     assert_same(pair)
     assert torch.tensor(pair.ours.state.log_history[0]["loss"]) > 1.0
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_new_tokens_of_a_model_with_tied_embeddings(devices: int) -> None:
+    """PEFT trains some rows of the embedding and uses them in the head as well, which is another
+    layer. The adapter is switched off for an evaluation, and merged for a second run."""
+
+    def make() -> nn.Module:
+        model: Any = make_llama(tied=True)
+        torch.manual_seed(5)  # which new rows and adapters are drawn from
+        model.resize_token_embeddings(70)
+        config = LoraConfig(
+            r=4, target_modules="all-linear", trainable_token_indices=list(range(58, 70))
+        )
+        return get_peft_model(model, config)
+
+    more: dict[str, Any] = {"eval_strategy": "epoch", "eval_dataset": ROWS[:5]}
+    rows = [row | {"input_ids": row["input_ids"] + 6} for row in ROWS]
+    pair = train_both(make, rows, devices=devices, gradient_accumulation_steps=2, **more)
+    assert_same(pair)
+    before = dict(make().named_parameters())
+    trained = differ(weights(pair.ours), {name: value.detach() for name, value in before.items()})
+    assert sum("trainable_tokens_delta" in name for name in trained) == 1
+    for trainer in pair:
+        with trainer.model.disable_adapter():
+            trainer.evaluate()
+        merged = trainer.model.merge_and_unload().requires_grad_(True)
+        trainer.model, trainer.optimizer, trainer.lr_scheduler = merged, None, None
+        run(trainer)
+    assert_same(pair)
