@@ -92,10 +92,11 @@ def small_model(setup: Setup) -> nn.Module:
 @dataclass(frozen=True)
 class Measured:
     """``device``: bytes of the fullest one at most, once measurements had settled. ``host``: by
-    what for, in the names of an estimate."""
+    what for, in the names of an estimate. ``stage_gradients``: bytes of the largest stage's."""
 
     device: int
     host: dict[str, int]
+    stage_gradients: int
 
 
 def run(setup: Setup, predicted: Estimate) -> Measured:
@@ -130,6 +131,10 @@ def run(setup: Setup, predicted: Estimate) -> Measured:
         return Measured(
             max(device.capacity.peak for device in engine.devices),
             _host_bytes(engine, optimizer, first_spilled, is_async=setup.is_async),
+            max(
+                sum(layer.trained_bytes for layer in engine._store.layers[stage.start : stage.stop])
+                for stage in _plan_of(predicted.stages).bwd_plan
+            ),
         )
 
 

@@ -1,15 +1,15 @@
 """Estimates made from a config alone, against runs of the engine on virtual devices: peaks within a
 tenth, and never more than a twentieth too low.
 
-Of several devices a fifth too high is let pass: gradients that are on their way down count, as on a
-GPU, and on virtual devices copies are done at once.
+Of several devices a stage's gradients more are let pass: those that are on their way down count, as
+on a GPU, and on virtual devices copies are done at once.
 """
 
 import pytest
 
 from .runs import Setup, run
 
-LEAST, MOST, MOST_OF_SEVERAL = 0.95, 1.10, 1.20
+LEAST, MOST = 0.95, 1.10
 SETUPS = {
     "full": Setup(memory="60MB"),
     "full async": Setup(memory="60MB", is_async=True),
@@ -46,8 +46,9 @@ def test_peaks_are_as_predicted(setup: Setup) -> None:
     host = {name: predicted.host[name] for name in names}
     ratio = sum(host.values()) / sum(measured.host[name] for name in names)
     said += f"host {ratio:.3f}: {host}, {measured}"
-    most = MOST if setup.devices == 1 else MOST_OF_SEVERAL
-    assert LEAST <= predicted.device_bytes / measured.device <= most, said
+    on_their_way = measured.stage_gradients if setup.devices > 1 else 0
+    assert predicted.device_bytes >= LEAST * measured.device, said
+    assert predicted.device_bytes <= MOST * measured.device + on_their_way, said
     assert LEAST <= ratio <= MOST, said
     for name in ("weights", "masters", "second_buffer"):
         assert host[name] == measured.host[name], said
