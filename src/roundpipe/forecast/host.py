@@ -55,7 +55,7 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     has_room = sum(made.values()) + 2 * second + SPARED_BYTES < free_bytes
     made["second_buffer"] = second if has_room else 0
     # The first call's plan was made from guesses. What waited on the host then is gone before a
-    # synchronous update makes moments, and what comes after them; an asynchronous one begins before.
+    # synchronous update makes moments and what comes after them; an asynchronous one begins before.
     later = 0 if choice.is_async else made["moments"] + made["gradients"] - gradients
     made["spilled"] = max(made["spilled"], step.spilled_bytes(step.first) - later)
     if choice.pin_model == "alloc" and step.kind != "cpu":
