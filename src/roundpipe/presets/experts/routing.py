@@ -26,8 +26,8 @@ class Routed(TypedDict):
     """What travels for the auxiliary loss: the logits of all routers so far (None: it is not
     wanted).
 
-    They form a chain, each block adding a link, because a compiled block that saw their number
-    would be compiled anew for each.
+    They form a chain, each block adding a link, which takes no time however long it is. See
+    `keeps_choices`.
     """
 
     router_logits: (
@@ -50,7 +50,7 @@ class KeptChoice(TorchFunctionMode):
     def __init__(self, kept: Sequence[torch.Tensor] | None) -> None:
         super().__init__()
         self._kept = kept
-        self._chosen: list[torch.Tensor] = []
+        self.chosen: list[torch.Tensor] = []  # within it, (tokens, experts of a token) each
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -58,17 +58,12 @@ class KeptChoice(TorchFunctionMode):
         if func is not torch.topk and func is not torch.Tensor.topk:
             return func(*args, **(kwargs or {}))
         if self._kept is not None:
-            indices = self._kept[len(self._chosen)]
+            indices = self._kept[len(self.chosen)]
             result = _chosen_again(indices, *args, **(kwargs or {}))
         else:
             result = func(*args, **(kwargs or {}))
-        self._chosen.append(result.indices)
+        self.chosen.append(result.indices)
         return result
-
-    @property
-    def chosen(self) -> tuple[torch.Tensor, ...]:
-        """What was chosen within it, (tokens, experts of a token) each."""
-        return tuple(self._chosen)
 
 
 def choices_of_the_forward() -> tuple[torch.Tensor, ...] | None:
@@ -81,14 +76,17 @@ def keeps_choices(run: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]]) -> C
     in a recompute it is given what it chose in the forward.
 
     A compiled layer must ask for that each time, which is no code that can be compiled. So the
-    asking stays outside, and ``run`` compiles as one piece.
+    asking stays outside, and ``run`` compiles as one piece. So does the chain of logits, of which
+    ``run`` sees no link but its own: a compiled layer takes a longer chain for another argument.
     """
 
     def forward(layer: nn.Module, state: Any) -> Any:
+        chain = state["router_logits"]
         kept = choices_of_the_forward()
-        made, chosen = run(layer, state, kept)
+        made, chosen = run(layer, {**state, "router_logits": None if chain is None else ()}, kept)
         save_for_recompute(*chosen)
-        return made
+        said = made["router_logits"]
+        return {**made, "router_logits": (chain, said) if isinstance(said, torch.Tensor) else chain}
 
     setattr(forward, COMPILES, (run, keeps_choices))
     return forward
@@ -108,21 +106,22 @@ def run_routed(
     kept: Sequence[torch.Tensor] | None,
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Has ``run`` run a block: a recompute chooses as the forward did, and what the ``router``
-    says joins the chain where that is wanted. Returns what the block made, and what it chose.
+    says takes the place of the state's ``router_logits`` where that is wanted. Returns what the
+    block made, and what it chose.
 
     ``router``: None, the block has none. ``kept``: see `KeptChoice`.
     """
-    logits = state["router_logits"]
+    said = state["router_logits"]
     choice = KeptChoice(kept)
-    if logits is None or router is None:
+    if said is None or router is None:
         with choice:
             made = run(state)
     else:
         with choice, _outputs_of(operator.attrgetter(router)(block)) as outputs:
             made = run(state)
         (said,) = outputs
-        logits = logits, said[0] if isinstance(said, tuple) else said
-    return {**made, "router_logits": logits}, choice.chosen
+        said = said[0] if isinstance(said, tuple) else said
+    return {**made, "router_logits": said}, tuple(choice.chosen)
 
 
 def chooses(block: nn.Module) -> bool:
