@@ -177,7 +177,7 @@ class EvaluationMixin(_Base):
         host."""
         if self.args.world_size == 1:
             note_rows(self, inputs)
-        with self._newest_weights():
+        with contextlib.nullcontext() if self._is_evaluating else self._newest_weights():
             return self._predicted(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def _predicted(
@@ -221,16 +221,13 @@ class EvaluationMixin(_Base):
     def _newest_weights(self) -> Iterator[None]:
         """An evaluation, or a part of one: of what is in the model, and what comes after it has
         what is there then."""
-        if self._is_evaluating:
-            yield
-            return
         self.synchronize()
         self._slot.send_again()  # because PEFT merges adapters through ``.data``
-        self._is_evaluating = True
+        before, self._is_evaluating = self._is_evaluating, True
         try:
             yield
         finally:
-            self._is_evaluating = False
+            self._is_evaluating = before
             self._slot.send_again()  # because averaged weights are put back through ``.data``
 
     def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
