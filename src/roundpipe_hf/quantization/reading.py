@@ -91,7 +91,7 @@ def read_quantized(
     _freeze(model, {name for name, one in weights.items() if isinstance(one, QuantizedWeight)})
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
-    return (model, loaded[1]) if wants_info else model
+    return loaded if wants_info else model
 
 
 def _is_of_base(key: str, model: PreTrainedModel) -> bool:
