@@ -31,7 +31,7 @@ from workload import MODELS, TINY
 import roundpipe
 from roundpipe.forecast.machine import CONTEXT_BYTES
 from roundpipe.quantized import FORMATS, QuantizedWeight, quantizable
-from roundpipe.system.host_memory import free_host_bytes
+from roundpipe.system.host_memory import free_host_bytes, return_freed
 
 # Model, method (a rank or "full"), quantization, optimizer, async, GB of a device, rows, tokens.
 SETTINGS: tuple[tuple[str, str, str, str, bool, float, int, int], ...] = (
@@ -143,7 +143,9 @@ def run_setting(index: int, options: argparse.Namespace) -> int:
     gc.collect()
     before, peak = host_memory.resident_bytes(), host_memory.Peak()
     model = model_of(config_of(name, tiny=options.tiny), lora, quantization, maker)
-    peak.start()  # not before, because a dense model was there until it was quantized
+    # Not before, because a dense model was there until it was quantized.
+    return_freed()
+    peak.start()
     measure.reset_peaks()
     times, device = train(model, optimizer, rows, tokens, is_async=is_async, limit=gigabytes)
     host = peak.stop() - before

@@ -403,13 +403,3 @@ def test_adapters_train_without_an_input_that_requires_grad(adapted: Any) -> Non
 def test_adapters_that_do_more_than_replace_modules_are_refused(config: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         preset.cut(get_peft_model(make_model(), config))
-
-
-def test_an_adapter_shared_by_tied_embeddings_is_refused() -> None:
-    """Its head half reads the embedding half through a plain reference, which no replica
-    follows."""
-    model = make_model("llama-tied-rope3")
-    with pytest.raises(ConfigError, match="modules_to_save"):
-        preset.cut(
-            get_peft_model(model, lora(target_modules=["q_proj"], trainable_token_indices=[1, 2]))
-        )

@@ -104,10 +104,15 @@ class ForwardingModule(nn.Module):
 
     def train(self, mode: bool = True) -> "ForwardingModule":
         """Puts the original model into training (``mode`` True) or evaluation mode."""
-        for root in (self.__dict__["_sequence"], self.model):
-            # Because a call of a large model's own, in which nothing changes, takes milliseconds.
-            if any(module.training is not mode for module in modules_of(root)):
-                root.train(mode)
+        modules = set(modules_of(self.model))
+        # Because a call of a large model's own, in which nothing changes, takes milliseconds.
+        if any(module.training is not mode or _has_own_train(module) for module in modules):
+            self.model.train(mode)
+        # The layers that the model does not have follow alone: a walk through the sequence would
+        # switch what a `train` of the model's own leaves as it is.
+        for module in modules_of(self.__dict__["_sequence"]):
+            if module not in modules:
+                module.training = mode
         return self
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -201,3 +206,7 @@ def _flushing(engine: ForwardingModule, method: Callable[..., Any]) -> Callable[
         return method(*args, **kwargs)
 
     return call
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    return type(module).train is not nn.Module.train or "train" in vars(module)

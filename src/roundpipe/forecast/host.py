@@ -15,7 +15,9 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     ``weights``: working copies, without those that stay in their files; ``gradients``: one set as
     offloaded, up to two where steps are asynchronous; ``second_buffer``: where updates may write
     beside calls, and there is room; ``staging``: slices that pageable memory passes through;
-    ``state_pages``: what an update needs in memory of state on a disk.
+    ``state_pages``: what an update needs in memory of state on a disk; ``moving``: what wrapping
+    needs beyond all these, because a layer's weights are there twice while they move into
+    page-locked memory.
 
     Args:
         free_bytes: of the machine, for all of it.
@@ -52,10 +54,12 @@ def host_bytes(step: PlannedStep, free_bytes: float) -> dict[str, int]:
     second = _second_buffer_bytes(step) if choice.is_async else 0
     has_room = sum(made.values()) + 2 * second + SPARED_BYTES < free_bytes
     made["second_buffer"] = second if has_room else 0
-    # The first call's plan was made from guesses. What waits on the host then is gone when the
-    # first update makes moments and what comes after them.
-    later = made["moments"] + made["second_buffer"] + made["gradients"] - gradients
+    # The first call's plan was made from guesses. Before a synchronous update makes moments, and what
+    # comes after them, what waited on the host then is gone; an asynchronous one begins before.
+    later = 0 if choice.is_async else made["moments"] + made["gradients"] - gradients
     made["spilled"] = max(made["spilled"], step.spilled_bytes(step.first) - later)
+    if choice.pin_model == "alloc" and step.kind != "cpu":
+        made["moving"] = max(0, weights + _most_moved_bytes(store) - sum(made.values()))
     return made
 
 
@@ -77,6 +81,18 @@ def _staging_bytes(step: PlannedStep, store: ParameterStore) -> int:
         most = max(4 * layer.num_elements for layer in store.layers)
         slices += min(SLICE_BYTES, most)
     return NUM_SLICES * slices
+
+
+def _most_moved_bytes(store: ParameterStore) -> int:
+    """Counts the weights of the largest layer, a tied one with the first that uses it."""
+    return max(
+        sum(
+            stored_bytes(use.parameter)
+            for use in layer.uses
+            if store.uses[id(use.parameter)][0].layer == layer.layer
+        )
+        for layer in store.layers
+    )
 
 
 def _second_buffer_bytes(step: PlannedStep) -> int:

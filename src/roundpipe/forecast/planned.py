@@ -80,7 +80,7 @@ class PlannedStep:
         tokens_at_once: int = 0,
     ) -> None:
         self.choice, self.machine, self._sketches = choice, machine, sketches
-        self.from_disk = from_disk
+        self.from_disk, self.kind = from_disk, kind
         self.tokens_at_once = tokens_at_once
         self._has_states = has_states and choice.optimizer_state_dir is None
         self.rules = GradientRules(torch.float32, None)

@@ -41,15 +41,6 @@ def base_of(model: nn.Module) -> nn.Module:
         raise _refused(
             model.active_peft_config, f"{type(tuner).__name__} has a forward of its own; use LoRA"
         )
-    for name, module in model.named_modules():
-        if getattr(module, "tied_adapter", None) is not None:
-            raise _refused(
-                model.active_peft_config,
-                f"{name} reads the adapter of the embedding it is tied to, which sits in another "
-                "layer; "
-                "untie the embeddings, or list them in modules_to_save instead of "
-                "trainable_token_indices",
-            )
     base: nn.Module = tuner.model
     return base
 

@@ -3,6 +3,8 @@ block by block."""
 
 import copy
 import difflib
+import dis
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -270,3 +272,22 @@ def put_back(module: nn.Module) -> Iterator[Callable[[], None]]:
         yield end
     finally:
         end()
+
+
+def reads_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether the code of ``function`` ever reads its parameter ``name``. False where there is no
+    code to look into."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        function = function.forward
+    elif not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return False
+    return any(
+        name == one.argval or (isinstance(one.argval, tuple) and name in one.argval)
+        for one in dis.get_instructions(code)
+        if one.opname.startswith("LOAD")
+    )

@@ -124,8 +124,10 @@ def split_batch(
                 "cannot be cut into "
                 f"{len(parts)} microbatches; pack it into one row or use num_microbatch=1"
             )
-        if named.get("labels") is not None and whole.get("num_items_in_batch") is None:
-            _make_losses_add_up(Loss(model), named, parts)
+        loss = Loss(model)
+        is_sum = whole.get("num_items_in_batch") is not None and loss.heeds_num_items()
+        if named.get("labels") is not None and not is_sum:
+            _make_losses_add_up(loss, named, parts)
     return [()] * len(parts), parts
 
 

@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..layers.modes import has_hooks
 from ..microbatch import merge
+from .calling import reads_parameter
 
 _LOSS_KWARGS = ("num_items_in_batch", "shift_labels", "ignore_index", "readout")
 
@@ -41,8 +42,16 @@ class Loss:
 
     def takes_num_items(self) -> bool:
         """Whether the loss can be told by how much to divide (every loss of transformers for causal
-        LMs can)."""
-        return "num_items_in_batch" in inspect.signature(self.function).parameters
+        LMs can): one that names the parameter and never reads it cannot."""
+        takes = "num_items_in_batch" in inspect.signature(self.function).parameters
+        return takes and reads_parameter(self.function, "num_items_in_batch")
+
+    def heeds_num_items(self) -> bool:
+        """Whether the loss divides by the number that it is given: also one that hands its
+        ``**kwargs`` on, to a loss of transformers, say."""
+        named = inspect.signature(self.function).parameters.values()
+        rest = [one.name for one in named if one.kind is inspect.Parameter.VAR_KEYWORD]
+        return self.takes_num_items() or any(reads_parameter(self.function, one) for one in rest)
 
     def is_token_mean(self) -> bool:
         """Whether it is transformers' own for causal language models: the mean cross-entropy of

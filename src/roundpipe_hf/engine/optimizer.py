@@ -221,7 +221,8 @@ def why_not_moved(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | N
 
 def _move_to_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> None:
     """Replaces the model's parameters in the optimizer's groups by the engine's copies; frozen ones
-    have none and are left out. It stays the same object, because a scheduler may hold it."""
+    have none and are left out, but where the group has a list of something for each, as that of
+    LoRA-FA has. It stays the same object, because a scheduler may hold it."""
     masters = dict(engine.optim_named_parameters())
     copies = {
         id(parameter): masters[name]
@@ -230,7 +231,14 @@ def _move_to_masters(optimizer: torch.optim.Optimizer, engine: RoundPipe) -> Non
     }
     for group in optimizer.param_groups:
         group.pop("param_names", None)  # because some are left out
-        group["params"] = [copies[id(p)] for p in group["params"] if id(p) in copies]
+        listed = [value for name, value in group.items() if name != "params"]
+        count = len(group["params"])
+        has_lists = any(isinstance(value, list) and len(value) == count for value in listed)
+        group["params"] = [
+            copies[id(p)] if id(p) in copies else p.detach()
+            for p in group["params"]
+            if has_lists or id(p) in copies
+        ]
     states = {parameter: optimizer.state.pop(parameter) for parameter in list(optimizer.state)}
     for parameter, state in states.items():
         master = copies.get(id(parameter))

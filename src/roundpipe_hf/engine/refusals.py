@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
 
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
@@ -103,7 +104,9 @@ def _refuse_optimizer_name(name: OptimizerNames) -> None:
     )
     supported = ", ".join(repr(optimizer.value) for optimizer in SUPPORTED_OPTIMIZERS)
     raise ConfigError(
-        f"RoundPipeTrainer does not support optim={name.value!r}: {why}. Use one of {supported}"
+        f"RoundPipeTrainer does not support optim={name.value!r}: {why}. Use one of {supported}; "
+        "or, with optimizer_cls_and_kwargs, one of roundpipe.optim: Lion, or LeanAdamW, whose "
+        "state has fewer bits with {'moments': '8bit'}"
     )
 
 
@@ -149,6 +152,12 @@ def _refused_arguments(args: TrainingArguments) -> Iterator[str]:
             "use_liger_kernel with its fused loss: the pipeline computes the loss itself, without "
             "logits either; set "
             "liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        yield (
+            "debug='underflow_overflow': it knows modules by what they are, and devices run copies "
+            "of them; leave it out, and set logging_nan_inf_filter=False to see the first loss "
+            "that is no number"
         )
     dispatches = getattr(args.accelerator_config, "dispatch_batches", None)
     if dispatches and args.world_size == 1:

@@ -42,10 +42,10 @@ def reads_weights(trainer: Any) -> bool:
     )
 
 
-def has_own_step(trainer: Any) -> bool:
-    """Tells if ``training_step`` is somebody else's."""
-    owner = next(cls for cls in type(trainer).__mro__ if "training_step" in vars(cls))
-    return "training_step" in vars(trainer) or not _comes_from(owner, _TRAINERS)
+def has_own(trainer: Any, method: str) -> bool:
+    """Tells if ``training_step``, say, is somebody else's."""
+    owner = next(cls for cls in type(trainer).__mro__ if method in vars(cls))
+    return method in vars(trainer) or not _comes_from(owner, _TRAINERS)
 
 
 class Shown(NamedTuple):

@@ -38,7 +38,18 @@ class ModelAnswer:
     """
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the pipeline runs with, of what `compute_loss` calls the model with."""
+        """What the pipeline runs with, of what `compute_loss` calls the model with.
+
+        Raises:
+            ConfigError: the call is one of TRL's that only the trainers of `roundpipe_hf.trl`
+                answer.
+        """
+        if "fused_lm_head" in given:
+            raise ConfigError(
+                "the loss of one of TRL's trainers calls the model with fused_lm_head, which "
+                "RoundPipeTrainerMixin does not answer. Put the trainer of roundpipe_hf.trl "
+                "(RoundPipeSFTTrainer, RoundPipeDPOTrainer, ...) in place of both among the bases"
+            )
         return given
 
     def outputs(self, outputs: Any, given: Mapping[str, Any]) -> Any:
@@ -64,7 +75,19 @@ class LossAnswer(ModelAnswer):
 
 
 def by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of ``model``, by their names."""
+    """All arguments of a call of ``model``, by their names.
+
+    Raises:
+        ConfigError: one of them is a model or another module.
+    """
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, nn.Module | ModelStandIn):
+            raise UnknownModelCall(
+                f"compute_loss hands the model a module ({value._get_name()}) in place of a batch, "
+                "as code does that has put a function of its own into the model's forward. The "
+                "pipeline runs the model's layers, not that function: call `model(**inputs)` and "
+                "compute the loss of what it returns"
+            )
     if not args:
         return kwargs
     called = base_model(model)

@@ -10,16 +10,12 @@ Rejected: to call a ``compute_loss`` fused because it takes ``num_items_in_batch
 never look at it, and many add a mean to what they divide by it.
 """
 
-import dis
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from torch import nn
-
 from roundpipe import RoundPipe
 from roundpipe.errors import ConfigError
+from roundpipe.presets.calling import reads_parameter
 
 from ..arguments import LossReduction, check_choice, pipeline_of
 from ..compat import adds_router_loss, base_model, loss_adds_up, makes_causal_loss, valid_targets
@@ -150,18 +146,4 @@ def amount_of(trainer: Any, inputs: Mapping[str, Any], reduction: LossReduction)
 def reads_num_items(loss: Callable[..., Any]) -> bool:
     """Whether the code of ``loss`` ever reads its parameter ``num_items_in_batch``. What does not
     cannot divide by it."""
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    if isinstance(loss, nn.Module):
-        loss = loss.forward
-    elif not inspect.isroutine(loss):
-        loss = type(loss).__call__
-    code = getattr(inspect.unwrap(loss), "__code__", None)
-    if code is None:
-        return False
-    name = "num_items_in_batch"
-    return any(
-        name == one.argval or (isinstance(one.argval, tuple) and name in one.argval)
-        for one in dis.get_instructions(code)
-        if one.opname.startswith("LOAD")
-    )
+    return reads_parameter(loss, "num_items_in_batch")

@@ -16,7 +16,7 @@ from transformers import Trainer
 from roundpipe.errors import ConfigError
 
 from ..arguments import HOST, losses_on
-from ..engine.watchers import Shown, has_own_step
+from ..engine.watchers import Shown, has_own
 from .window import AccumulationWindow
 
 _GRADIENT = cast(Any, torch.Tensor.grad)  # a property of torch's own
@@ -33,7 +33,8 @@ def as_own_step(
 ) -> Callable[..., torch.Tensor]:
     """A step that is not our mixin's, whose loss may be that of an engine call and so in host
     memory: Trainer adds up losses on the device that it takes for the model's."""
-    is_watched = has_own_step(trainer)  # not those that generate, because it slows every operation
+    # Not those that generate, because it slows every operation.
+    is_watched = has_own(trainer, "training_step")
 
     @functools.wraps(training_step)
     def call(*inputs: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,7 +22,14 @@ from ..compat import tell_skipped
 from ..engine.calls import LossFn, cuts_batches
 from ..engine.optimizer import PipelineOptimizer
 from ..engine.out_of_memory import Footprint, OutOfMemoryBackoff
-from ..engine.watchers import Shown, reads_gradients, reads_weights, refuse_written, show_gradients
+from ..engine.watchers import (
+    Shown,
+    has_own,
+    reads_gradients,
+    reads_weights,
+    refuse_written,
+    show_gradients,
+)
 from ..loss.fused import FusedLoss
 from ..loss.gradients import LossGradients
 from ..loss.round import StashedBatch, most_parts, rows_of
@@ -88,6 +95,7 @@ class AccumulationWindow:
         rounds = [*self._since_step, batches]
         if not self._since_step:
             self._counted = self._trainer.counted_by_losses()
+            self._show_weights(engine, batches)
         attempts = 0
 
         def attempt(footprint: Footprint) -> list[torch.Tensor]:
@@ -105,6 +113,17 @@ class AccumulationWindow:
         else:
             self._loss_gradients.forget()
         return losses
+
+    def _show_weights(self, engine: RoundPipe, batches: Round) -> None:
+        """Waits for the update in the model, where a loss of the user's may read weights there
+        before it calls the model."""
+        trainer = self._trainer
+        if (
+            not pipeline_of(trainer.args).async_optimizer
+            and has_own(trainer, "compute_loss")
+            and self._reduction(engine, batches) is None
+        ):
+            engine.synchronize()
 
     def before_step(self) -> None:
         """Before the callbacks that come before the step: some look at its gradients."""

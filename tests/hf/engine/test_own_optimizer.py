@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.optimizers import create_lorafa_optimizer
 from transformers import Trainer
 
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
@@ -82,3 +83,35 @@ def test_the_group_of_a_parameter_is_that_of_its_copy(kind: str) -> None:
         len(group["params"]) for group in trainer.optimizer.param_groups
     ]
     run(trainer)
+
+
+@pytest.mark.parametrize("is_made_late", [False, True], ids=["given", "made in an override"])
+def test_lora_fa_reads_frozen_weights_by_their_place(is_made_late: bool) -> None:
+    """Its group lists a name and a scale for each parameter, and each step reads the frozen half of
+    an adapter: they went out of step with what was moved, and matrices did not fit. Compared from a
+    checkpoint on, too."""
+
+    def make(model: Any) -> torch.optim.Optimizer:
+        return create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-2, weight_decay=0.1)
+
+    class Late:
+        model: Any
+
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            self.optimizer = make(self.model)
+            return self.optimizer
+
+    def one(cls: type[Trainer], **settings: Any) -> Any:
+        model = MODELS["lora"]()
+        if not is_made_late:
+            settings["optimizers"] = (make(model), None)
+        made = type("Made", (Late, cls), {}) if is_made_late else cls
+        return make_trainer(made, model, ROWS, devices=3, **settings)
+
+    trainers = []
+    for cls in (RoundPipeTrainer, Trainer):
+        first = run(one(cls, save_strategy="steps", save_steps=2))
+        folder = f"{first.args.output_dir}/checkpoint-2"
+        trainers.append((first, run(one(cls), resume_from_checkpoint=folder)))
+    for ours, plain in zip(*trainers, strict=True):
+        assert_same(Pair(ours, plain), atol=1e-4)

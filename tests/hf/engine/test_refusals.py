@@ -11,10 +11,20 @@ from transformers import get_constant_schedule
 
 from roundpipe.engine.wrap import wrap_model_to_roundpipe
 from roundpipe.errors import ConfigError
+from roundpipe.optim import LeanAdamW, Lion
 from roundpipe_hf import RoundPipeTrainer
 from roundpipe_hf.engine.refusals import SUPPORTED_OPTIMIZERS, refuse_arguments
 from tests.support.models import make_llama
-from tests.support.trainers import MODELS, assert_same, make_trainer, run, token_rows, train_both
+from tests.support.trainers import (
+    MODELS,
+    assert_same,
+    differ,
+    make_trainer,
+    run,
+    token_rows,
+    train_both,
+    weights,
+)
 
 ROWS = token_rows(3)
 
@@ -33,6 +43,7 @@ def refused(message: str, model: Any = None, **settings: Any) -> None:
             "torch_compile_mode='max-autotune'",
         ),
         ({"gradient_checkpointing_kwargs": {"offload": True}}, "activation offloading"),
+        ({"debug": "underflow_overflow"}, "debug='underflow_overflow'.*leave it out"),
     ],
 )
 def test_arguments(settings: dict[str, Any], message: str) -> None:
@@ -108,6 +119,20 @@ def test_dispatched_batches_in_one_process(caplog: pytest.LogCaptureFixture) -> 
 def test_optimizers(optim: str, why: str) -> None:
     refused(f"optim='{optim}': .*{why}.*Use one of .*adamw_torch_fused", optim=optim)
     assert optim not in {supported.value for supported in SUPPORTED_OPTIMIZERS}
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"), [(Lion, {}), (LeanAdamW, {"moments": "8bit"})], ids=["lion", "8bit"]
+)
+def test_optimizers_that_are_named_instead(cls: Any, settings: dict[str, Any]) -> None:
+    """They train, as the message says."""
+    given = (cls, {"lr": 1e-3} | settings)
+    trainer = run(
+        make_trainer(RoundPipeTrainer, MODELS["full"](), ROWS, optimizer_cls_and_kwargs=given)
+    )
+    before = {name: value.detach() for name, value in MODELS["full"]().named_parameters()}
+    assert differ(weights(trainer), before)
+    assert type(trainer.optimizer.optimizer.inner) is cls
 
 
 def test_optimizers_that_cannot_be_moved_to_the_copies() -> None:

@@ -34,6 +34,10 @@ BAD: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
         lambda trainer, model, inputs: model.model(inputs["input_ids"])[0].mean(),
         "never called the model it was given.*nor a module of it",
     ),
+    "puts a function of its own into the model's forward": (
+        lambda trainer, model, inputs: model(trainer.model, inputs),
+        r"hands the model a module \(LlamaForCausalLM\).*call `model\(\*\*inputs\)`",
+    ),
     "no tensor": (
         lambda trainer, model, inputs: own(model, inputs).item(),
         "returned a float; it must be a tensor",

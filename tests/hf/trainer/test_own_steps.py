@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roundpipe.errors import ConfigError
 from roundpipe_hf import RoundPipeTrainer
-from roundpipe_hf.engine.watchers import has_own_step
+from roundpipe_hf.engine.watchers import has_own
 from roundpipe_hf.trl import RoundPipeGRPOTrainer
 from tests.support.trainers import MODELS, assert_same, make_trainer, run, token_rows, train_both
 
@@ -254,6 +254,6 @@ def test_reading_where_there_are_none_yet(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_steps_of_trl_are_not_watched() -> None:
     """They generate, which is thousands of operations."""
-    assert not has_own_step(object.__new__(RoundPipeGRPOTrainer))
-    assert not has_own_step(object.__new__(RoundPipeTrainer))
-    assert has_own_step(object.__new__(type("Mixed", (Clips, RoundPipeTrainer), {})))
+    assert not has_own(object.__new__(RoundPipeGRPOTrainer), "training_step")
+    assert not has_own(object.__new__(RoundPipeTrainer), "training_step")
+    assert has_own(object.__new__(type("Mixed", (Clips, RoundPipeTrainer), {})), "training_step")

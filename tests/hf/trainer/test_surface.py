@@ -155,6 +155,29 @@ def test_an_overridden_method_between_steps_sees_the_update() -> None:
     assert len(set(norms[0])) > 3
 
 
+class OwnEmbeddings:
+    """A loss that embeds the tokens itself, by the model's own weights, before it calls the
+    model."""
+
+    model: Any
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        embedded = self.model.get_input_embeddings()(inputs["input_ids"]).sin()
+        return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+
+
+@pytest.mark.parametrize("kind", ["full", "tied"])
+def test_a_loss_that_reads_weights_before_its_call_sees_the_update(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computed with weights that the update was just being written to."""
+    flushes = count_flushes(monkeypatch)
+    ours, plain = make_both(MODELS[kind], ROWS, OwnEmbeddings)
+    run(ours)
+    assert flushes() > 4, "a step did not wait for its weights, which the next loss reads"
+    assert_same(Pair(ours, run(plain)))
+
+
 class Averages:
     """Evaluates and saves averaged weights, put into the model meanwhile."""
 

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from roundpipe.engine import generation
 from roundpipe.errors import ConfigError
+from roundpipe_hf import RoundPipeTrainerMixin
 from tests.hf.trl import test_preferences as preferences
 from tests.hf.trl import test_rollouts as rollouts
 from tests.hf.trl.test_rollouts import both
@@ -72,6 +73,23 @@ def test_a_reference_of_rollouts_with_another_vocabulary(folder: Path) -> None:
     model.resize_token_embeddings(40)
     with pytest.raises(ConfigError, match="another vocabulary: 32 tokens, and the model has 40"):
         rollouts.make_one("grpo", True, folder, model, beta=0.1)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_trls_trainer_below_the_mixin_of_trainers(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss asks for what only the trainer made for it answers, which the message
+    names."""
+    (_, theirs), configs, rows = preferences.KINDS[kind]
+    mixed = type("Mixed", (RoundPipeTrainerMixin, theirs), {})
+    monkeypatch.setitem(preferences.KINDS, kind, ((mixed, theirs), configs, rows))
+    trainer, _ = make_pair(kind, folder, reference=True)
+    before = weights(trainer)
+    with pytest.raises(ConfigError, match="fused_lm_head.*Put the trainer of roundpipe_hf.trl"):
+        run(trainer)
+    assert trainer.state.global_step == 0
+    assert all(torch.equal(weights(trainer)[name], value) for name, value in before.items())
 
 
 class Reward:

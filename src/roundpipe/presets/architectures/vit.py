@@ -8,7 +8,6 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import ImageClassifierOutput
 
@@ -125,7 +124,7 @@ def split_batch(
         is_sum = (
             has_classes
             and whole.get("num_items_in_batch") is not None
-            and _heeds_num_items(Loss(model))
+            and Loss(model).heeds_num_items()
         )
         if not is_sum:
             counts = [_counted(part, has_classes) for part in parts]
@@ -145,11 +144,6 @@ def _has_classes(config: Any, labels: torch.Tensor) -> bool:
     if config.problem_type is not None:
         return bool(config.problem_type == "single_label_classification")
     return config.num_labels > 1 and labels.dtype in (torch.long, torch.int)
-
-
-def _heeds_num_items(loss: Loss) -> bool:
-    """Transformers' own takes it among its ``**kwargs``."""
-    return loss.function is ForSequenceClassificationLoss or loss.takes_num_items()
 
 
 def _counted(part: dict[str, Any], has_classes: bool) -> int:

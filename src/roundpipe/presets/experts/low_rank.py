@@ -240,12 +240,12 @@ def _activate_lora(self: Any, active_adapters: Sequence[str]) -> Iterator[None]:
         yield
         return
     base, name = self.get_base_layer(), self.parameter_name
-    # An attribute of its own is found before a parameter.
-    vars(base)[name] = AdaptedWeight(self.get_param(), factors)
+    own = base._parameters[name]
+    base._parameters[name] = AdaptedWeight(self.get_param(), factors)
     try:
         yield
     finally:
-        del vars(base)[name]
+        base._parameters[name] = own
 
 
 def _factors_of(wrapper: Any, name: str) -> Factors:
