@@ -18,7 +18,13 @@ from typing import Any
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    TrainingArguments,
+)
 
 from roundpipe.errors import ConfigError
 from roundpipe.memory.mmap import FileMappings, can_tell_mappings
@@ -48,7 +54,9 @@ _COPIES_ALL = (
     "gguf_file",
 )
 # What a model has beside its config, though that knows of it.
-_OF_THE_MODEL = ("dtype", "torch_dtype", "attn_implementation")
+_OF_THE_MODEL = (*_COPIES_ALL, "dtype", "torch_dtype", "attn_implementation")
+# What a config says of the files, also one that the caller has made without them.
+_SAID_OF_FILES = ("architectures", "dtype", "quantization_config")
 
 
 def load_pretrained_mmap(
@@ -130,12 +138,12 @@ def load_pretrained(
         >>> model = get_peft_model(model, LoraConfig(target_modules="all-linear"))
         >>> RoundPipeTrainer(model, RoundPipeTrainingArguments("out"), train_dataset=rows).train()
     """
-    config = kwargs.get("config") or config_of(name_or_path, kwargs)
+    config, others = _config_and_others(name_or_path, kwargs)
     method = method_of(config)
     if mmap or quantization is not None or method is not None:
         _refuse_copies(kwargs)
     if quantization is not None or method is not None:
-        config, kwargs = _with_settings(config, kwargs)
+        kwargs = {**others, "config": config}
     if quantization is not None and method is None:
         checkpoint = Checkpoint(name_or_path, kwargs)
         files = checkpoint.files_with_tensors
@@ -195,7 +203,7 @@ def _from_pretrained(model_class: Any, name_or_path: str | Path, how: dict[str, 
             checkpoint = Checkpoint(name_or_path, how)
             refuse_damaged(checkpoint.files)
             if isinstance(error, RuntimeError):
-                config = how.get("config") or config_of(name_or_path, how)
+                config = config_of(name_or_path, how)
                 checkpoint.refuse_other_sizes(on_meta(model_class_of(model_class, config), config))
         raise
 
@@ -221,30 +229,46 @@ def _refuse_copies(kwargs: Mapping[str, Any]) -> None:
 
 def class_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
     """The class that wrote the files, else a causal language model."""
-    config = kwargs.get("config") or config_of(name_or_path, kwargs)
+    config = config_of(name_or_path, kwargs)
     name = (config.architectures or [""])[0]
     return getattr(transformers, name, AutoModelForCausalLM)
 
 
-def _with_settings(config: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A copy of ``config``, and the ``kwargs`` that it has no use for. As in ``from_pretrained``
-    the others are set there, unless the config is the caller's."""
-    config, is_given = copy.deepcopy(config), kwargs.get("config") is not None
-    settings = {
-        name: value
-        for name, value in kwargs.items()
-        if not is_given and name not in _OF_THE_MODEL and hasattr(config, name)
-    }
-    for name, value in settings.items():
-        setattr(config, name, value)
-    return config, {name: value for name, value in kwargs.items() if name not in settings}
-
-
 def config_of(name_or_path: str | Path, kwargs: Mapping[str, Any]) -> Any:
-    of_config = {
-        name: kwargs[name] for name in (*OF_THE_FILES, "trust_remote_code") if name in kwargs
-    }
-    return AutoConfig.from_pretrained(name_or_path, **of_config)
+    """The caller's config, or that of the files, before other ``kwargs`` are set in it."""
+    given = kwargs.get("config")
+    if isinstance(given, PretrainedConfig):
+        return given
+    return AutoConfig.from_pretrained(given or name_or_path, **_of_config(kwargs))
+
+
+def _config_and_others(
+    name_or_path: str | Path, kwargs: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The config that ``from_pretrained`` would make of the ``kwargs``, and those that it has no
+    use for."""
+    given, of_config = kwargs.get("config"), _of_config(kwargs)
+    kept = {name: kwargs[name] for name in (*of_config, *_OF_THE_MODEL) if name in kwargs}
+    others = {name: value for name, value in kwargs.items() if name not in (*kept, "config")}
+    if isinstance(given, PretrainedConfig):
+        config = copy.deepcopy(given)
+    else:
+        config, unused = AutoConfig.from_pretrained(
+            given or name_or_path, return_unused_kwargs=True, **of_config, **others
+        )
+        others = {name: value for name, value in others.items() if name in unused}
+    if given is not None:
+        said, _ = PretrainedConfig.get_config_dict(name_or_path, **of_config)
+        for name in _SAID_OF_FILES:
+            if getattr(config, name, None) is None and said.get(name) is not None:
+                setattr(config, name, said[name])
+    config.name_or_path = str(name_or_path)
+    return config, kept | others
+
+
+def _of_config(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What says where a config is."""
+    return {name: kwargs[name] for name in (*OF_THE_FILES, "trust_remote_code") if name in kwargs}
 
 
 def _warn_of_copies(model: PreTrainedModel, checkpoint: Checkpoint, missing: set[str]) -> None:

@@ -30,6 +30,37 @@ class Inner(nn.Module):
         return self.inner(hidden).tanh()
 
 
+class Numbered(Inner):
+    """Layers of two numbers compute by other code."""
+
+    _roundpipe_compiled_apart = ("number",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * (1 + self.number / 16)
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Linear(MLP_WIDTH, MLP_WIDTH)
+        self.activation = activation
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        activated: Tensor = self.activation(self.inner(hidden))
+        return activated
+
+
+_ACTIVATIONS = (nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+KINDS = {
+    "inner modules": lambda: [Activated(one()) for one in (*_ACTIVATIONS, nn.Softsign, nn.ReLU6)],
+    "attributes": lambda: [Numbered(number) for number in range(10)],
+}
+
+
 class WatchedLock:
     """The compiler's, in tests' hands: says when somebody waits for it."""
 
@@ -101,6 +132,28 @@ def test_what_cannot_be_compiled_runs_as_it_is(
         len([line for line in lines if "compiling" in line]) == on.count
     )  # one for each device, not for each graph
     assert [line for line in lines if "without being compiled" in line and "no space left" in line]
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_layers_of_many_kinds_are_all_compiled(
+    kinds: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense blocks and those with experts, say, or with other masks. Of one piece of code for all
+    the compiler would make eight variants, and leave further ones as they are."""
+    graphs = []
+
+    def compile_fx(graph: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    torch.manual_seed(0)
+    model = nn.Sequential(Inner(), *KINDS[kinds]())
+    expected = plain_call(model, BATCH.split(1), BATCH.loss_fn)
+    engine = engines(model, ONE, compile=True)
+    ONE.check(run_batch(engine, BATCH, 1), expected.loss)
+    ONE.check(engine_gradients(engine), expected.gradients)
+    assert len(graphs) == len(model) - 1  # the first is the only one of its class
 
 
 def test_code_in_cpp_is_not_needed(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, NemotronHConfig, Qwen3MoeConfig
+from torch._dynamo.utils import counters
+from transformers import GptOssConfig, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -19,7 +20,7 @@ from roundpipe.presets.experts import product
 from roundpipe.presets.experts.groups import group_experts
 from tests.support.device_sets import ONE
 from tests.support.engines import Engines, engine_gradients
-from tests.support.preset_models import INPUTS, ROWS, TOKENS, make_model, own_forward
+from tests.support.preset_models import INPUTS, ROWS, TINY, TOKENS, make_model, own_forward
 from tests.support.tolerances import assert_same_sums
 
 RECOMPUTED = ModelExecutePlan(fwd_plan=[range(4)], bwd_plan=[range(4, 5), range(1, 4), range(1)])
@@ -191,23 +192,27 @@ def test_recorded_layers_of_experts_train_as_others(engines: Engines, replays: l
     assert replays
 
 
-@pytest.mark.parametrize("listens", [True, False], ids=["auxiliary loss", "no auxiliary loss"])
-def test_blocks_of_every_engine_are_compiled(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, *, listens: bool
-) -> None:
-    """As one piece, with code of their own: of code that engines shared the compiler would make
-    eight variants for the process, and leave the blocks of all further engines as they are."""
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """What torch's compiler has traced. It runs as it is."""
+    found = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
+        found.append(graph)
         return graph.forward
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile_(function, backend=backend))
-    from torch._dynamo.utils import counters
-
     counters["graph_break"].clear()
+    return found
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["auxiliary loss", "no auxiliary loss"])
+def test_blocks_of_every_engine_are_compiled(
+    engines: Engines, graphs: list[torch.fx.GraphModule], *, listens: bool
+) -> None:
+    """As one piece, with code of their own: of code that engines shared the compiler would make
+    eight variants for the process, and leave the blocks of all further engines as they are."""
     inputs = {**INPUTS["labels"](), "output_router_logits": listens}
     model = make_model("qwen3-moe")
     model.config._experts_implementation = "grouped_mm"
@@ -228,3 +233,25 @@ def test_blocks_of_every_engine_are_compiled(
     assert not counters["graph_break"]
     assert len(set(numbers)) == 1
     assert numbers[0] >= 2
+
+
+def test_a_deep_model_is_compiled_as_a_shallow_one(
+    engines: Engines, graphs: list[torch.fx.GraphModule]
+) -> None:
+    """Each block sees the logits of its own router only. Had it seen those of the blocks before,
+    it would have been compiled once for each depth, and from the ninth on not at all."""
+    inputs, numbers = {**INPUTS["labels"](), "output_router_logits": True}, []
+    for num_blocks in (3, 10):
+        sizes = {**TINY, "num_hidden_layers": num_blocks}
+        model = make_model(config=MixtralConfig(**sizes, num_local_experts=4))
+        model.config._experts_implementation = "grouped_mm"
+        loss, gradients = own_forward(copy.deepcopy(model), inputs)
+        before = len(graphs)
+        engine = engines(model, ONE, compile=True)
+        assert_same_sums(
+            engine.forward_backward(input_kwargs=inputs), loss.loss, terms=ROWS * TOKENS
+        )
+        assert_same_sums(engine_gradients(engine), gradients, terms=ROWS * TOKENS)
+        numbers.append(len(graphs) - before)
+    assert numbers[0] == numbers[1] < torch._dynamo.config.recompile_limit
+    assert not counters["graph_break"]

@@ -18,6 +18,8 @@ _log = logging.getLogger("roundpipe")
 # Where a forward says that only a part of it can be compiled: that function, and what makes the
 # forward of it.
 COMPILES = "_roundpipe_compiles"
+# Where a class of layers names its attributes of which each value makes code of its own.
+APART = "_roundpipe_compiled_apart"
 
 
 class BlockCompiler:
@@ -26,8 +28,9 @@ class BlockCompiler:
 
     The compiler counts what it has made of a code object, and stops after a few: variants for other
     devices, modes and shapes, of every engine in the process. Hence a code object for each engine
-    and device, and one for each choice of inner modules that have hooks, because it takes for
-    granted that modules without any get none.
+    and device, one for each kind of layer of the class (by the classes of its inner modules and
+    what `APART` names), and one for each choice of inner modules that have hooks, because it takes
+    for granted that modules without any get none.
 
     [Note: compiling on several devices] A compilation patches ``nn.Module`` and sets flags for the
     whole process, so two at a time would leave them set. Its lock lets one worker compile after the
@@ -67,7 +70,9 @@ class BlockCompiler:
         kind = type(replica)
         if kind not in self._kinds or "forward" in replica.__dict__:
             return
-        key = kind, device.name, _hooked(replica) if modes.hooks else ()
+        inner = tuple(map(type, replica.modules()))
+        values = tuple(getattr(replica, name) for name in getattr(kind, APART, ()))
+        key = kind, device.name, inner, values, _hooked(replica) if modes.hooks else ()
         replica.__dict__["forward"] = types.MethodType(self._compile(kind, device, key), replica)
 
     def _compile(self, kind: type[nn.Module], device: Device, key: Any) -> Callable[..., Any]:

@@ -139,6 +139,8 @@ class Prefix(nn.Module):
 class Block(nn.Module):
     """One decoder block."""
 
+    _roundpipe_compiled_apart = ("kind",)
+
     def __init__(self, block: nn.Module, kind: int) -> None:
         super().__init__()
         self.block = block

@@ -136,6 +136,8 @@ def _apart(states: torch.Tensor, lines: list[int]) -> Sequence[torch.Tensor]:
 class TowerBlock(nn.Module):
     """One block of the tower. ``place``: that of what it returns, if it is read later."""
 
+    _roundpipe_compiled_apart = ("kind", "place")
+
     def __init__(self, block: nn.Module, kind: int, place: int | None) -> None:
         super().__init__()
         self.block = block

@@ -59,6 +59,7 @@ def read_quantized(
         config: with a ``quantization_config``. It is not changed.
         kwargs: of ``from_pretrained``.
     """
+    wants_info = kwargs.pop("output_loading_info", False)
     config, said = copy.deepcopy(config), as_dict(config.quantization_config)
     del config.quantization_config
     tensors: Tensors = {}
@@ -66,12 +67,18 @@ def read_quantized(
         tensors |= tensors_of(file)
     if not mmap:
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    dtype = kwargs.pop("dtype", "auto")
-    dense = dense_dtype(config) if dtype == "auto" else dtype
+    # The first is the older name, which the second beats.
+    asked = kwargs.pop("torch_dtype", None), kwargs.pop("dtype", None)
+    config.dtype = next(
+        (each for each in reversed(asked) if each not in (None, "auto")), config.dtype
+    )
+    dense = dense_dtype(config)
     weights = quantized_weights(tensors, said, dense)
     kwargs |= {"config": config, "state_dict": weights, "dtype": dense}
     loaded = model_class.from_pretrained(None, output_loading_info=True, **kwargs)
     model: PreTrainedModel = loaded[0]
+    # Because PEFT writes it into what it saves, and tokenizers are looked for there.
+    model.config.name_or_path = model.name_or_path = config.name_or_path
     missing = sorted(loaded[1]["missing_keys"])
     if config.architectures and type(model).__name__ not in config.architectures:
         # Another head than that of the files is made anew, which transformers warns of.
@@ -84,7 +91,7 @@ def read_quantized(
     _freeze(model, {name for name, one in weights.items() if isinstance(one, QuantizedWeight)})
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(files[0].parent)
-    return model
+    return loaded if wants_info else model
 
 
 def _is_of_base(key: str, model: PreTrainedModel) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ class EvaluationMixin(_Base):
     _window: AccumulationWindow
     _full_eval: torch.dtype | None = None  # while an evaluation loop runs in it
     is_in_loop: bool  # while `train()` runs
+    _is_evaluating = False
 
     @property
     def router_loss(self) -> bool | None:
@@ -171,10 +172,22 @@ class EvaluationMixin(_Base):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Predicts one batch. Where only the loss is wanted it is computed where the outputs are;
-        else outputs come to the host."""
+        """Predicts one batch, on the newest weights also where no loop of Trainer's calls it. Where
+        only the loss is wanted it is computed where the outputs are; else outputs come to the
+        host."""
         if self.args.world_size == 1:
             note_rows(self, inputs)
+        with contextlib.nullcontext() if self._is_evaluating else self._newest_weights():
+            return self._predicted(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def _predicted(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if prediction_loss_only and model is self._slot.current and returns_loss(self, inputs):
             inputs = self._prepare_inputs(inputs)
             num_items = on_host(self._get_num_items_in_batch([inputs], self.args.device))
@@ -201,8 +214,23 @@ class EvaluationMixin(_Base):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Runs Trainer's loop on the newest weights. A batch that is too large for a device raises
         an error that says what to lower."""
+        with self._newest_weights():
+            return self._evaluated(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _newest_weights(self) -> Iterator[None]:
+        """An evaluation, or a part of one: of what is in the model, and what comes after it has
+        what is there then."""
         self.synchronize()
         self._slot.send_again()  # because PEFT merges adapters through ``.data``
+        before, self._is_evaluating = self._is_evaluating, True
+        try:
+            yield
+        finally:
+            self._is_evaluating = before
+            self._slot.send_again()  # because averaged weights are put back through ``.data``
+
+    def _evaluated(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self, "model_preparation_time"):
             # Because Trainer subtracts it from every evaluation's time, and it was one's alone.
             self.model_preparation_time = 0.0
@@ -219,7 +247,6 @@ class EvaluationMixin(_Base):
             raise EvaluationOutOfMemory(str(error), "lower per_device_eval_batch_size") from error
         finally:
             self._full_eval = None
-            self._slot.send_again()  # because averaged weights are put back through ``.data``
             self.args.bf16_full_eval, self.args.fp16_full_eval = given
             if not self.is_in_loop:
                 self._rest()

@@ -84,6 +84,44 @@ def test_a_config_of_the_callers_counts(source: Path, tmp_path: Path) -> None:
     assert not hasattr(config, "quantization_config")
 
 
+_NAMES = {0: "a", 1: "b", 2: "c"}
+_GIVEN: dict[str, dict[str, Any]] = {
+    "names of labels": {"id2label": _NAMES, "num_labels": 3},
+    "regression": {"num_labels": 1, "problem_type": "regression"},
+    "a dtype by its name": {"dtype": "float32"},
+    "a dtype by its older name": {"torch_dtype": torch.float32},
+    "a setting": {"rms_norm_eps": 0.25, "attn_implementation": "eager"},
+    "a config of the caller's own": {"config": LlamaConfig(**CONFIG, num_labels=3)},
+    "a folder with a config": {"config": "classifier", "rms_norm_eps": 0.25},
+}
+
+
+@pytest.mark.parametrize("given", _GIVEN.values(), ids=_GIVEN.keys())
+def test_what_is_given_counts_as_in_from_pretrained(
+    source: Path, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    """Also of files that are quantized already, of which a caller's config need not know: else
+    codes would be taken for values."""
+    if isinstance(given.get("config"), str):
+        LlamaConfig(**CONFIG, num_labels=3).save_pretrained(tmp_path / given["config"])
+        given = {**given, "config": str(tmp_path / given["config"])}
+    plain = LlamaForSequenceClassification.from_pretrained(source, **given)
+    given = {**given, "model_class": LlamaForSequenceClassification, "output_loading_info": True}
+    first, info = load_pretrained(
+        source, quantization="int8", quantized_dir=tmp_path / "out", **given
+    )
+    again, _ = load_pretrained(tmp_path / "out", **given)
+    assert info["missing_keys"] == {"score.weight"}
+    assert first.config.name_or_path == first.name_or_path == str(source)
+    assert again.config.name_or_path == str(tmp_path / "out")
+    for model in (first, again):
+        assert isinstance(model.model.layers[0].self_attn.q_proj.weight, QuantizedWeight)
+        assert model.model.norm.weight.dtype is plain.model.norm.weight.dtype
+        of_files = {key: model.config.to_dict()[key] for key in ("_name_or_path", "architectures")}
+        assert model.config.to_dict() == plain.config.to_dict() | of_files
+        assert model.config._attn_implementation == plain.config._attn_implementation
+
+
 @pytest.mark.parametrize("quantization", ["nf4", "nf4_double", "fp8", "int8"])
 def test_linear_layers_but_the_head_are_quantized(
     source: Path, tmp_path: Path, quantization: str

@@ -85,6 +85,24 @@ class Averaged:
             _put(own, parameters)
 
 
+class ByHand:
+    """Evaluates in a loop of its own."""
+
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.model.eval()
+        losses = [
+            self.prediction_step(self.model_wrapped, batch, True)[0]
+            for batch in self.get_eval_dataloader()
+        ]
+        metrics = {"eval_loss": torch.stack(losses).mean().item()}
+        self.log(metrics)
+        return metrics
+
+
+class AveragedByHand(Averaged, ByHand):
+    pass
+
+
 def _put(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)  # which torch does not count
@@ -92,11 +110,14 @@ def _put(values: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("kind", ["full", "lora"])
-def test_weights_are_exchanged_for_an_evaluation_and_put_back(kind: str, devices: int) -> None:
+@pytest.mark.parametrize("how", [Averaged, AveragedByHand])
+def test_weights_are_exchanged_for_an_evaluation_and_put_back(
+    how: type, kind: str, devices: int
+) -> None:
     """Layers with frozen weights stay on one device, where the next step would have trained from
     the average."""
     settings: dict[str, Any] = {"eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1}
-    pair = make_both(MODELS[kind], token_rows(12), Averaged, devices=devices, **settings)
+    pair = make_both(MODELS[kind], token_rows(12), how, devices=devices, **settings)
     assert_same(Pair(*map(run, pair)))
 
 

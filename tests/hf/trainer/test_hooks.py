@@ -22,9 +22,12 @@ OWN = {
 PRIVATE = {
     "_checkpoint_in",
     "_engine",
+    "_evaluated",
     "_generate_by_engine",
     "_make_inner_optimizer",
+    "_newest_weights",
     "_outputs_device",
+    "_predicted",
     "_rest",
     "_rng_file",
     "_run_forward",

@@ -26,8 +26,8 @@ class Routed(TypedDict):
     """What travels for the auxiliary loss: the logits of all routers so far (None: it is not
     wanted).
 
-    They form a chain, each block adding a link, because a compiled block that saw their number
-    would be compiled anew for each.
+    They form a chain, each block adding a link, which takes no time however long it is. See
+    `keeps_choices`.
     """
 
     router_logits: (
@@ -76,14 +76,17 @@ def keeps_choices(run: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]]) -> C
     in a recompute it is given what it chose in the forward.
 
     A compiled layer must ask for that each time, which is no code that can be compiled. So the
-    asking stays outside, and ``run`` compiles as one piece.
+    asking stays outside, and ``run`` compiles as one piece. So does the chain of logits, of which
+    ``run`` sees no link but its own: a compiled layer takes a longer chain for another argument.
     """
 
     def forward(layer: nn.Module, state: Any) -> Any:
+        chain = state["router_logits"]
         kept = choices_of_the_forward()
-        made, chosen = run(layer, state, kept)
+        made, chosen = run(layer, {**state, "router_logits": None if chain is None else ()}, kept)
         save_for_recompute(*chosen)
-        return made
+        said = made["router_logits"]
+        return {**made, "router_logits": (chain, said) if isinstance(said, torch.Tensor) else chain}
 
     setattr(forward, COMPILES, (run, keeps_choices))
     return forward
@@ -103,21 +106,22 @@ def run_routed(
     kept: Sequence[torch.Tensor] | None,
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """Has ``run`` run a block: a recompute chooses as the forward did, and what the ``router``
-    says joins the chain where that is wanted. Returns what the block made, and what it chose.
+    says takes the place of the state's ``router_logits`` where that is wanted. Returns what the
+    block made, and what it chose.
 
     ``router``: None, the block has none. ``kept``: see `KeptChoice`.
     """
-    logits = state["router_logits"]
+    said = state["router_logits"]
     choice = KeptChoice(kept)
-    if logits is None or router is None:
+    if said is None or router is None:
         with choice:
             made = run(state)
     else:
         with choice, _outputs_of(operator.attrgetter(router)(block)) as outputs:
             made = run(state)
         (said,) = outputs
-        logits = logits, said[0] if isinstance(said, tuple) else said
-    return {**made, "router_logits": logits}, tuple(choice.chosen)
+        said = said[0] if isinstance(said, tuple) else said
+    return {**made, "router_logits": said}, tuple(choice.chosen)
 
 
 def chooses(block: nn.Module) -> bool:
