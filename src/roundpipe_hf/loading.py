@@ -267,7 +267,7 @@ def _config_and_others(
 
 
 def _of_config(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What says where a config is."""
+    """Returns those that say where a config is."""
     return {name: kwargs[name] for name in (*OF_THE_FILES, "trust_remote_code") if name in kwargs}
 
 

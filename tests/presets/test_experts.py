@@ -194,7 +194,7 @@ def test_recorded_layers_of_experts_train_as_others(engines: Engines, replays: l
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
-    """What torch's compiler has traced. It runs as it is."""
+    """Collects what torch's compiler has traced, which runs as it is."""
     found = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -211,8 +211,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 def test_blocks_of_every_engine_are_compiled(
     engines: Engines, graphs: list[torch.fx.GraphModule], *, listens: bool
 ) -> None:
-    """As one piece, with code of their own: of code that engines shared the compiler would make
-    eight variants for the process, and leave the blocks of all further engines as they are."""
+    """They compile as one piece, with code of their own: the compiler makes eight variants of code
+    that engines share, and leaves the blocks of all further ones as they are."""
     inputs = {**INPUTS["labels"](), "output_router_logits": listens}
     model = make_model("qwen3-moe")
     model.config._experts_implementation = "grouped_mm"

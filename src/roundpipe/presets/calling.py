@@ -275,7 +275,7 @@ def put_back(module: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def reads_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether the code of ``function`` ever reads its parameter ``name``. False where there is no
+    """Tells if the code of ``function`` ever reads its parameter ``name``: False where there is no
     code to look into."""
     while isinstance(function, functools.partial):
         function = function.func

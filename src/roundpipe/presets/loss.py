@@ -47,7 +47,7 @@ class Loss:
         return takes and reads_parameter(self.function, "num_items_in_batch")
 
     def heeds_num_items(self) -> bool:
-        """Whether the loss divides by the number that it is given: also one that hands its
+        """Tells if the loss divides by the number that it is given, as does one that hands its
         ``**kwargs`` on, to a loss of transformers, say."""
         named = inspect.signature(self.function).parameters.values()
         rest = [one.name for one in named if one.kind is inspect.Parameter.VAR_KEYWORD]

@@ -38,7 +38,7 @@ class ModelAnswer:
     """
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What the pipeline runs with, of what `compute_loss` calls the model with.
+        """Returns what the pipeline runs with, of what `compute_loss` calls the model with.
 
         Raises:
             ConfigError: the call is one of TRL's that only the trainers of `roundpipe_hf.trl`

@@ -29,7 +29,7 @@ class LowerInEvaluation(LlamaForCausalLM):
 
 @pytest.mark.parametrize("devices", [1, 3])
 def test_a_model_that_keeps_some_modules_in_evaluation_mode(devices: int) -> None:
-    """From the first step on, though all of a new model's modules are in training mode."""
+    """It does so from the first step on, though a new model's modules are all in training mode."""
 
     def make() -> nn.Module:
         model: Any = make_llama(tied=False)
