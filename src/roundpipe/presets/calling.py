@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -284,10 +285,11 @@ def reads_parameter(function: Callable[..., Any], name: str) -> bool:
     elif not inspect.isroutine(function):
         function = type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return False
-    return any(
-        name == one.argval or (isinstance(one.argval, tuple) and name in one.argval)
-        for one in dis.get_instructions(code)
-        if one.opname.startswith("LOAD")
-    )
+    return code is not None and name in _names_read(code)
+
+
+@functools.cache  # because every batch asks; code holds no model
+def _names_read(code: CodeType) -> frozenset[str]:
+    loads = (one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD"))
+    groups = (each if isinstance(each, tuple) else (each,) for each in loads)  # some load two
+    return frozenset(name for group in groups for name in group if isinstance(name, str))
