@@ -23,6 +23,16 @@ MODELS: dict[str, MakeModel] = {
     "tied": lambda: make_llama(tied=True),
     "lora": make_lora_llama,
 }
+QUIET_SGD: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "optim": "sgd",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "seed": 7,
+}
 _PIPELINE = frozenset(PipelineArguments.__dataclass_fields__)
 _OF_TRAINER = frozenset(inspect.signature(Trainer.__init__).parameters) - {
     "self",
@@ -60,14 +70,7 @@ def make_trainer(cls: type[Trainer], model: nn.Module, rows: Any, **settings: An
         "output_dir": "out-ours" if is_ours else "out-plain",
         "per_device_train_batch_size": 3,
         "num_train_epochs": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 7,
+        **QUIET_SGD,
     } | {
         name: value
         for name, value in settings.items()

@@ -18,7 +18,7 @@ from roundpipe_hf.compat import use_one_gpu
 from roundpipe_hf.errors import UnknownModelCall
 from tests.hf.trl.test_preferences import CHOSEN, LORA, PAIRS, PROMPTS, make_model
 from tests.support.example_data import save_tokenizer
-from tests.support.trainers import Pair, assert_same, run, weights
+from tests.support.trainers import QUIET_SGD, Pair, assert_same, run, weights
 
 ANSWERS = Dataset.from_dict(
     {
@@ -42,16 +42,9 @@ def make_one(cls: type, config: type, rows: Dataset, folder: Path, **settings: A
     given = {
         "output_dir": f"out-{cls.__name__}",
         "per_device_train_batch_size": 4,
-        "learning_rate": 0.1,
-        "optim": "sgd",
+        **QUIET_SGD,
         "num_train_epochs": 1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
         "bf16": False,
-        "seed": 7,
     } | settings
     of_trainer = {name: given.pop(name) for name in _OF_TRAINER if name in given}
     tokenizer = AutoTokenizer.from_pretrained(folder)

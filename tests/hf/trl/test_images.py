@@ -43,7 +43,7 @@ from roundpipe_hf.trl import (
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
 from tests.support.example_data import save_tokenizer, sentences
 from tests.support.preset_models import TINY
-from tests.support.trainers import Pair, assert_same, logged, run
+from tests.support.trainers import QUIET_SGD, Pair, assert_same, logged, run
 from tests.support.vision_models import (
     TOWER,
     collated,
@@ -170,17 +170,10 @@ def make(cls: type, processor: Any, model: Any = None, **settings: Any) -> Any:
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 3,
         "num_train_epochs": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **QUIET_SGD,
         "bf16": False,
         "max_length": None,
         "remove_unused_columns": False,
-        "seed": 7,
         "gradient_accumulation_steps": 2,
         "eval_strategy": "epoch",
     }
@@ -295,15 +288,8 @@ def trainer_of(method: str, is_ours: bool, processor: Any, **settings: Any) -> A
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "max_steps": 3,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **QUIET_SGD,
         "bf16": False,
-        "seed": 7,
         "gradient_accumulation_steps": 2,
         "eval_strategy": "steps",
         "eval_steps": 2,

@@ -27,7 +27,7 @@ from roundpipe_hf.trl import (
     RoundPipeRewardTrainer,
 )
 from tests.support.example_data import save_tokenizer, sentences
-from tests.support.trainers import Pair, assert_same, assert_same_logs, logged, run
+from tests.support.trainers import QUIET_SGD, Pair, assert_same, assert_same_logs, logged, run
 
 PROMPTS, CHOSEN, REJECTED = sentences(8), sentences(8, seed=1), sentences(8, seed=2)
 PAIRS = Dataset.from_dict({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED})
@@ -85,16 +85,9 @@ def make_one(kind: str, is_ours: bool, folder: Path, model: Any, **settings: Any
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "num_train_epochs": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **QUIET_SGD,
         "bf16": False,
         "max_length": 24,
-        "seed": 7,
         "devices": 3,
     } | settings
     of_trainer = {name: given.pop(name) for name in _OF_TRAINER if name in given}

@@ -21,7 +21,7 @@ from roundpipe_hf.trl import (
 )
 from tests.hf.trl.test_preferences import grid, make_model
 from tests.support.example_data import save_tokenizer, sentences
-from tests.support.trainers import Pair, assert_same, logged, run
+from tests.support.trainers import QUIET_SGD, Pair, assert_same, logged, run
 
 PROMPTS = Dataset.from_dict({"prompt": sentences(8)})
 KINDS: dict[str, tuple[tuple[type, type], tuple[type, type]]] = {
@@ -57,15 +57,8 @@ def make_one(kind: str, is_ours: bool, folder: Path, model: Any = None, **settin
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 6,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **QUIET_SGD,
         "bf16": False,
-        "seed": 7,
         "max_steps": 3,
         "devices": 2,
     } | settings

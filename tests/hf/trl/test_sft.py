@@ -21,7 +21,7 @@ from roundpipe.errors import ConfigError
 from roundpipe_hf.trl import by_name
 from roundpipe_hf.trl.sft import RoundPipeSFTConfig, RoundPipeSFTTrainer
 from tests.support.example_data import save_tokenizer, sentences
-from tests.support.trainers import Pair, assert_same, assert_same_logs, logged, run
+from tests.support.trainers import QUIET_SGD, Pair, assert_same, assert_same_logs, logged, run
 
 ROWS = Dataset.from_dict({"text": sentences(14)})
 HELD_OUT = Dataset.from_dict({"text": sentences(5, seed=1)})
@@ -66,16 +66,9 @@ def make_trainer(
         "per_device_train_batch_size": 3,
         "per_device_eval_batch_size": 3,
         "num_train_epochs": 1,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **QUIET_SGD,
         "bf16": False,
         "max_length": 16,
-        "seed": 7,
         "devices": 2,
     } | settings
     of_trainer = {"processing_class": tokenizer} | {
